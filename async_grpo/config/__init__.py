@@ -1,0 +1,1 @@
+"""Every option, typed, documented and validated; the command lines are made from these classes."""

@@ -1,0 +1,66 @@
+"""Every option of `worker_dispatcher.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_grpo.config.option import option, require, required
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Options of a dispatcher: it starts workers on its own node and stays in the foreground."""
+
+    model_path: str = required("Hugging Face folder of a causal language model")
+    mode: str = option("generation", "role of the workers", choices=("generation", "logprob"))
+    num_workers: int = option(1, "workers to start on this node")
+    tensor_parallel_size: int = option(1, "devices a worker shards its model over (generation)")
+    max_num_seqs: int = option(64, "sequences decoded together: a generation worker's capacity")
+    overhead_seqs: int = option(8, "sequences accepted beyond the capacity, so it never runs dry")
+    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit")
+    max_tokens_per_gpu: int = option(16384, "tokens of one packed forward (logprob)")
+    kv_cache_gib: float = option(0.0, "KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU")
+    enable_prefix_caching: bool = option(True, "reuse the cache of shared prompt prefixes")
+    temperature: float = option(0.0, "serve only this sampling temperature; 0: the trainer's")
+    dtype: str = option(
+        "auto", "weights of the workers' model", choices=("auto", "float32", "bfloat16")
+    )
+    reward_fns: str = option(
+        "math_verify",
+        "comma-separated reward adapters, the best verdict counts: names of the registry, "
+        "package.module:function, or path/to/file.py:function",
+    )
+    reward_registry: str = option("reward_registry", "module or file that holds REWARD_ADAPTERS")
+    global_num_verifiers: int = option(50, "verifier processes, at most the cluster's cores")
+    verifier_timeout_s: float = option(10.0, "seconds one verification may take")
+    verifier_memory_mib: int = option(4096, "address space of one verifier process in MiB")
+    write_failed_generation_samples: bool = option(
+        False, "append samples that could not be generated or verified to failed_samples.jsonl"
+    )
+    ray_address: str = option("auto", "host:port of the Ray cluster; auto: the one on this machine")
+    namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
+    start_timeout_s: float = option(600.0, "seconds a worker may take to load and register")
+    logging_level: str = option("INFO", "log detail", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "tensor_parallel_size", "max_num_seqs", "global_num_verifiers"):
+            value = getattr(self, name)
+            require(value >= 1, name, "must be at least 1", value, "give a positive number")
+        for name in ("overhead_seqs", "kv_cache_gib", "temperature", "max_model_len"):
+            value = getattr(self, name)
+            require(value >= 0, name, "must not be negative", value, "give 0 or more")
+        for name in ("max_tokens_per_gpu", "verifier_timeout_s", "verifier_memory_mib"):
+            value = getattr(self, name)
+            require(value > 0, name, "must be positive", value, "give a positive number")
+        require(
+            bool(self.reward_names),
+            "reward_fns",
+            "must name at least one adapter",
+            self.reward_fns,
+            "for example --reward-fns countdown",
+        )
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The adapters that grade every sample."""
+        return tuple(name.strip() for name in self.reward_fns.split(",") if name.strip())
