@@ -61,6 +61,14 @@ class Question:
     columns: Mapping[str, Any]  # every column of the user's line, untouched
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingPair:
+    """One line of supervised data, tokenised; only the completion is trained."""
+
+    prompt_token_ids: NDArray[np.int32]  # [P]
+    completion_token_ids: NDArray[np.int32]  # [L], with the end token
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingContract:
     """What decides log-probabilities; shared by engine, reference and trainer."""
@@ -102,6 +110,21 @@ class VerificationRequest:
     index: int
     question: Question
     completion: Completion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobRequest:
+    """The outputs of one group, to be scored by the reference model."""
+
+    prompt_token_ids: NDArray[np.int32]  # [P]
+    output_token_ids: tuple[NDArray[np.int32], ...]  # [L] each
+    temperature: float
+    version: WeightsVersion  # exactly these weights, no later ones
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the packed forward that answers it: every output repeats the prompt."""
+        return sum(len(self.prompt_token_ids) + len(ids) for ids in self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class TrainConfig:
     model_name_or_path: str = required("Hugging Face folder of a causal language model")
     data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
     output_dir: str = option("runs/latest", "folder for metrics, samples and exports")
+    overwrite: bool = option(False, "replace the run that the output folder holds")
     objective: str = option(
         "grpo", "grpo, or sft on prompt and completion pairs", choices=("grpo", "sft")
     )

@@ -1,0 +1,44 @@
+# Every target makes or updates .venv first, which takes no time when it is current.
+SHELL := /bin/bash
+BIN := .venv/bin
+SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
+# Modules are searched for doctests too.
+PYTEST := $(BIN)/python -m pytest tests async_grpo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup dev quickstart test test-fast test-all lint types imports
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## .venv with everything that a run needs (PYTHON=..., DEVICE=cpu|gpu)
+	@PYTHON="$(PYTHON)" DEVICE="$(DEVICE)" tools/setup_env.sh
+
+dev: ## .venv with the tools of tests and lint too
+	@PYTHON="$(PYTHON)" DEVICE="$(DEVICE)" tools/setup_env.sh dev
+
+quickstart: setup ## watch a tiny model learn arithmetic puzzles
+	@$(BIN)/async-grpo quickstart
+
+# Tests never ask a model hub, and share the cores: a thread each is fastest.
+test test-fast test-all: export HF_HUB_OFFLINE = 1
+test test-fast test-all: export OMP_NUM_THREADS = 1
+
+test: dev ## all tests that need no GPU
+	$(PYTEST) -m "not gpu"
+
+test-fast: dev ## tests that start no Ray, vLLM or second process
+	$(PYTEST) -m "not gpu and not integration"
+
+test-all: dev ## all tests
+	$(PYTEST)
+
+lint: dev ## style and format
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: dev ## type annotations
+	$(BIN)/mypy
+
+imports: dev ## who may import whom
+	$(BIN)/lint-imports

@@ -1,0 +1,242 @@
+"""The experience batcher: from ordinals to rounds of minibatches, with every sample accounted for.
+
+consumes:     questions by ordinal, and the news that a batch was trained and published
+produces:     the same number of items to every rank: minibatches, closed by `EndOfStep`
+waits for:    slots (see pipeline.py), ranks that ask, and the staleness window
+unblocked by: a finished group, a rank's request, a published batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from async_grpo.batching.admission import AdmissionWindow, StepKey
+from async_grpo.batching.evaluation import evaluate
+from async_grpo.batching.ledger import Ledger
+from async_grpo.batching.outbox import Outbox
+from async_grpo.batching.packing import Item, estimate_cost
+from async_grpo.batching.pipeline import Services, SlotFailed, SlotPipeline
+from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
+from async_grpo.batching.sample_log import SampleLog
+from async_grpo.batching.statistics import StepSums
+from async_grpo.errors import WorkerError
+from async_grpo.types import (
+    EndOfStep,
+    GenerationRequest,
+    Group,
+    Minibatch,
+    PipelineStatus,
+    Sample,
+    StreamItem,
+    WeightsVersion,
+)
+
+logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.02
+MAX_SEQUENTIAL_FAILURES = 32
+
+
+class ExperienceBatcher:
+    """Thin: admission, ledger, rounds and sums decide, this moves things between them."""
+
+    def __init__(self, plan: BatcherPlan, services: Services) -> None:
+        config = plan.config
+        self._plan = plan
+        self._services = services
+        self._pipeline = SlotPipeline(
+            services, advantage=config.advantage, timeout_s=config.stall_timeout_s
+        )
+        self._window = AdmissionWindow(
+            config.batch_size,
+            questions_per_step=config.questions_per_step,
+            max_staleness=config.max_staleness,
+            num_batches=config.num_training_batches,
+            incarnation=plan.incarnation,
+        )
+        self._ledger = Ledger()
+        self._rounds = RoundFormer(
+            plan.num_ranks,
+            max_tokens=config.max_tokens_per_gpu,
+            steps_per_batch=config.steps_per_batch,
+            deterministic=config.deterministic,
+        )
+        self._outbox = Outbox(plan.num_ranks)
+        self._sums = StepSums()
+        self._samples: dict[tuple[int, int], Sample] = {}
+        self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
+        self._num_training = 0
+        self._failures_in_a_row = 0
+        self._slots: set[asyncio.Task[None]] = set()
+        self._pump: asyncio.Task[None] | None = None
+        self._newest: WeightsVersion | None = None
+        dump = config.dump_samples_filename
+        self._log = SampleLog(Path(config.output_dir) / dump if dump else None)
+
+    async def published(self, version: WeightsVersion) -> None:
+        """Weights are out: the staleness window moves, and slots start."""
+        self._newest = version
+        if version.batches:
+            self._window.batch_published(version.batches)
+        for ordinal in self._window.admissible():
+            self._start_slot(ordinal)
+        if self._pump is None:
+            self._pump = asyncio.create_task(self._send_rounds(), name="rounds")
+            self._pump.add_done_callback(self._stop_on_failure)
+
+    async def next_item(self, rank: int, index: int) -> StreamItem:
+        """Item `index` of a rank's stream; asking for it again gives it again."""
+        return await self._outbox.take(rank, index)
+
+    async def hungry(self, rank: int, index: int) -> None:
+        """The rank has nothing left to compute while it waits for item `index`."""
+        self._outbox.mark_hungry(rank, index)
+
+    async def abort(self, reason: str) -> None:
+        """End the run: every rank that waits for an item gets `reason` as its error."""
+        self._outbox.fail(WorkerError(reason))
+
+    async def evaluate(self) -> EvaluationResult:
+        """Sample and grade the held-out questions with the published weights."""
+        if self._newest is None:
+            raise WorkerError("weights must be published before an evaluation")
+        return await evaluate(self._plan, self._pipeline, version=self._newest)
+
+    async def status(self) -> PipelineStatus:
+        """What every stage is doing right now."""
+        stages, progress = self._pipeline.stages, self._sums.current_reward()
+        counts = self._ledger.counts()
+        return PipelineStatus(
+            batch=self._window.batches_published,
+            generating=stages["generating"],
+            verifying=stages["verifying"],
+            in_reference=stages["in_reference"],
+            ready=self._rounds.num_ready,
+            training=self._num_training,
+            done=counts.admitted_samples - counts.in_flight_samples,
+            output_tokens=counts.output_tokens,
+            reward_sum=progress[0],
+            reward_count=int(progress[1]),
+            workers=await self._pipeline.count_workers(),
+            problem=self._pipeline.problem,
+        )
+
+    def _start_slot(self, ordinal: int) -> None:
+        step = self._window.step_of(ordinal)
+        self._window.start(ordinal)
+        num_samples = self._plan.config.samples_per_question
+        self._ledger.admit(ordinal, num_samples=num_samples, step=step)
+        self._unsettled.setdefault(step, self._plan.config.questions_per_step)
+        slot = asyncio.create_task(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
+        self._slots.add(slot)
+        slot.add_done_callback(self._slots.discard)
+        slot.add_done_callback(self._stop_on_failure)
+
+    async def _run_slot(self, ordinal: int, step: StepKey) -> None:
+        plan, config = self._plan, self._plan.config
+        question = plan.questions[plan.order(ordinal)]
+        request = GenerationRequest(
+            ordinal,
+            0,
+            question.input_token_ids,
+            config.samples_per_question,
+            plan.sampling,
+            plan.seed_of(ordinal) if plan.seed_of else None,
+        )
+        oldest = self._window.oldest_weights(ordinal)
+        period = config.num_batches_per_ref_model_update
+        reference = oldest._replace(batches=oldest.batches // period * period)
+        try:
+            group = await self._pipeline.run(question, request, oldest=oldest, reference=reference)
+        except SlotFailed as failure:
+            self._settle_failure(ordinal, failure)
+        else:
+            self._settle_group(group, step)
+        self._unsettled[step] -= 1
+        if not self._unsettled[step]:
+            del self._unsettled[step]
+            self._rounds.step_complete(step)
+
+    def _settle_group(self, group: Group, step: StepKey) -> None:
+        self._failures_in_a_row = 0
+        for sample in group.samples:
+            self._ledger.receive_tokens(len(sample.completion.token_ids))
+        fates = tuple(self._settle_sample(sample, step) for sample in group.samples)
+        batch = self._window.batch_of(group.ordinal)
+        self._sums.add(step, group.samples, batch=batch)
+        self._log.write(group.samples, batch=batch, fates=fates)
+
+    def _settle_sample(self, sample: Sample, step: StepKey) -> str:
+        if self._contributes(sample):
+            key = (sample.ordinal, sample.index)
+            self._samples[key] = sample
+            item = Item(key, sample.num_tokens, estimate_cost(sample.num_tokens))
+            self._rounds.offer(step, item=item)
+            return "trained"
+        self._ledger.settle(sample.ordinal, fate="zero_contribution", num_samples=1)
+        self._sums.count_denominator(step, sample)
+        return "zero_contribution"
+
+    def _contributes(self, sample: Sample) -> bool:
+        """False only where the gradient of the sample is exactly zero, whatever the policy."""
+        every_term_has_advantage = not self._plan.config.needs_reference
+        if sample.num_trained_tokens == 0:
+            return False
+        return not (every_term_has_advantage and sample.advantage == 0.0)
+
+    def _settle_failure(self, ordinal: int, failure: SlotFailed) -> None:
+        """The group is dropped whole and counted; a run in which nothing works is ended."""
+        logger.warning("question %d is dropped: %s", ordinal, failure)
+        num_samples = self._plan.config.samples_per_question
+        self._ledger.settle(ordinal, fate="failed", num_samples=num_samples, reason=failure.stage)
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= MAX_SEQUENTIAL_FAILURES:
+            raise WorkerError(
+                f"{self._failures_in_a_row} questions in a row failed, the last: {failure}"
+            )
+
+    async def _send_rounds(self) -> None:
+        while True:
+            await self._outbox.wait_for_demand(timeout_s=POLL_INTERVAL_S)
+            if not self._outbox.is_wanted:
+                continue
+            formed = self._rounds.next_round(time.monotonic(), hungry=self._outbox.is_hungry)
+            if isinstance(formed, Round):
+                self._outbox.put(self._minibatches(formed))
+            elif isinstance(formed, StepMarker):
+                self._outbox.put((self._end_of_step(formed.step),) * self._plan.num_ranks)
+            else:
+                await asyncio.sleep(POLL_INTERVAL_S)
+
+    def _minibatches(self, formed: Round) -> tuple[Minibatch, ...]:
+        minibatches = []
+        for keys in formed.bins:
+            samples = tuple(self._samples.pop(key) for key in keys)
+            for sample in samples:
+                self._ledger.settle(sample.ordinal, fate="trained", num_samples=1)
+                self._sums.count_denominator(formed.step, sample)
+            self._num_training += len(samples)
+            minibatches.append(Minibatch(formed.index, samples))
+        return tuple(minibatches)
+
+    def _end_of_step(self, step: StepKey) -> EndOfStep:
+        self._ledger.check()
+        self._num_training = 0
+        num_samples, num_tokens, sums = self._sums.close(step)
+        return EndOfStep(
+            batch=step.batch,
+            step_in_batch=step.step_in_batch,
+            is_last_of_batch=step.step_in_batch + 1 == self._window.steps_per_batch,
+            num_samples=num_samples,
+            num_tokens=num_tokens,
+            fates=self._ledger.close_step(step),
+            sums=sums,
+        )
+
+    def _stop_on_failure(self, task: asyncio.Task[None]) -> None:
+        """The first failure is what every rank hears of, instead of waiting for a round."""
+        if not task.cancelled() and task.exception() is not None:
+            self._outbox.fail(task.exception())

@@ -1,0 +1,183 @@
+"""Samples laid end to end without padding, as tensors for the model and the loss.
+
+Legend: P prompt tokens, L output tokens, T packed tokens, S sequences, N trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from async_grpo.types import PackedMinibatch, Sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """One sequence before packing."""
+
+    prompt: NDArray[np.int32]  # [P]
+    output: NDArray[np.int32]  # [L]
+    trained: NDArray[np.intp]  # indices into the output of its trained tokens
+    weight: float  # w_i
+    advantage: float
+    behaviour: NDArray[np.float32]  # [L]
+    reference: NDArray[np.float32] | None  # [L]
+
+
+def collate(
+    samples: Sequence[Sample],
+    *,
+    aggregation: str,
+    constant_length: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PackedMinibatch:
+    """Pack one rank's samples; without samples, an inert filler whose loss is exactly zero.
+
+    A masked token is read by the model but not trained; a fully masked sample adds nothing to N.
+    Tokens behind a sample's last trained one influence nothing and are left out of T. `dtype` is
+    that of the weights and advantages.
+    """
+    rows = [_row(sample, aggregation, constant_length) for sample in samples]
+    return _pack(rows, dtype) if rows else _filler(dtype)
+
+
+def collate_pairs(
+    pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> PackedMinibatch:
+    """Pack (prompt ids, output ids) so that every output token is scored, each with weight 1."""
+    rows = [
+        _Row(
+            prompt=prompt,
+            output=output,
+            trained=np.arange(len(output)),
+            weight=1.0,
+            advantage=0.0,
+            behaviour=np.zeros(len(output), dtype=np.float32),
+            reference=None,
+        )
+        for prompt, output in pairs
+    ]
+    return _pack(rows, dtype) if rows else _filler(dtype)
+
+
+def split_by_sample(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
+    """Cut per-token `values` [N] into one tensor a sample, in the order they were packed."""
+    counts = torch.bincount(packed.sample_index, minlength=packed.num_samples)
+    return list(values.split(counts.tolist())[: packed.num_samples])
+
+
+def to_device(packed: PackedMinibatch, device: torch.device) -> PackedMinibatch:
+    """The same minibatch with its tensors on `device`; copies do not block."""
+    tensors = {name: value for name, value in _items(packed) if isinstance(value, Tensor)}
+    return replace(
+        packed, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+    )
+
+
+def _items(packed: PackedMinibatch) -> list[tuple[str, object]]:
+    return [(field.name, getattr(packed, field.name)) for field in fields(packed)]
+
+
+def _row(sample: Sample, aggregation: str, constant_length: int) -> _Row:
+    completion = sample.completion
+    return _Row(
+        prompt=sample.question.input_token_ids,
+        output=completion.token_ids,
+        trained=np.flatnonzero(completion.loss_mask),
+        weight=_weight(sample.num_trained_tokens, aggregation, constant_length),
+        advantage=sample.advantage,
+        behaviour=completion.logprobs,
+        reference=sample.reference_logprobs,
+    )
+
+
+def _weight(num_trained: int, aggregation: str, constant_length: int) -> float:
+    """w_i of the design's table.
+
+    >>> [_weight(4, name, 8) for name in ("sample-mean", "token-mean", "constant")]
+    [0.25, 1.0, 0.125]
+    """
+    if aggregation == "sample-mean":
+        return 1.0 / max(num_trained, 1)
+    if aggregation == "token-mean":
+        return 1.0
+    if aggregation == "constant" and constant_length > 0:
+        return 1.0 / constant_length
+    raise ValueError(
+        "aggregation must be sample-mean, token-mean or constant with a positive length, got "
+        f"{aggregation!r} with {constant_length}: see --aggregation"
+    )
+
+
+def _filler(dtype: torch.dtype) -> PackedMinibatch:
+    """One token and none to score (N = 0): a full forward and backward, gradients exactly zero."""
+    nothing = np.zeros(0, dtype=np.float32)
+    row = _Row(
+        prompt=np.zeros(1, dtype=np.int32),  # id 0 exists in every vocabulary
+        output=np.zeros(0, dtype=np.int32),
+        trained=np.zeros(0, dtype=np.intp),
+        weight=0.0,
+        advantage=0.0,
+        behaviour=nothing,
+        reference=nothing,
+    )
+    return replace(_pack([row], dtype), num_samples=0)
+
+
+def _pack(rows: Sequence[_Row], dtype: torch.dtype) -> PackedMinibatch:
+    if any(len(row.prompt) == 0 for row in rows):
+        raise ValueError("every prompt needs at least one token, got an empty one: check the data")
+    sequences = [_needed_tokens(row) for row in rows]
+    lengths = np.array([len(sequence) for sequence in sequences])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    counts = np.array([len(row.trained) for row in rows])
+    starts = offsets[:-1]
+    positions = [
+        start + len(row.prompt) - 1 + row.trained for row, start in zip(rows, starts, strict=True)
+    ]
+    return PackedMinibatch(
+        input_ids=_ids(sequences),
+        position_ids=_ids([np.arange(length) for length in lengths]),
+        cu_seqlens=torch.from_numpy(offsets.astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        logit_positions=_ids(positions),
+        target_ids=_ids([row.output[row.trained] for row in rows]),
+        sample_index=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
+        weights=torch.from_numpy(np.repeat([row.weight for row in rows], counts)).to(dtype),
+        advantages=torch.from_numpy(np.repeat([row.advantage for row in rows], counts)).to(dtype),
+        behaviour_logprobs=_floats([row.behaviour[row.trained] for row in rows]),
+        reference_logprobs=_references(rows),
+        num_samples=len(rows),
+    )
+
+
+def _needed_tokens(row: _Row) -> NDArray[np.int32]:
+    """Prompt and output up to the position that predicts the last trained token; at least one."""
+    num_read = len(row.prompt) + int(row.trained[-1]) if len(row.trained) else 1
+    return np.concatenate([row.prompt, row.output])[:num_read]
+
+
+def _references(rows: Sequence[_Row]) -> Tensor | None:
+    """[N] when every row has them, None when none has; a mixture is a bug upstream."""
+    found = [row.reference[row.trained] for row in rows if row.reference is not None]
+    if found and len(found) != len(rows):
+        raise ValueError(
+            f"all samples of a minibatch need reference log-probabilities or none, got "
+            f"{len(found)} of {len(rows)}: check the reference worker"
+        )
+    return _floats(found) if found else None
+
+
+def _ids(parts: Sequence[NDArray[np.integer]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+
+def _floats(parts: Sequence[NDArray[np.float32]]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.float32))

@@ -1,0 +1,56 @@
+"""Accuracy on held-out questions, through the same workers and verifiers as training."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from async_grpo.batching.pipeline import SlotFailed, SlotPipeline
+from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.types import GenerationRequest, Question, Verdict, WeightsVersion
+
+SAMPLES_PER_QUESTION = 4
+
+
+async def evaluate(
+    plan: BatcherPlan, pipeline: SlotPipeline, *, version: WeightsVersion
+) -> EvaluationResult:
+    """Sample every held-out question at the training temperature, and count."""
+    started = time.monotonic()
+    graded = await asyncio.gather(
+        *(
+            _grade(plan, pipeline, question, number, version)
+            for number, question in enumerate(plan.held_out)
+        )
+    )
+    verdicts = [verdict for group in graded for verdict in group]
+    return EvaluationResult(
+        num_questions=len(plan.held_out),
+        num_samples=len(verdicts),
+        num_failed=len(plan.held_out) * SAMPLES_PER_QUESTION - len(verdicts),
+        reward_sum=sum(verdict.reward for verdict in verdicts),
+        num_correct=sum(_is_correct(verdict) for verdict in verdicts),
+        num_solved=sum(any(map(_is_correct, group)) for group in graded),
+        seconds=time.monotonic() - started,
+    )
+
+
+async def _grade(
+    plan: BatcherPlan,
+    pipeline: SlotPipeline,
+    question: Question,
+    number: int,
+    version: WeightsVersion,
+) -> tuple[Verdict, ...]:
+    request = GenerationRequest(
+        number, 0, question.input_token_ids, SAMPLES_PER_QUESTION, plan.sampling, seed=number
+    )
+    try:
+        completions = await pipeline.generate(request, oldest=version)
+        return await pipeline.verify(number, question, completions)
+    except SlotFailed:
+        return ()
+
+
+def _is_correct(verdict: Verdict) -> bool:
+    return verdict.reward >= 1.0

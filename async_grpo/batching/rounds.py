@@ -1,0 +1,155 @@
+"""When a round of minibatches goes out to the trainers, and what it holds. Pure: time is given.
+
+A round goes out as soon as one of these holds:
+
+- the step's samples are complete: what is left drains in as few rounds as packing finds;
+- it is well filled: the ready tokens reach `fill_target` of all ranks' budgets (or more wait than
+  fit, which leaves every round more than half full);
+- trainers have been idle: the fill that is asked for falls linearly from `fill_target` to any
+  sample at all within `patience_s`. The budget is a ceiling, not a target that starves trainers.
+
+Steps go out one after the other, each closed by `StepMarker`; early finishers of later steps wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_grpo.batching.admission import StepKey
+from async_grpo.batching.packing import Item, Key, pack_round
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One minibatch a rank; an empty bin is a rank that trains an inert filler."""
+
+    step: StepKey
+    index: int  # within the step, from 0
+    bins: tuple[tuple[Key, ...], ...]  # one a rank
+
+
+@dataclass(frozen=True, slots=True)
+class StepMarker:
+    """Every round of `step` has gone out."""
+
+    step: StepKey
+
+
+class RoundFormer:
+    """Holds ready samples until their round goes out."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        max_tokens: int,
+        steps_per_batch: int,
+        fill_target: float = 0.9,
+        patience_s: float = 2.0,
+        deterministic: bool = False,
+        first_step: StepKey = StepKey(0, 0),  # noqa: B008  an immutable tuple
+    ) -> None:
+        """`max_tokens` is one rank's budget; `deterministic` lets only complete steps go out."""
+        if not 0 < fill_target <= 1 or patience_s < 0:
+            raise ValueError(
+                "fill_target must be in (0, 1] and patience_s not negative, "
+                f"got {fill_target} and {patience_s}"
+            )
+        self._num_ranks = num_ranks
+        self._max_tokens = max_tokens
+        self._steps_per_batch = steps_per_batch
+        self._fill_target = fill_target
+        self._patience_s = patience_s
+        self._deterministic = deterministic
+        self._step = first_step
+        self._round_index = 0
+        self._hungry_since_s: float | None = None
+        self._ready: dict[StepKey, list[Item]] = {}
+        self._complete: set[StepKey] = set()
+
+    @property
+    def current_step(self) -> StepKey:
+        """The step whose rounds are going out."""
+        return self._step
+
+    @property
+    def num_ready(self) -> int:
+        """Samples that wait for a round, of all steps."""
+        return sum(len(items) for items in self._ready.values())
+
+    def offer(self, step: StepKey, *, item: Item) -> None:
+        """A sample of `step` is ready to train."""
+        self._check_open(step)
+        if item.num_tokens > self._max_tokens:
+            raise ValueError(
+                f"a sample must fit max_tokens_per_gpu ({self._max_tokens}), got {item.num_tokens} "
+                f"tokens in sample {item.key}: raise --max-tokens-per-gpu or shorten the sample"
+            )
+        self._ready.setdefault(step, []).append(item)
+
+    def step_complete(self, step: StepKey) -> None:
+        """No further sample of `step` will be offered."""
+        self._check_open(step)
+        self._complete.add(step)
+
+    def next_round(self, now_s: float, *, hungry: bool) -> Round | StepMarker | None:
+        """What goes out now, if anything; call again until None.
+
+        `hungry`: trainers are idle, with nothing left to train. `now_s` is any monotonic clock.
+
+        >>> former = RoundFormer(2, max_tokens=100, steps_per_batch=1, patience_s=10)
+        >>> former.offer(StepKey(0, 0), item=Item((0, 0), 50, 50.0))
+        >>> former.next_round(0.0, hungry=True)  # a quarter full, asked for: 0.9
+        >>> former.next_round(8.0, hungry=True)  # asked for: 0.9 * (1 - 8 / 10) = 0.18
+        Round(step=StepKey(batch=0, step_in_batch=0), index=0, bins=(((0, 0),), ()))
+        >>> former.step_complete(StepKey(0, 0))
+        >>> former.next_round(8.5, hungry=False)
+        StepMarker(step=StepKey(batch=0, step_in_batch=0))
+        """
+        if not hungry:
+            self._hungry_since_s = None
+        elif self._hungry_since_s is None:
+            self._hungry_since_s = now_s
+        ready = self._ready.get(self._step, [])
+        if self._step in self._complete:
+            return self._form(ready) if ready else self._end_step()
+        if not ready or self._deterministic:
+            return None
+        num_tokens = sum(item.num_tokens for item in ready)
+        asked = self._asked_fill(now_s) * self._num_ranks * self._max_tokens
+        return self._form(ready) if num_tokens >= asked else None
+
+    def _asked_fill(self, now_s: float) -> float:
+        """Share of all budgets that the ready tokens must reach."""
+        if self._hungry_since_s is None:
+            return self._fill_target
+        waited_s = now_s - self._hungry_since_s
+        if waited_s >= self._patience_s:
+            return 0.0
+        return self._fill_target * (1 - waited_s / self._patience_s)
+
+    def _form(self, ready: list[Item]) -> Round:
+        packed = pack_round(ready, num_ranks=self._num_ranks, max_tokens=self._max_tokens)
+        self._ready[self._step] = list(packed.leftover)
+        formed = Round(self._step, self._round_index, packed.bins)
+        self._round_index += 1
+        self._hungry_since_s = None
+        return formed
+
+    def _end_step(self) -> StepMarker:
+        ended = self._step
+        self._complete.discard(ended)
+        self._ready.pop(ended, None)
+        self._round_index = 0
+        last = ended.step_in_batch + 1 == self._steps_per_batch
+        self._step = (
+            StepKey(ended.batch + 1, 0) if last else StepKey(ended.batch, ended.step_in_batch + 1)
+        )
+        return StepMarker(ended)
+
+    def _check_open(self, step: StepKey) -> None:
+        if step < self._step or step in self._complete:
+            raise ValueError(
+                f"step {tuple(step)} is complete, the current one is {tuple(self._step)}: "
+                "a sample must be offered before its step is completed, once"
+            )

@@ -1,0 +1,90 @@
+"""Where errors meet people: one line instead of a traceback, and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import click
+
+from async_grpo.errors import AsyncGrpoError
+
+EXIT_ERROR = 1
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+DEPENDENCIES = frozenset(
+    {
+        "accelerate", "datasets", "flash_attn", "math_verify", "matplotlib", "numpy", "pebble",
+        "pylatexenc", "ray", "rich", "safetensors", "sympy", "tensorboard", "torch",
+        "transformers", "vllm", "xxhash",
+    }
+)  # fmt: skip
+REMEDY = "run `make setup`, or pip install -r requirements/cpu.txt (gpu.txt with NVIDIA devices)"
+
+
+@contextmanager
+def command_boundary() -> Iterator[None]:
+    """Around a command's body, as `with` or as a decorator below click's own.
+
+    `AsyncGrpoError`: its message on one line, exit 1. A dependency that is missing or broken: one
+    line with the remedy, exit 1. Ctrl-C: exit 130. Anything else is a bug and keeps its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except AsyncGrpoError as error:
+        _fail(_first_cause(error))
+    except (ImportError, RuntimeError, OSError) as error:
+        explanation = explain_dependency(error)
+        if explanation is None:
+            raise
+        _fail(explanation)
+
+
+def explain_dependency(error: BaseException) -> str | None:
+    """One sentence if `error` comes from importing a dependency of ours, else None."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if "torchvision::nms" in str(chain):
+            return f"torchvision does not fit torch: pip uninstall torchvision, or {REMEDY}"
+        if isinstance(chain, ImportError):
+            package = _culprit(chain)
+            if package is not None:
+                return f"cannot import {package} ({_one_line(chain)}): {REMEDY}"
+        chain = chain.__context__
+    return None
+
+
+def _culprit(error: ImportError) -> str | None:
+    """The dependency that could not be imported, or that failed while it imported something."""
+    elsewhere = getattr(error, "cause", None)  # Ray's, of an error in another process
+    cause = elsewhere if isinstance(elsewhere, ImportError) else error
+    missing = (cause.name or "").partition(".")[0]
+    if missing in DEPENDENCIES:
+        return missing
+    trace: TracebackType | None = cause.__traceback__
+    while trace is not None:
+        importing = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if importing in DEPENDENCIES:
+            return importing
+        trace = trace.tb_next
+    return None
+
+
+def _first_cause(error: AsyncGrpoError) -> str:
+    # Ray makes an error of another process a subclass of its type, with the traceback as its text.
+    cause = getattr(error, "cause", None)
+    return _one_line(cause if isinstance(cause, AsyncGrpoError) else error)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _fail(message: str) -> None:
+    click.echo(f"error: {message}", err=True)
+    sys.exit(EXIT_ERROR)

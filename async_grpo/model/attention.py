@@ -1,0 +1,135 @@
+"""Attention over packed rows: sequences laid end to end, none of which sees another.
+
+Registered with transformers as "packed". Legend: T packed tokens, S sequences, A query heads,
+K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+PACKED = "packed"  # the name under which transformers knows `packed_attention`
+HALF_TYPES = (torch.bfloat16, torch.float16)
+
+
+def choose_attention(device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> str:
+    """The best attention for packed rows that `device` has, computing in `dtype`.
+
+    `flash_attention_3` or `flash_attention_2` where installed (CUDA and half precision only), else
+    our own `packed`.
+    """
+    if device.type == "cuda" and dtype in HALF_TYPES:
+        if is_flash_attn_3_available():
+            return "flash_attention_3"
+        if is_flash_attn_2_available():
+            return "flash_attention_2"
+    return PACKED
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within every sequence of a row; the signature is transformers'.
+
+    query [1, A, T, D], key and value [1, K, T, D], cu_seq_lens_q [S+1] (absent: one sequence).
+    Returns [1, T, A, D]. Raises ValueError for what it cannot reproduce.
+    """
+    if attention_mask is not None or dropout or softcap or query.shape[0] != 1:
+        raise ValueError(
+            "packed attention takes one row without mask, dropout or softcap, got "
+            f"rows={query.shape[0]} mask={attention_mask is not None} {dropout=} {softcap=}: "
+            "use a model without these"
+        )
+    if cu_seq_lens_q is None or max_length_q is None:
+        max_length_q = query.shape[2]
+        cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query.device)
+    if query.device.type == "cuda" and query.dtype in HALF_TYPES:
+        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+    else:
+        output = _by_sequence(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+    return output, None
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """One fused CUDA kernel over all sequences, [1, T, A, D]."""
+    from torch.nn.attention.varlen import varlen_attn  # imports CUDA kernels
+
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    look_back = -1 if sliding_window is None else sliding_window - 1
+    output = varlen_attn(
+        *rows,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scaling,
+        window_size=(look_back, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[None]
+
+
+@torch.compiler.disable  # lengths differ in every row: compiling would never end
+def _by_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """One SDPA a sequence, exact on every device and type, [1, T, A, D]."""
+    lengths = cu_seqlens.diff().tolist()
+    outputs = []
+    parts = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
+    for q, k, v in zip(*parts, strict=True):
+        mask = _window_mask(q.shape[2], sliding_window, q.device)
+        outputs.append(
+            scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[length, length] bool of a causal sliding window; None where causality alone decides."""
+    if window is None or length <= window:
+        return None
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril() & everything.triu(1 - window)
+
+
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,189 @@
+"""What a Hugging Face folder says of its model before any weights are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from async_grpo.errors import ModelError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+RESCALED_LOGITS = {  # option of a config: its neutral values
+    "final_logit_softcapping": (None, 0, 0.0),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "lm_head_multiplier": (None, 1, 1.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What config and tokenizer say of a model, known before its weights are read."""
+
+    path: str
+    vocab_size: int  # rows of the embedding: every legal token id is below
+    max_positions: int  # longest prompt + output, in tokens
+    stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
+    is_tied: bool  # the head shares the embedding's weights
+    tokenizer_hash: str  # sha256 over the tokenizer's files
+
+
+def check_model_folder(path: str) -> ModelFacts:
+    """Read config and tokenizer, in seconds; ModelError for what could never be trained."""
+    folder = Path(path)
+    check_files(folder)
+    config = read_config(folder)
+    check_architecture(config, path)
+    tokenizer = _read_tokenizer(path)
+    vocab_size = config.vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ModelError(
+            f"the tokenizer of {path} must not know more tokens than its config's vocab_size "
+            f"({vocab_size}), got {len(tokenizer)}: give the model its own tokenizer"
+        )
+    return ModelFacts(
+        path=path,
+        vocab_size=vocab_size,
+        max_positions=_max_positions(config, path),
+        stop_token_ids=_stop_token_ids(folder, config, tokenizer, vocab_size),
+        is_tied=bool(config.tie_word_embeddings),
+        tokenizer_hash=_tokenizer_hash(folder),
+    )
+
+
+def check_files(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ModelError(
+            f"the model must be a Hugging Face folder on this machine, {str(folder)!r} is not a "
+            "folder: correct the path or download the model"
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"a model folder must hold config.json, {folder} does not: "
+            "give the folder that save_pretrained wrote"
+        )
+    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        raise ModelError(
+            f"a model folder must hold weights (*.safetensors or pytorch_model*.bin), {folder} has "
+            "none: finish the download, or convert the weights with save_pretrained"
+        )
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        raise ModelError(
+            f"config.json of {folder} must be one that transformers reads, but: {_first(error)}: "
+            "use a model that transformers supports without remote code"
+        ) from error
+
+
+def _read_tokenizer(path: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
+        raise ModelError(
+            f"a model folder must hold its tokenizer, that of {path} cannot be read: "
+            f"{_first(error)}: copy the tokenizer's files into it"
+        ) from error
+
+
+def _first(error: Exception) -> str:
+    """The first line of a library's message: users get one sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")
+
+
+def check_architecture(config: PreTrainedConfig, path: str) -> None:
+    known = set(_flat(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    architectures = config.architectures or [
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "none")
+    ]
+    if not known.intersection(_flat(architectures)):
+        raise ModelError(
+            f"the model must be a causal language model, got {architectures} in {path}: "
+            "use a text generation model"
+        )
+    experts = {name: getattr(config, name, None) for name in EXPERTS}
+    if any(isinstance(count, int) and count > 1 for count in experts.values()):
+        raise ModelError(
+            f"mixture-of-experts models cannot be trained yet, {path} has experts "
+            f"{ {name: count for name, count in experts.items() if count} }: use a dense model"
+        )
+    for name, neutral in RESCALED_LOGITS.items():
+        if getattr(config, name, None) not in neutral:
+            raise ModelError(
+                f"a model's logits must be its head's output, but {path} sets "
+                f"{name}={getattr(config, name)}: use a model without it"
+            )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"weights must not be quantised for training, but {path} has a quantization_config: "
+            "use the full-precision model"
+        )
+
+
+def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
+    return [name for item in names for name in (item if isinstance(item, tuple) else (item,))]
+
+
+def _max_positions(config: PreTrainedConfig, path: str) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if value:
+            return int(value)
+    raise ModelError(
+        f"config.json of {path} must say the longest sequence, it has no max_position_embeddings: "
+        "add it"
+    )
+
+
+def _stop_token_ids(
+    folder: Path, config: PreTrainedConfig, tokenizer: Any, vocab_size: int
+) -> tuple[int, ...]:
+    generation = folder / "generation_config.json"
+    extra = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+    found = sorted(
+        set(_as_ids(tokenizer.eos_token_id))
+        | set(_as_ids(config.eos_token_id))
+        | set(_as_ids(extra))
+    )
+    if not found or found[-1] >= vocab_size or found[0] < 0:
+        raise ModelError(
+            f"a model needs end-of-sequence ids below its vocab_size ({vocab_size}), {folder} has "
+            f"{found}: set eos_token_id in config.json and the tokenizer's eos_token"
+        )
+    return tuple(found)
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _tokenizer_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in TOKENIZER_FILES:
+        file = folder / name
+        if file.is_file():
+            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()

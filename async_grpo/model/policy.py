@@ -1,0 +1,64 @@
+"""The policy: one forward from a packed minibatch to log-probabilities.
+
+The same module serves trainer, reference and evaluation, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from async_grpo.model.logprobs import TokenLogprobs, token_logprobs
+from async_grpo.types import PackedMinibatch
+
+
+class PolicyModel(nn.Module):
+    """A causal language model whose head runs in chunks inside the root's forward.
+
+    Inside, because FSDP2 gathers the root's parameters (embedding and head) only there.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, packed: PackedMinibatch, *, temperature: float, chunk_size: int
+    ) -> TokenLogprobs:
+        """Score `packed.target_ids` [N]; logits exist for `chunk_size` tokens at a time."""
+        hidden = self.model.base_model(
+            input_ids=packed.input_ids[None],
+            position_ids=packed.position_ids[None],
+            use_cache=False,  # with a cache, transformers lets packed sequences see each other
+            cu_seq_lens_q=packed.cu_seqlens,
+            cu_seq_lens_k=packed.cu_seqlens,
+            max_length_q=packed.max_seqlen,
+            max_length_k=packed.max_seqlen,
+        ).last_hidden_state[0]
+        head = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden[packed.logit_positions],
+            head.weight,
+            packed.target_ids,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            bias=getattr(head, "bias", None),
+        )
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, in order: the units of sharding, checkpointing and compilation."""
+        names = set(self.model._no_split_modules or ())
+        return [module for module in self.model.modules() if _class_name(module) in names]
+
+
+def hf_named_parameters(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
+    """(name, parameter) as a Hugging Face checkpoint names them; a tied head is not repeated."""
+    yield from policy.model.named_parameters()
+
+
+def _class_name(module: nn.Module) -> str:
+    """The module's class as transformers calls it; FSDP2 and compilation put FSDP in front."""
+    return type(module).__name__.removeprefix("FSDP")

@@ -1,0 +1,70 @@
+"""The policy without gradients: log-probabilities of given outputs, under weights that can change.
+
+Serves the reference role; it is the trainer's own forward, so the two agree by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from async_grpo.errors import WeightSyncError
+from async_grpo.model.attention import choose_attention
+from async_grpo.batching.collate import collate_pairs, split_by_sample, to_device
+from async_grpo.model.folder import check_model_folder
+from async_grpo.model.loading import load_policy
+from async_grpo.model.policy import hf_named_parameters
+
+CHUNK_SIZE = 1024
+TokenIds = NDArray[np.int32]
+
+
+class Scorer:
+    """A model on one device that scores packed outputs."""
+
+    def __init__(self, model_path: str, *, device: torch.device, dtype: str = "auto") -> None:
+        """`dtype` auto: float32 on CPU, bfloat16 elsewhere."""
+        if dtype == "auto":
+            dtype = "float32" if device.type == "cpu" else "bfloat16"
+        weights = getattr(torch, dtype)
+        self.facts = check_model_folder(model_path)
+        attention = choose_attention(device, dtype=weights)
+        self._device = device
+        self._policy = load_policy(model_path, attention=attention, dtype=weights)
+        self._policy.to(device).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def score(
+        self, pairs: Sequence[tuple[TokenIds, TokenIds]], *, temperature: float
+    ) -> list[NDArray[np.float32]]:
+        """Log-probabilities [L] of every output token of each (prompt ids, output ids)."""
+        packed = to_device(collate_pairs(pairs), self._device)
+        scored = self._policy(packed, temperature=temperature, chunk_size=CHUNK_SIZE)
+        return [part.float().cpu().numpy() for part in split_by_sample(scored.logprobs, packed)]
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take over a full set of weights by checkpoint names.
+
+        All of them are checked before any is changed: a refused set leaves the old weights whole.
+        """
+        received = dict(tensors)
+        expected = dict(hf_named_parameters(self._policy))
+        if received.keys() != expected.keys():
+            missing = sorted(expected.keys() - received.keys())
+            surplus = sorted(received.keys() - expected.keys())
+            raise WeightSyncError(
+                f"weights for {self.facts.path} lack {missing[:3]} and have unknown {surplus[:3]}: "
+                "start the worker with the model that is trained"
+            )
+        for name, parameter in expected.items():
+            if received[name].shape != parameter.shape:
+                raise WeightSyncError(
+                    f"{name} must have shape {tuple(parameter.shape)}, got "
+                    f"{tuple(received[name].shape)}: start the worker with the trained model"
+                )
+        for name, parameter in expected.items():
+            parameter.copy_(received[name])

@@ -1,0 +1,149 @@
+"""Scores outputs under the reference model, many requests to one packed forward.
+
+consumes:     groups of outputs, each naming the exact weights version it wants
+produces:     one log-probability for each output token, at the sampling temperature
+waits for:    the model to be idle; whatever has gathered by then shares a forward
+unblocked by: the end of a forward, or a new request while the model is idle
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+
+from async_grpo import cluster
+from async_grpo.errors import StaleAnswerError, WorkerError
+from async_grpo.model.scoring import Scorer
+from async_grpo.reference.coalescer import Coalescer
+from async_grpo.types import LogprobRequest, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.weight_sync.buckets import unpack_bucket
+
+Scores = tuple[NDArray[np.float32], ...]
+FETCH_TIMEOUT_S = 300.0
+
+
+class LogprobWorker:
+    """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        worker_id: str,
+        max_tokens: int,
+        dtype: str = "auto",
+        temperature: float | None = None,
+    ) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._scorer = Scorer(model_path, device=device, dtype=dtype)
+        self._model_path = model_path
+        self._worker_id = worker_id
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._version: WeightsVersion | None = None
+        self._line = Coalescer(max_tokens)
+        self._requests: dict[int, tuple[LogprobRequest, asyncio.Future[Scores]]] = {}
+        self._ids = itertools.count()
+        self._model = asyncio.Lock()  # one forward or one change of weights at a time
+        self._serving: asyncio.Task[None] | None = None
+
+    async def info(self) -> WorkerInfo:
+        """Who this worker is; answers once its model is loaded."""
+        return WorkerInfo(
+            worker_id=self._worker_id,
+            role="logprob",
+            node_id=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            model_path=self._model_path,
+            vocab_size=self._scorer.facts.vocab_size,
+            capacity=float(self._max_tokens),
+            overhead=0.0,
+            max_model_len=min(self._max_tokens, self._scorer.facts.max_positions),
+            temperature=self._temperature,
+        )
+
+    async def ping(self) -> str:
+        """The version served, or `none`."""
+        return str(self._version or "none")
+
+    async def logprobs(self, request: LogprobRequest) -> Scores:
+        """Log-probabilities of every output's tokens, [L] float32 each.
+
+        Raises:
+            WorkerError: another temperature than this worker serves, or outputs beyond its budget.
+            StaleAnswerError: the weights asked for are not the ones served.
+        """
+        self._check(request)
+        request_id = next(self._ids)
+        answer = asyncio.get_running_loop().create_future()
+        self._line.add(request_id, num_tokens=request.num_tokens, version=request.version)
+        self._requests[request_id] = (request, answer)
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve(), name="logprob-forwards")
+        scores: Scores = await answer
+        return scores
+
+    async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
+        """Serve a snapshot once running forwards are done; one that is not newer changes nothing.
+
+        Raises:
+            WeightSyncError: refused or incomplete; the old weights serve on.
+        """
+        started_at = time.monotonic()
+        data = [
+            await cluster.call(
+                bucket.data, timeout_s=FETCH_TIMEOUT_S, who="the sender of the weights"
+            )
+            for bucket in snapshot.buckets
+        ]
+        async with self._model:
+            if self._version is None or snapshot.version > self._version:
+                tensors = itertools.chain.from_iterable(map(unpack_bucket, snapshot.buckets, data))
+                await asyncio.to_thread(self._scorer.load, tensors)
+                self._version = snapshot.version
+            seconds = time.monotonic() - started_at
+            return WeightsAck(self._worker_id, self._version, seconds, 0.0)
+
+    async def abort_all(self) -> None:
+        """Forget waiting requests, for a caller that is gone."""
+        for request_id in list(self._requests):
+            if self._line.discard(request_id):
+                self._requests.pop(request_id)[1].cancel()
+
+    async def _serve(self) -> None:
+        """Forwards until nobody waits; started by whoever finds it not running."""
+        async with self._model:
+            while batch := self._line.next_batch(idle=True):
+                waiting = [self._requests.pop(request_id) for request_id in batch]
+                try:
+                    scores = await asyncio.to_thread(self._score, [r for r, _ in waiting])
+                except Exception as error:  # the boundary of the model: each caller hears of it
+                    for _, answer in waiting:
+                        answer.set_exception(WorkerError(f"{type(error).__name__}: {error}"))
+                    continue
+                for (_, answer), group in zip(waiting, scores, strict=True):
+                    answer.set_result(group)
+
+    def _score(self, requests: Sequence[LogprobRequest]) -> list[Scores]:
+        pairs = [(r.prompt_token_ids, output) for r in requests for output in r.output_token_ids]
+        scores = iter(self._scorer.score(pairs, temperature=requests[0].temperature))
+        return [tuple(itertools.islice(scores, len(r.output_token_ids))) for r in requests]
+
+    def _check(self, request: LogprobRequest) -> None:
+        if self._temperature is not None and request.temperature != self._temperature:
+            raise WorkerError(
+                f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
+                f"{request.temperature}: give worker and trainer the same --temperature"
+            )
+        if request.version != self._version:
+            raise StaleAnswerError(
+                f"reference weights {request.version} were asked, {self._version} are served"
+            )

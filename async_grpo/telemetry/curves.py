@@ -1,0 +1,187 @@
+"""Metrics files as curves: read, smoothed, and several seeds of one run made into a band."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILENAME = "training_metrics.jsonl"
+SSH_TIMEOUT_S = 60
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """The rows of one metrics file; several runs of one name are seeds of the same experiment."""
+
+    name: str
+    source: str  # the path, for messages
+    rows: Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Curve:
+    """One line of a plot: the mean over `num_seeds` runs, between their minimum and maximum."""
+
+    name: str
+    x: Floats  # [K] ascending
+    mean: Floats  # [K]
+    low: Floats  # [K]
+    high: Floats  # [K]
+    raw: tuple[tuple[Floats, Floats], ...]  # the points (x, y) of each seed, before smoothing
+    num_seeds: int
+
+
+def read_run(path: str, *, name: str, remote: str = "") -> Run:
+    """Rows of a metrics file or of a run folder, on this machine or on `remote` over ssh.
+
+    Raises `DataError` if there is none, `ConfigError` if the remote cannot be reached.
+    """
+    text = _read_remote(path, remote) if remote else _read_local(Path(path))
+    source = f"{remote}:{path}" if remote else path
+    return Run(name=name, source=source, rows=parse_rows(text, source))
+
+
+def parse_rows(text: str, source: str) -> list[dict[str, Any]]:
+    """The JSON objects of `text`; a half-written last line is left out with a warning."""
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    rows: list[dict[str, Any]] = []
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == lines[-1][0] and not text.endswith("\n"):
+                logger.warning("%s ends in a half-written line, which is left out", source)
+                break
+            raise DataError(f"{source} line {number} is not JSON ({error.msg})") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{source} line {number} must be a JSON object, got {line[:40]!r}")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{source} has no rows yet: wait for the first gradient step")
+    return rows
+
+
+def variables(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Keys with at least one number, in order of appearance."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if any(_is_number(row.get(key)) for row in rows)]
+
+
+def make_curves(
+    runs: Sequence[Run], *, x: str, y: str, smooth_window: int | None = None
+) -> list[Curve]:
+    """One curve a name, in order of appearance. Raises `DataError` for unknown variables."""
+    points: dict[str, list[tuple[Floats, Floats]]] = {}
+    for run in runs:
+        points.setdefault(run.name, []).append(_points(run, x=x, y=y))
+    return [_curve(name, seeds, x, smooth_window) for name, seeds in points.items()]
+
+
+def moving_average(values: Floats, window: int) -> Floats:
+    """Centred mean over `window` values, over fewer at the ends.
+
+    >>> moving_average(np.array([0.0, 3.0, 6.0, 3.0]), 3)
+    array([1.5, 3. , 4. , 4.5])
+    """
+    before, after = (window - 1) // 2, window // 2
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    index = np.arange(len(values))
+    start = np.maximum(index - before, 0)
+    stop = np.minimum(index + after + 1, len(values))
+    return (sums[stop] - sums[start]) / (stop - start)
+
+
+def _curve(
+    name: str, seeds: list[tuple[Floats, Floats]], x_name: str, smooth_window: int | None
+) -> Curve:
+    smooth = [(x, moving_average(y, smooth_window) if smooth_window else y) for x, y in seeds]
+    if len(seeds) == 1:
+        x, y = smooth[0]
+        return Curve(name, x, y, y, y, tuple(seeds), 1)
+    # Only where every seed has values: a mean over fewer would jump where one ends.
+    first, last = max(x[0] for x, _ in smooth), min(x[-1] for x, _ in smooth)
+    grid = np.unique(np.concatenate([x for x, _ in smooth]))
+    grid = grid[(grid >= first) & (grid <= last)]
+    if not len(grid):
+        raise DataError(f"the runs named {name!r} have no range of {x_name!r} in common")
+    values = np.stack([np.interp(grid, x, y) for x, y in smooth])  # [seeds, K]
+    return Curve(name, grid, values.mean(0), values.min(0), values.max(0), tuple(seeds), len(seeds))
+
+
+def _points(run: Run, *, x: str, y: str) -> tuple[Floats, Floats]:
+    known = variables(run.rows)
+    for name in (x, y):
+        if name not in known:
+            raise DataError(_unknown_variable(name, run, known))
+    pairs = sorted(
+        (float(row[x]), float(row[y]))
+        for row in run.rows
+        if _is_number(row.get(x)) and _is_number(row.get(y))
+    )
+    if not pairs:
+        raise DataError(f"no row of {run.source} has both {x!r} and {y!r}")
+    xs, ys = zip(*pairs, strict=True)
+    return np.array(xs), np.array(ys)
+
+
+def _unknown_variable(name: str, run: Run, known: Sequence[str]) -> str:
+    if any(name in row for row in run.rows):
+        return f"{name!r} has no value in any row of {run.source}: the run did not measure it"
+    close = get_close_matches(name, known, n=3)
+    if close:
+        return f"{run.source} has no variable {name!r}: did you mean {' or '.join(close)}?"
+    return f"{run.source} has no variable {name!r}: it has {', '.join(known)}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read_local(path: Path) -> str:
+    file = path / METRICS_FILENAME if path.is_dir() else path
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise DataError(
+            f"cannot read {file} ({reason}): give a metrics file or the folder of a run"
+        ) from error
+
+
+def _read_remote(path: str, remote: str) -> str:
+    # The remote shell expands ~ only where it is not quoted.
+    quoted = "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
+    inside = f"{quoted}/{METRICS_FILENAME}"
+    command = f"if test -d {quoted}; then cat {inside}; else cat {quoted}; fi"
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", remote, command]
+    try:
+        answer = subprocess.run(ssh, capture_output=True, timeout=SSH_TIMEOUT_S, check=False)
+    except FileNotFoundError as error:
+        raise ConfigError("--remote needs ssh, which is not installed: install OpenSSH") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"--remote {remote} did not answer within {SSH_TIMEOUT_S} s: try `ssh {remote}` by hand"
+        ) from error
+    if answer.returncode != 0:
+        reason = answer.stderr.decode(errors="replace").strip().replace("\n", "; ")
+        raise DataError(
+            f"cannot read {path} on {remote} ({reason or f'exit code {answer.returncode}'}): "
+            f"check the path, and that `ssh {remote}` works without a password"
+        )
+    return answer.stdout.decode(errors="replace")

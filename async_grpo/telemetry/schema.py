@@ -1,0 +1,145 @@
+"""The schema of `training_metrics.jsonl`: every metric, declared once.
+
+A metric is a quotient of two sums (or one sum, or one fact of the step), so that it cannot depend
+on how samples were spread over ranks and minibatches. `docs/metrics.md` is made from this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Unit = Literal[
+    "", "fraction", "samples", "questions", "tokens", "batches", "steps", "minibatches",
+    "seconds", "nats", "1/s",
+]  # fmt: skip
+Window = Literal["step", "run"]
+COUNT_UNITS = frozenset({"samples", "questions", "tokens", "batches", "steps", "minibatches"})
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`name` = `numerator` / `denominator` over `window`; no denominator: the numerator itself."""
+
+    name: str
+    numerator: str
+    denominator: str
+    unit: Unit
+    label: str  # of a plot's axis, without the unit
+    meaning: str
+    window: Window = "step"
+
+    @property
+    def is_count(self) -> bool:
+        """Whether the value is a whole number."""
+        return not self.denominator and self.unit in COUNT_UNITS
+
+
+def _plain(name: str, unit: Unit, label: str, meaning: str, *, window: Window = "step") -> Metric:
+    return Metric(name, name, "", unit, label, meaning, window)
+
+
+# fmt: off
+# Facts of the gradient step, as trainer rank 0 knows them.
+STEP_METRICS = (
+    _plain("step", "steps", "Gradient step", "gradient steps of the run so far", window="run"),
+    _plain("iteration", "batches", "Batch", "the batch that the step belongs to", window="run"),
+    _plain("total_samples_accumulated", "samples", "Samples",
+           "samples counted in gradients since the start of the run", window="run"),
+    _plain("total_tokens", "tokens", "Tokens",
+           "unmasked output tokens of these samples", window="run"),
+    _plain("optimizer_steps", "steps", "Optimizer steps",
+           "optimizer steps really taken: a step without samples is skipped", window="run"),
+    _plain("grad_norm", "", "Gradient norm", "global gradient norm before clipping"),
+    _plain("learning_rate", "", "Learning rate", "learning rate that the step used"),
+    _plain("seconds", "seconds", "Time per step", "wall clock since the previous step ended"),
+    _plain("seconds_waiting", "seconds", "Waiting", "of these, rank 0 waited for samples"),
+    _plain("seconds_publishing", "seconds", "Publishing", "of these, rank 0 published weights"),
+    Metric("trainer_idle_fraction", "seconds_waiting", "seconds", "fraction", "Trainer idle",
+           "share of the step in which rank 0 waited for samples"),
+)
+
+# Sums of the batcher over all samples of the step: trained and zero contribution.
+PIPELINE_METRICS = (
+    _plain("num_samples", "samples", "Samples per step", "samples that count in the step"),
+    _plain("num_groups", "questions", "Questions per step", "questions that count in the step"),
+    Metric("avg_reward", "reward_sum", "num_samples", "", "Mean reward",
+           "reward of a sample"),
+    Metric("avg_max_reward_in_group", "max_reward_in_group_sum", "num_groups", "",
+           "Best reward of a group", "best reward among the samples of a question"),
+    Metric("avg_format_reward", "format_reward_sum", "format_reward_samples", "",
+           "Format reward", "format reward of the samples whose verifier gives one"),
+    Metric("avg_output_tokens", "output_tokens", "num_samples", "tokens", "Output length",
+           "length of an output"),
+    Metric("avg_prompt_tokens", "prompt_tokens", "num_samples", "tokens", "Prompt length",
+           "length of a sample's prompt"),
+    Metric("perc_truncated_samples", "truncated_samples", "num_samples", "fraction",
+           "Truncated samples", "share (0 to 1) of samples cut at the longest output"),
+    Metric("perc_with_0_advantage", "zero_advantage_samples", "num_samples", "fraction",
+           "Samples without advantage", "share (0 to 1) of samples whose advantage is exactly 0"),
+    Metric("perc_unscorable_samples", "unscorable_samples", "num_samples", "fraction",
+           "Unscorable samples", "share (0 to 1) of samples in which no answer was found"),
+    Metric("avg_lag", "lag_sum", "num_samples", "batches", "Mean lag",
+           "age of a sample's oldest token, in versions of the weights"),
+    Metric("max_lag", "lag_max", "", "batches", "Largest lag",
+           "age of the oldest token of any sample, in versions of the weights"),
+    _plain("first_sample_seconds", "seconds", "First sample after",
+           "from the start of the step until its first sample was ready to train"),
+    Metric("tokens_per_second", "output_tokens", "seconds", "1/s", "Output tokens",
+           "output tokens of the step's samples by wall clock"),
+    Metric("samples_per_second", "num_samples", "seconds", "1/s", "Samples",
+           "samples of the step by wall clock"),
+)
+
+# Sums of the trainer ranks over the tokens trained: samples of zero contribution are never sent.
+TRAINER_METRICS = (
+    Metric("loss", "loss_sum", "loss_denominator", "", "Loss",
+           "the objective that was minimised: weighted token losses by D of the aggregation"),
+    Metric("policy_loss", "policy_loss_sum", "loss_denominator", "", "Policy loss",
+           "the policy's part of the loss, weighted in the same way"),
+    Metric("kl", "kl_sum", "trained_tokens", "nats", "KL to reference",
+           "estimated KL divergence from the reference model, a token"),
+    Metric("entropy", "entropy_sum", "trained_tokens", "nats", "Entropy",
+           "entropy of the policy at the sampling temperature, a token"),
+    Metric("clip_fraction", "clipped_tokens", "trained_tokens", "fraction", "Clipped tokens",
+           "share of tokens whose policy gradient was clipped away"),
+    Metric("mismatch_kl", "mismatch_kl_sum", "trained_tokens", "nats", "Engine mismatch",
+           "KL (k3) between engine and trainer on the sampled tokens, a token"),
+    Metric("mismatch_max", "mismatch_max", "", "nats", "Largest engine mismatch",
+           "largest difference in log-probability between the two, of any token"),
+    _plain("trained_samples", "samples", "Trained samples", "samples sent to trainers"),
+    _plain("trained_tokens", "tokens", "Trained tokens", "unmasked output tokens of these"),
+    _plain("num_minibatches", "minibatches", "Minibatches",
+           "forward and backward passes of all ranks, fillers included"),
+    _plain("num_fillers", "minibatches", "Fillers",
+           "passes without samples, made to keep the ranks in step"),
+    Metric("packing_efficiency", "packed_tokens", "budget_tokens", "fraction",
+           "Packing efficiency", "prompt and output tokens by the token budget of all passes"),
+    Metric("trained_tokens_per_second", "trained_tokens", "seconds", "1/s", "Trained tokens",
+           "unmasked output tokens trained by wall clock"),
+)
+# fmt: on
+
+SECTIONS = (
+    ("Facts of the gradient step, as trainer rank 0 knows them", STEP_METRICS),
+    ("Over all samples of the step: trained and of zero contribution", PIPELINE_METRICS),
+    ("Over the tokens trained: samples of zero contribution are never sent", TRAINER_METRICS),
+)
+METRICS = STEP_METRICS + PIPELINE_METRICS + TRAINER_METRICS
+METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
+SUM_KEYS = frozenset(key for m in METRICS for key in (m.numerator, m.denominator) if key)
+
+
+def axis_label(name: str) -> str:
+    """What a plot writes at the axis of `name`, with the unit; the name itself if unknown.
+
+    >>> axis_label("avg_output_tokens"), axis_label("tokens_per_second"), axis_label("my_metric")
+    ('Output length (tokens)', 'Output tokens per second', 'my_metric')
+    """
+    metric = METRIC_BY_NAME.get(name)
+    if metric is None:
+        return name
+    if metric.unit == "1/s":
+        return f"{metric.label} per second"
+    shown = metric.unit in ("tokens", "batches", "seconds", "nats") and metric.window == "step"
+    return f"{metric.label} ({metric.unit})" if shown else metric.label

@@ -1,0 +1,134 @@
+"""The metrics in TensorBoard, W&B, MLflow and whatever else accelerate can talk to."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+logger = logging.getLogger(__name__)
+
+PACKAGE_BY_TRACKER = {"comet_ml": "comet-ml"}  # the others are called what they are
+
+
+class Trackers:
+    """Sends every metrics row to the named trackers; on the main rank, elsewhere does nothing.
+
+    In a distributed run, make it after `torch.distributed.init_process_group`: accelerate looks at
+    that group, and would make one of its own if there were none. Raises `ConfigError` for a name
+    that accelerate does not know, whose package is missing, or that cannot start.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        run_name: str,
+        output_dir: str | Path,
+        config: Mapping[str, Any],
+        is_main_rank: bool = True,
+    ) -> None:
+        self._trackers: list[GeneralTracker] = []
+        if not is_main_rank or not names:
+            return
+        check_trackers(names)
+        _look_at_process_group()
+        hyperparameters = {key: _hyperparameter(value) for key, value in config.items()}
+        for name in dict.fromkeys(names):
+            self._trackers.append(_start(name, run_name, Path(output_dir), hyperparameters))
+
+    def log(self, row: Mapping[str, float | int | None], *, step: int) -> None:
+        """Send the numbers of `row`; a tracker that fails is given up, training goes on."""
+        numbers = {key: value for key, value in row.items() if value is not None}
+        for tracker in tuple(self._trackers):
+            try:
+                tracker.log(numbers, step=step)
+            except Exception as error:  # a service outside this process, of any kind
+                self._trackers.remove(tracker)
+                logger.warning(
+                    "Tracker %s failed at step %d and gets no more metrics (%s: %s); "
+                    "training_metrics.jsonl has them all",
+                    tracker.name, step, type(error).__name__, error,
+                )  # fmt: skip
+
+    def finish(self) -> None:
+        """Flush and close every tracker."""
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:  # as in log
+                logger.warning("Tracker %s did not close cleanly: %s", tracker.name, error)
+        self._trackers.clear()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `ConfigError` for a tracker that is unknown or not installed; starts nothing."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
+
+    available = {str(tracker) for tracker in get_available_trackers()}
+    built_in = set(LoggerType.list())
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise ConfigError(f"--trackers must be among {known}, got {name!r}: choose from these")
+        if name in built_in and name not in available:
+            package = PACKAGE_BY_TRACKER.get(name, name)
+            raise ConfigError(
+                f"--trackers {name} needs a package that is not installed: pip install {package}"
+            )
+
+
+def _look_at_process_group() -> None:
+    """Make the process state that accelerate's trackers ask for, out of the group that exists."""
+    import torch
+    from accelerate import PartialState
+
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and not torch.distributed.is_initialized():
+        raise RuntimeError("Trackers must be made after init_process_group")
+    PartialState()
+
+
+def _start(
+    name: str, run_name: str, output_dir: Path, hyperparameters: Mapping[str, Any]
+) -> GeneralTracker:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    tracker_class = LOGGER_TYPE_TO_CLASS[name]
+    arguments = _arguments(name, output_dir)
+    if tracker_class.requires_logging_directory:
+        folder = output_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
+        arguments["logging_dir"] = str(folder)
+    try:
+        tracker = tracker_class(run_name, **arguments)
+        tracker.start()
+        tracker.store_init_configuration(dict(hyperparameters))
+    except Exception as error:  # a service outside this process, of any kind
+        raise ConfigError(
+            f"--trackers {name} could not start ({type(error).__name__}: {error}): "
+            "set it up as its documentation says, or leave it out"
+        ) from error
+    return tracker
+
+
+def _arguments(name: str, output_dir: Path) -> dict[str, Any]:
+    """What a tracker must be told to keep its files in the output folder and name the run."""
+    run = output_dir.resolve().name
+    return {
+        "wandb": {"dir": str(output_dir), "name": run},
+        "mlflow": {"run_name": run},
+        "dvclive": {"dir": str(output_dir / "dvclive")},
+    }.get(name, {})
+
+
+def _hyperparameter(value: object) -> bool | int | float | str:
+    return value if isinstance(value, bool | int | float | str) else str(value)

@@ -1,0 +1,88 @@
+"""The model, its optimizer, and what a rank does with the items of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from async_grpo.config.train import TrainConfig
+from async_grpo.model.attention import choose_attention
+from async_grpo.batching.collate import collate, to_device
+from async_grpo.model.loading import load_policy
+from async_grpo.model.policy import PolicyModel
+from async_grpo.training.fsdp import compute_dtype, shard
+from async_grpo.training.ranks import Ranks
+from async_grpo.training.step import (
+    GradientStep,
+    StepResult,
+    make_loss,
+    make_optimizer,
+    make_scheduler,
+)
+from async_grpo.types import EndOfStep, Minibatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learner:
+    """One rank's share of the policy and of its updates."""
+
+    config: TrainConfig
+    device: torch.device
+    policy: PolicyModel
+    step: GradientStep
+
+    @classmethod
+    def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
+        """Load, shard and equip the policy; float32 master weights."""
+        dtype = compute_dtype(config.mixed_precision, ranks.device)
+        policy = load_policy(
+            config.model_name_or_path,
+            attention=choose_attention(ranks.device, dtype=dtype),
+            dtype=torch.float32,
+        )
+        policy = shard(
+            policy.to(ranks.device),
+            ranks.mesh,
+            mixed_precision=config.mixed_precision,
+            activation_checkpointing=config.activation_checkpointing,
+            compile=config.use_torch_compile,
+        )
+        optimizer = make_optimizer(policy, config)
+        step = GradientStep(
+            policy,
+            optimizer=optimizer,
+            scheduler=make_scheduler(optimizer, config),
+            loss=make_loss(config),
+            temperature=config.temperature if config.objective == "grpo" else 1.0,
+            chunk_size=config.loss_chunksize,
+            max_grad_norm=config.max_grad_norm,
+        )
+        return cls(config, ranks.device, policy, step)
+
+    def accumulate(self, minibatch: Minibatch) -> None:
+        """Back-propagate one minibatch's plain sum; a filler when it is empty."""
+        packed = collate(
+            minibatch.samples,
+            aggregation=self.aggregation,
+            constant_length=self.config.constant_length_samples,
+        )
+        self.step.accumulate(to_device(packed, self.device))
+        self.step.count(
+            num_fillers=not minibatch.samples,
+            packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
+            budget_tokens=self.config.max_tokens_per_gpu,
+        )
+
+    def update(self, end: EndOfStep) -> StepResult:
+        """Divide by D, once, and step."""
+        return self.step.finish(self.denominator(end))
+
+    def denominator(self, end: EndOfStep) -> int:
+        """D of the aggregation (design, section 4)."""
+        return end.num_tokens if self.aggregation == "token-mean" else end.num_samples
+
+    @property
+    def aggregation(self) -> str:
+        """Supervised steps are normalised by tokens over the whole step."""
+        return "token-mean" if self.config.objective == "sft" else self.config.aggregation

@@ -1,0 +1,95 @@
+"""Finding reward adapters by name. Used inside verifier processes only: it imports users' code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from async_grpo.errors import ConfigError
+from async_grpo.verification.config import VerifierConfig
+
+Adapter = Callable[[dict[str, Any]], Mapping[str, float]]
+
+
+def load_adapters(config: VerifierConfig) -> dict[str, Adapter]:
+    """The adapters that the run names, by name; raises `ConfigError` for one that cannot be had."""
+    for folder in reversed(config.search_paths):
+        sys.path.insert(0, folder)
+    return {name: _load_adapter(name, config) for name in config.reward_names}
+
+
+def _load_adapter(name: str, config: VerifierConfig) -> Adapter:
+    source, colon, function = name.rpartition(":")
+    if not colon:
+        return _from_registry(name, config)
+    module = _load_module(source, option="--reward-fns", search_paths=config.search_paths)
+    adapter = getattr(module, function, None)
+    if not callable(adapter):
+        raise ConfigError(
+            f"--reward-fns must name a function, got {name!r}: {source} has no {function!r}"
+        )
+    return adapter
+
+
+def _from_registry(name: str, config: VerifierConfig) -> Adapter:
+    module = _load_module(
+        config.registry, option="--reward-registry", search_paths=config.search_paths
+    )
+    registered = getattr(module, "REWARD_ADAPTERS", None)
+    if not isinstance(registered, Mapping):
+        raise ConfigError(
+            f"--reward-registry must hold a dict REWARD_ADAPTERS, {config.registry!r} has none: "
+            "see reward_registry.py of async-grpo for an example"
+        )
+    adapters = {key.value if isinstance(key, Enum) else key: registered[key] for key in registered}
+    if not callable(adapters.get(name)):
+        raise ConfigError(
+            f"--reward-fns must be adapters of {config.registry}, got {name!r}: choose from "
+            f"{', '.join(sorted(map(str, adapters)))}, or give path/to/file.py:function"
+        )
+    return adapters[name]
+
+
+def _load_module(source: str, *, option: str, search_paths: tuple[str, ...]) -> ModuleType:
+    try:
+        if source.endswith(".py"):
+            return _load_file(_find_file(source, option=option, search_paths=search_paths))
+        return importlib.import_module(source)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # users' code: whatever it raises is told, once
+        raise ConfigError(
+            f"{option} names {source!r}, which cannot be imported "
+            f"({type(error).__name__}: {error}): correct it or the name"
+        ) from error
+
+
+def _find_file(source: str, *, option: str, search_paths: tuple[str, ...]) -> Path:
+    candidates = [Path(folder, source).resolve() for folder in (*search_paths, ".")]
+    for path in candidates:
+        if path.is_file():
+            return path
+    looked = ", ".join(dict.fromkeys(str(path) for path in candidates))
+    raise ConfigError(f"{option} must name a file that exists, got {source!r}: looked at {looked}")
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module in a file, once, under a name that cannot hide an installed module."""
+    name = "reward_file_" + re.sub(r"\W", "_", str(path))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"a reward file must be Python, got {path}: give a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.append(str(path.parent))  # its neighbours are importable, and hide nothing
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,153 @@
+"""LaTeX or plain mathematics to sympy, by parsing only: nothing of the text is ever evaluated.
+
+LaTeX --pylatexenc--> plain text --tokens--> explicit products --ast--> sympy
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+from pylatexenc.latexwalker import (
+    LatexCharsNode,
+    LatexGroupNode,
+    LatexMacroNode,
+    LatexMathNode,
+    LatexWalker,
+    LatexWalkerParseError,
+)
+
+MAX_CHARACTERS = 500  # longer answers are compared as strings only
+MAX_EXPONENT = 1000
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: getattr(sympy, name) for name in ("sqrt", "sin", "cos", "tan", "exp", "log", "ln")
+}
+CONSTANTS = {"pi": sympy.pi, "oo": sympy.oo, "e": sympy.E, "i": sympy.I}
+MACROS = {"pi": " pi ", "infty": " oo ", "cdot": "*", "times": "*", "div": "/"} | {
+    name: f" {name}" for name in FUNCTIONS if name != "sqrt"
+}
+SYMBOLS = {"π": " pi ", "∞": " oo ", "√": " sqrt", "·": "*", "×": "*", "÷": "/", "^": "**"}
+OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[A-Za-z]+|\*\*|[-+*/(),])\s*")
+MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))")
+
+
+class NotMathError(ValueError):
+    """A text that is not an expression this file understands."""
+
+
+def parse_expression(text: str) -> sympy.Basic:
+    """The expression, or the tuple of expressions, that `text` writes; raises `NotMathError`."""
+    if len(text) > MAX_CHARACTERS:
+        raise NotMathError(f"longer than {MAX_CHARACTERS} characters")
+    mixed = MIXED_NUMBER.sub(r"(\1+(\2\4)/(\3\5))", text)
+    try:
+        nodes = LatexWalker(mixed, tolerant_parsing=False).get_latex_nodes()[0]
+        tree = ast.parse(_explicit(_plain(nodes)), mode="eval")
+        return _build(tree.body)
+    except (LatexWalkerParseError, SyntaxError, RecursionError) as error:
+        raise NotMathError(f"not an expression: {error}") from error
+
+
+def _plain(nodes: Sequence[Any]) -> str:
+    """LaTeX nodes as plain text in which groups keep their parentheses."""
+    return "".join(_plain_node(node) for node in nodes if node is not None)
+
+
+def _plain_node(node: Any) -> str:
+    if isinstance(node, LatexCharsNode):
+        return "".join(SYMBOLS.get(character, character) for character in node.chars)
+    if isinstance(node, LatexGroupNode):
+        return f"({_plain(node.nodelist)})"
+    if isinstance(node, LatexMathNode):
+        return _plain(node.nodelist)
+    if isinstance(node, LatexMacroNode):
+        return _plain_macro(node)
+    raise NotMathError(f"not an expression: {node.latex_verbatim()}")
+
+
+def _plain_macro(node: Any) -> str:
+    arguments = [
+        _plain([argument]) for argument in (node.nodeargd.argnlist if node.nodeargd else ())
+    ]
+    if node.macroname == "frac":
+        numerator, denominator = arguments
+        return f"(({numerator})/({denominator}))"
+    if node.macroname == "sqrt":
+        index, radicand = arguments
+        return f"(({radicand})**(1/({index.strip('[]') or 2})))"
+    if node.macroname in MACROS:
+        return MACROS[node.macroname]
+    raise NotMathError(f"unknown command \\{node.macroname}")
+
+
+def _explicit(text: str) -> str:
+    """Plain text as Python's grammar wants it, every product written out.
+
+    >>> _explicit("2xy(x+1)")
+    '2*x*y*(x+1)'
+    """
+    tokens: list[str] = []
+    position = 0
+    while position < len(text):
+        match = TOKEN.match(text, position)
+        if match is None:
+            raise NotMathError(f"unexpected {text[position]!r}")
+        word, position = match.group(1), match.end()
+        known = not word.isalpha() or word in FUNCTIONS or word in CONSTANTS
+        for token in [word] if known else list(word):
+            if tokens and _ends_value(tokens[-1]) and _starts_value(token):
+                if _is_number(tokens[-1]) and _is_number(token):
+                    raise NotMathError(f"two numbers in a row: {tokens[-1]} {token}")
+                tokens.append("*")
+            tokens.append(token)
+    return "".join(tokens)
+
+
+def _ends_value(token: str) -> bool:
+    return token == ")" or _is_number(token) or (token.isalpha() and token not in FUNCTIONS)
+
+
+def _starts_value(token: str) -> bool:
+    return token == "(" or _is_number(token) or token.isalpha()
+
+
+def _is_number(token: str) -> bool:
+    return token[0].isdigit() or token[0] == "."
+
+
+def _build(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return sympy.Rational(str(value))
+        case ast.Name(id=name):
+            return CONSTANTS.get(name) or sympy.Symbol(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_build(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _build(operand)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return _power(_build(left), _build(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_build(left), _build(right))
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name](_build(argument))
+        case ast.Tuple(elts=elements):
+            return sympy.Tuple(*map(_build, elements))
+    raise NotMathError(f"not an expression: {ast.dump(node)[:80]}")
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if exponent.is_number and not abs(exponent) <= MAX_EXPONENT:
+        raise NotMathError(f"exponent beyond {MAX_EXPONENT}")
+    return base**exponent

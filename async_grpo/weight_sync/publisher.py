@@ -1,0 +1,104 @@
+"""Sends the policy's weights, from trainer rank 0 through Ray's object store to every worker.
+
+The ranks gather full tensors one by one; rank 0 packs them into buckets and gives the registries a
+snapshot that any worker can fetch, at once or when it joins later. Ranks stand still while they
+gather, not while workers load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+import torch
+
+from async_grpo import cluster
+from async_grpo.errors import WeightSyncError
+from async_grpo.types import PublishReport, WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.weight_sync.buckets import BUCKET_BYTES, NamedTensors, pack_buckets
+
+REGISTRY_SLACK_S = 30.0  # a registry answers after its workers' deadline
+
+
+class Publisher:
+    """Lives in trainer rank 0, which owns the bytes until newer ones are served."""
+
+    def __init__(
+        self, *, dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._served: dict[str, WeightsSnapshot] = {}  # kept alive for workers that join later
+
+    def publish(
+        self,
+        named_tensors: NamedTensors,
+        *,
+        version: WeightsVersion,
+        registries: Mapping[str, Any],
+        timeout_s: float,
+    ) -> dict[str, PublishReport]:
+        """`collect`, then `announce`."""
+        snapshot = self.collect(named_tensors, version=version)
+        return self.announce(snapshot, registries=registries, timeout_s=timeout_s)
+
+    def collect(self, named_tensors: NamedTensors, *, version: WeightsVersion) -> WeightsSnapshot:
+        """Put the weights into the object store, under their checkpoint names.
+
+        The iterator is always used up, also after an error: each of its steps may be a collective
+        operation that the other ranks take part in.
+
+        Raises:
+            WeightSyncError: a parameter is not finite; nothing is published.
+        """
+        try:
+            checked = _checked(named_tensors, dtype=self._dtype, version=version)
+            packed = pack_buckets(checked, bucket_bytes=self._bucket_bytes)
+            buckets = tuple(
+                WeightsBucket(tensors, ray.put(data), data.nbytes, checksum)
+                for tensors, data, checksum in packed
+            )
+        finally:
+            take_part(named_tensors)
+        return WeightsSnapshot(version, buckets)
+
+    def announce(
+        self, snapshot: WeightsSnapshot, *, registries: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, PublishReport]:
+        """Have the workers of each registry (by role) serve a snapshot; reports by role.
+
+        Raises:
+            DeadlineError: a registry did not answer.
+            WorkerError: a registry died.
+        """
+        calls = {
+            role: registry.publish.remote(snapshot, timeout_s)
+            for role, registry in registries.items()
+        }
+        reports = {}
+        for role, call in calls.items():
+            reports[role] = cluster.wait(
+                call, timeout_s=timeout_s + REGISTRY_SLACK_S, who=f"the {role} registry"
+            )
+            self._served[role] = snapshot
+        return reports
+
+
+def take_part(named_tensors: NamedTensors) -> None:
+    """What the other ranks do while rank 0 collects: gather along, keep nothing."""
+    for _ in named_tensors:
+        pass
+
+
+def _checked(
+    named_tensors: NamedTensors, *, dtype: torch.dtype, version: WeightsVersion
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in named_tensors:
+        sent = tensor.detach().to(dtype)
+        if not torch.isfinite(sent).all():
+            raise WeightSyncError(
+                f"weights must be finite to be published, {name!r} of version {version} is not: "
+                "training has diverged, lower --learning-rate or --max-grad-norm"
+            )
+        yield name, sent

@@ -1,0 +1,149 @@
+"""The engine's side of a weight update, run inside vLLM's engine core processes.
+
+vLLM imports this module by name (`worker_extension_cls`), which registers the weight-transfer
+backend `staged_file`. A worker puts the bytes into a shared file, bucket by bucket; here each
+bucket is mapped, checked and kept while generation goes on, and all of them are loaded in one step
+while it stands still. Until that step nothing of the live model is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from async_grpo.errors import WeightSyncError
+from async_grpo.types import TensorMeta
+from async_grpo.weight_sync.buckets import check_bytes, dtype_name, view_tensor
+from async_grpo.weight_sync.manifest import ExpectedWeights, read_expected
+
+BACKEND = "staged_file"
+# It warns of every layer that has nothing of its own to load; what was loaded is checked below.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+
+
+@dataclass
+class StagedFileInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class StagedFileUpdate(WeightTransferUpdateInfo):
+    """One bucket: where its bytes are in the shared file, and what they hold."""
+
+    path: str
+    offset_bytes: int  # of the bucket in the file
+    size_bytes: int
+    checksum: int
+    tensors: list[list]  # TensorMeta each, as messages carry it
+    is_last: bool
+
+
+class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
+    """Stage and verify bucket by bucket, then load everything at once."""
+
+    init_info_cls = StagedFileInit
+    update_info_cls = StagedFileUpdate
+    supports_draft_weight_update = False
+    _expected: ExpectedWeights | None = None
+
+    def init_transfer_engine(self, init_info: StagedFileInit) -> None:
+        """The shared file is named by each bucket."""
+
+    def start_weight_update(self) -> None:
+        self._staged: dict[str, torch.Tensor] = {}
+
+    def update_weights(self, update_info: dict) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: StagedFileUpdate) -> None:
+        """Map and verify one bucket.
+
+        Raises:
+            WeightSyncError: wrong bytes, or parameters that are not exactly the model's.
+        """
+        metas = [TensorMeta(n, d, tuple(s), o) for n, d, s, o in update_info.tensors]
+        self._expected_weights().check(metas)
+        # Copy-on-write, so that torch takes it for writable; nothing writes.
+        data = np.memmap(
+            update_info.path,
+            dtype=np.uint8,
+            mode="c",
+            offset=update_info.offset_bytes,
+            shape=(update_info.size_bytes,),
+        )
+        check_bytes(data, size_bytes=update_info.size_bytes, checksum=update_info.checksum)
+        for meta in metas:
+            if meta.name in self._staged:
+                raise WeightSyncError(f"parameter {meta.name!r} must be sent once, got it twice")
+            self._staged[meta.name] = view_tensor(data, meta)
+        if update_info.is_last:
+            self._expected_weights().check_complete(self._staged)
+
+    def finish_weight_update(self) -> None:
+        """Load what was staged; an error here leaves a broken model that must not serve."""
+        parameters = {name for name, _ in self.model.named_parameters()}
+        with torch.no_grad():
+            initialize_layerwise_reload(self.model)
+            loaded = self.model.load_weights(iter(self._staged.items()))
+            finalize_layerwise_reload(self.model, self.model_config)
+            _repack_tied_head(self.model)
+        self._staged = {}
+        if loaded is not None and (skipped := parameters - set(loaded)):
+            raise WeightSyncError(
+                f"vLLM must load every parameter of its model, it left {len(skipped)} as they "
+                f"were, such as {min(skipped)!r}: the model cannot be updated while it serves"
+            )
+        torch.accelerator.synchronize()
+
+    def discard(self) -> None:
+        """Forget an update that will not be finished."""
+        self._staged = {}
+
+    def shutdown(self) -> None:
+        self._staged = {}
+
+    def _expected_weights(self) -> ExpectedWeights:
+        if self._expected is None:
+            text_config = self.model_config.hf_config.get_text_config()
+            self._expected = read_expected(
+                self.model_config.model,
+                dtype=dtype_name(self.model_config.dtype),
+                tied_head=bool(text_config.tie_word_embeddings),
+            )
+        return self._expected
+
+
+def _repack_tied_head(model: torch.nn.Module) -> None:
+    """On CPU vLLM multiplies by a packed copy of the output head, which no reload refreshes."""
+    modules = list(model.modules())
+    for head in modules:
+        if not hasattr(head, "cpu_linear") or not hasattr(head, "quant_method"):
+            continue
+        if any(
+            other is not head and getattr(other, "weight", None) is head.weight for other in modules
+        ):
+            head.quant_method.process_weights_after_loading(head)
+
+
+class WeightsExtension:
+    """Becomes part of every vLLM worker: undoes an update that was begun and not finished."""
+
+    def discard_weight_update(self) -> None:
+        self.weight_transfer_engine.discard()  # type: ignore[attr-defined]
+        self._weight_update_active = False
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, StagedFileEngine)

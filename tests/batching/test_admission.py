@@ -1,0 +1,137 @@
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from async_grpo.batching.admission import AdmissionWindow, StepKey
+from async_grpo.types import WeightsVersion
+
+
+def window(**changes):
+    options = {"questions_per_step": 2, "max_staleness": 1, "num_batches": 5} | changes
+    return AdmissionWindow(4, **options)
+
+
+def start_all(admission):
+    for ordinal in admission.admissible():
+        admission.start(ordinal)
+
+
+def test_without_staleness_only_the_current_batch_may_start():
+    admission = window(max_staleness=0)
+    assert admission.admissible() == range(4)
+    start_all(admission)
+    assert not admission.admissible()
+    admission.batch_published(1)
+    assert admission.admissible() == range(4, 8)
+
+
+def test_the_run_ends_with_its_last_batch():
+    admission = window(max_staleness=9)
+    assert admission.admissible() == range(20)
+    start_all(admission)
+    assert admission.is_exhausted
+    admission.batch_published(5)
+    assert not admission.admissible()
+
+
+def test_slots_belong_to_the_batch_and_step_of_the_design():
+    admission = window()
+    assert [admission.batch_of(o) for o in (0, 3, 4, 11)] == [0, 0, 1, 2]
+    assert [admission.step_of(o) for o in (0, 2, 5, 7)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert admission.ordinals_of(StepKey(1, 1)) == range(6, 8)
+    assert admission.steps_per_batch == 2
+
+
+def test_a_lease_asks_for_weights_at_most_max_staleness_old():
+    admission = window(max_staleness=2, incarnation=7)
+    assert [admission.oldest_weights(o).batches for o in (0, 8, 12, 19)] == [0, 0, 1, 2]
+    assert admission.oldest_weights(12) == WeightsVersion(7, 1)
+    assert admission.lag(12, version=WeightsVersion(7, 1)) == 2
+
+
+def test_slots_must_start_in_order_once_and_inside_the_window():
+    admission = window(max_staleness=0)
+    with pytest.raises(ValueError, match=r"in order.*got ordinal 1"):
+        admission.start(1)
+    start_all(admission)
+    for ordinal in (3, 4):
+        with pytest.raises(ValueError, match=f"got ordinal {ordinal}"):
+            admission.start(ordinal)
+
+
+def test_a_batch_that_did_not_start_cannot_be_completed():
+    admission = window()
+    admission.start(0)
+    with pytest.raises(ValueError, match=r"must be in 0\.\.0.*got 1"):
+        admission.batch_published(1)
+
+
+def test_completed_batches_never_go_back():
+    admission = window()
+    start_all(admission)
+    admission.batch_published(2)
+    with pytest.raises(ValueError, match="got 1"):
+        admission.batch_published(1)
+
+
+def test_a_resumed_run_starts_at_its_first_batch_that_is_not_completed():
+    assert window(batches_published=2).admissible() == range(8, 16)
+    assert window(batches_published=2, next_ordinal=10).admissible() == range(10, 16)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"questions_per_step": 3}, {"max_staleness": -1}, {"num_batches": 0}]
+)
+def test_impossible_shapes_are_refused(changes):
+    with pytest.raises(ValueError):
+        window(**changes)
+
+
+class WindowMachine(RuleBasedStateMachine):
+    """Slots start, engines load weights when they please, batches complete in order."""
+
+    @initialize(
+        steps=st.integers(1, 3),
+        questions=st.integers(1, 3),
+        staleness=st.integers(0, 3),
+        batches=st.integers(1, 6),
+    )
+    def begin(self, steps, questions, staleness, batches):
+        self.size, self.staleness, self.batches = steps * questions, staleness, batches
+        self.admission = AdmissionWindow(
+            self.size, questions_per_step=questions, max_staleness=staleness, num_batches=batches
+        )
+        self.started, self.published = [], 0
+
+    @rule(count=st.integers(1, 8))
+    def start_some(self, count):
+        for ordinal in list(self.admission.admissible())[:count]:
+            self.admission.start(ordinal)
+            self.started.append(ordinal)
+            serving = WeightsVersion(0, self.published)
+            assert self.admission.lag(ordinal, version=serving) <= self.staleness
+            assert self.admission.oldest_weights(ordinal) <= serving
+
+    @rule()
+    def complete_batch(self):
+        if len(self.started) >= (self.published + 1) * self.size:
+            self.published += 1
+            self.admission.batch_published(self.published)
+
+    @invariant()
+    def every_slot_starts_once_and_in_order(self):
+        assert self.started == list(range(len(self.started)))
+
+    @invariant()
+    def the_window_is_exactly_as_wide_as_allowed(self):
+        widest = min(self.published + self.staleness + 1, self.batches) * self.size
+        assert len(self.started) + len(self.admission.admissible()) == widest
+
+    @invariant()
+    def a_run_never_stalls(self):
+        finished = self.published == self.batches
+        unfinished_work = len(self.started) > self.published * self.size
+        assert finished or unfinished_work or self.admission.admissible()
+
+
+TestWindow = WindowMachine.TestCase

@@ -1,0 +1,141 @@
+"""Packing keeps every token in its place and gives it the weight of its sample."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import make_sample
+
+from async_grpo.batching.collate import collate, collate_pairs, split_by_sample, to_device
+
+IDS = st.lists(st.integers(0, 63), min_size=1, max_size=8)
+SAMPLES = st.lists(
+    st.tuples(IDS, IDS, st.integers(0, 2**8 - 1), st.floats(-3, 3)).map(
+        lambda it: make_sample(
+            it[0],
+            it[1],
+            mask=[bool(it[2] >> t & 1) for t in range(len(it[1]))],
+            behaviour=[-0.1 * t for t in range(len(it[1]))],
+            reference=[-0.2 * t for t in range(len(it[1]))],
+            advantage=it[3],
+        )
+    ),
+    max_size=6,
+)
+
+
+def test_a_small_minibatch_by_hand():
+    first = make_sample([5, 6], [7, 8, 9], mask=[1, 0, 1], behaviour=[-1, -2, -3], advantage=0.5)
+    second = make_sample([4], [3], behaviour=[-4], advantage=-1.0)
+    packed = collate([first, second], aggregation="sample-mean")
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 4]  # 9 and 3 predict nothing
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 0]
+    assert packed.cu_seqlens.tolist() == [0, 4, 5]
+    assert packed.max_seqlen == 4
+    assert packed.logit_positions.tolist() == [1, 3, 4]
+    assert packed.target_ids.tolist() == [7, 9, 3]
+    assert packed.sample_index.tolist() == [0, 0, 1]
+    assert packed.weights.tolist() == [0.5, 0.5, 1.0]
+    assert packed.advantages.tolist() == [0.5, 0.5, -1.0]
+    assert packed.behaviour_logprobs.tolist() == [-1, -3, -4]
+    assert packed.reference_logprobs is None
+    assert packed.num_samples == 2
+
+
+@given(samples=SAMPLES)
+def test_every_trained_token_is_predicted_from_its_own_prefix(samples):
+    packed = collate(samples, aggregation="token-mean")
+    expected = [
+        (index, [*sample.question.input_token_ids, *sample.completion.token_ids[:t]], token)
+        for index, sample in enumerate(samples)
+        for t, token in enumerate(sample.completion.token_ids)
+        if sample.completion.loss_mask[t]
+    ]
+    starts = packed.cu_seqlens.tolist()
+    got = [
+        (index, packed.input_ids[starts[index] : position + 1].tolist(), target)
+        for index, position, target in zip(
+            packed.sample_index.tolist(),
+            packed.logit_positions.tolist(),
+            packed.target_ids.tolist(),
+            strict=True,
+        )
+    ]
+    assert got == expected
+
+
+@given(samples=SAMPLES)
+def test_row_is_never_longer_than_its_samples_and_lengths_agree(samples):
+    packed = collate(samples, aggregation="token-mean")
+    num_scored = sum(sample.num_trained_tokens for sample in samples)
+    assert len(packed.input_ids) == packed.cu_seqlens[-1] == len(packed.position_ids)
+    assert len(packed.input_ids) <= max(sum(sample.num_tokens for sample in samples), 1)
+    for values in (packed.weights, packed.advantages, packed.behaviour_logprobs):
+        assert values.shape == (num_scored,)
+        assert values.dtype == torch.float32
+
+
+@given(samples=SAMPLES.filter(bool), constant=st.integers(1, 100))
+def test_weights_are_those_of_the_design(samples, constant):
+    per_sample = {
+        name: split_by_sample(packed.weights, packed)
+        for name in ("sample-mean", "token-mean", "constant")
+        for packed in [collate(samples, aggregation=name, constant_length=constant)]
+    }
+    for index, sample in enumerate(samples):
+        length = sample.num_trained_tokens
+        assert per_sample["sample-mean"][index].sum() == pytest.approx(1.0 if length else 0.0)
+        assert per_sample["token-mean"][index].sum() == length
+        assert per_sample["constant"][index].sum() == pytest.approx(length / constant)
+
+
+@given(samples=SAMPLES)
+def test_splitting_gives_every_sample_its_own_values_back(samples):
+    packed = collate(samples, aggregation="sample-mean")
+    parts = split_by_sample(packed.behaviour_logprobs, packed)
+    assert len(parts) == len(samples)
+    for part, sample in zip(parts, samples, strict=True):
+        own = sample.completion.logprobs[sample.completion.loss_mask]
+        np.testing.assert_array_equal(part.numpy(), own)
+
+
+def test_a_fully_masked_sample_adds_no_token():
+    masked = make_sample([1, 2], [3, 4], mask=[0, 0])
+    packed = collate([masked, make_sample([5], [6])], aggregation="sample-mean")
+    assert packed.target_ids.tolist() == [6]
+    assert packed.num_samples == 2
+    assert collate([masked], aggregation="sample-mean").target_ids.tolist() == []
+
+
+def test_a_filler_has_a_row_and_nothing_to_score():
+    packed = collate([], aggregation="sample-mean")
+    assert packed.num_samples == 0
+    assert len(packed.input_ids) == 1
+    assert len(packed.target_ids) == len(packed.weights) == len(packed.reference_logprobs) == 0
+    assert split_by_sample(packed.weights, packed) == []
+
+
+def test_pairs_score_every_output_token():
+    prompt, output = np.array([1, 2], dtype=np.int32), np.array([3, 4, 5], dtype=np.int32)
+    packed = collate_pairs([(prompt, output), (output, prompt)])
+    assert packed.target_ids.tolist() == [3, 4, 5, 1, 2]
+    assert packed.weights.tolist() == [1.0] * 5
+    assert [len(part) for part in split_by_sample(packed.weights, packed)] == [3, 2]
+
+
+def test_moving_keeps_everything():
+    packed = collate([make_sample([1], [2, 3])], aggregation="sample-mean")
+    moved = to_device(packed, torch.device("meta"))
+    assert moved.input_ids.device.type == moved.weights.device.type == "meta"
+    assert (moved.max_seqlen, moved.num_samples, moved.reference_logprobs) == (2, 1, None)
+
+
+def test_half_known_references_empty_prompts_and_odd_aggregations_are_refused():
+    with_reference = make_sample([1], [2], reference=[-1.0])
+    with pytest.raises(ValueError, match="got 1 of 2"):
+        collate([with_reference, make_sample([1], [2])], aggregation="sample-mean")
+    with pytest.raises(ValueError, match="at least one token"):
+        collate([make_sample([], [2])], aggregation="sample-mean")
+    with pytest.raises(ValueError, match="aggregation must be"):
+        collate([with_reference], aggregation="constant")

@@ -1,0 +1,164 @@
+import json
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from async_grpo.batching.admission import StepKey
+from async_grpo.batching.ledger import FATES, FATES_WITH_REASON, Ledger, LedgerError
+
+STEP = StepKey(0, 0)
+
+
+def ledger_with(*, num_samples=8, slots=1):
+    ledger = Ledger()
+    for ordinal in range(slots):
+        ledger.admit(ordinal, num_samples=num_samples, step=STEP)
+    return ledger
+
+
+def test_every_sample_is_counted_by_its_fate():
+    ledger = ledger_with(slots=2)
+    ledger.settle(0, fate="trained", num_samples=5)
+    ledger.settle(0, fate="zero_contribution", num_samples=3)
+    ledger.settle(1, fate="failed", num_samples=8, reason="verification")
+    counts = ledger.counts()
+    assert counts.samples == {
+        "trained": 5, "zero_contribution": 3, "failed": 8, "discarded": 0, "replaced": 0,
+    }  # fmt: skip
+    assert counts.reasons == {"failed: verification": 8}
+    assert (counts.slots["trained"], counts.slots["failed"]) == (1, 1)
+    assert (counts.in_flight_slots, counts.in_flight_samples, ledger.open_ordinals) == (0, 0, ())
+
+
+def test_a_slot_cannot_be_settled_twice():
+    ledger = ledger_with()
+    ledger.settle(0, fate="trained", num_samples=8)
+    with pytest.raises(LedgerError, match="slot 0 is not open"):
+        ledger.settle(0, fate="trained", num_samples=8)
+
+
+def test_more_samples_than_in_flight_cannot_be_settled():
+    ledger = ledger_with()
+    ledger.settle(0, fate="trained", num_samples=6)
+    with pytest.raises(LedgerError, match="slot 0 has 2 samples in flight, got 3 as trained"):
+        ledger.settle(0, fate="trained", num_samples=3)
+
+
+def test_an_unknown_slot_cannot_be_settled():
+    with pytest.raises(LedgerError, match="slot 7 is not open"):
+        ledger_with().settle(7, fate="trained", num_samples=1)
+
+
+def test_a_slot_cannot_be_admitted_twice_even_after_it_was_settled():
+    ledger = ledger_with()
+    ledger.settle(0, fate="trained", num_samples=8)
+    with pytest.raises(LedgerError, match="got 0 after 0"):
+        ledger.admit(0, num_samples=8, step=STEP)
+
+
+@pytest.mark.parametrize(("fate", "reason"), [("failed", ""), ("trained", "why")])
+def test_a_reason_is_given_exactly_for_failures_and_discards(fate, reason):
+    with pytest.raises(LedgerError, match="a reason belongs to"):
+        ledger_with().settle(0, fate=fate, num_samples=1, reason=reason)
+
+
+def test_work_done_again_is_discarded_once_and_trained_once():
+    ledger = ledger_with()
+    ledger.reissue(0, fate="discarded", num_samples=8, reason="worker died")
+    ledger.check()
+    ledger.settle(0, fate="trained", num_samples=8)
+    counts = ledger.counts()
+    assert (counts.admitted_samples, counts.admitted_slots) == (16, 1)
+    assert (counts.samples["discarded"], counts.samples["trained"]) == (8, 8)
+    assert counts.slots == {
+        "trained": 1, "zero_contribution": 0, "failed": 0, "discarded": 0, "replaced": 0,
+    }  # fmt: skip
+
+
+def test_a_step_is_counted_apart_and_forgotten_when_closed():
+    ledger = ledger_with(num_samples=4)
+    later = StepKey(0, 1)
+    ledger.admit(1, num_samples=4, step=later)
+    ledger.settle(1, fate="trained", num_samples=4)
+    assert ledger.step_counts(STEP)["trained"] == 0
+    with pytest.raises(LedgerError, match=r"in flight in slots \[0\]"):
+        ledger.close_step(STEP)
+    ledger.settle(0, fate="zero_contribution", num_samples=4)
+    assert ledger.close_step(STEP)["zero_contribution"] == 4
+    assert ledger.close_step(later)["trained"] == 4
+    assert ledger.state()["steps"] == []
+    with pytest.raises(LedgerError, match="not open"):
+        ledger.step_counts(STEP)
+
+
+def test_a_lost_sample_is_told_with_the_numbers():
+    state = ledger_with().state()
+    state["admitted_samples"] = 9
+    with pytest.raises(LedgerError, match=r"samples admitted .* got 9 != 8 \+"):
+        Ledger.restore(state)
+
+
+def test_tokens_are_counted_when_received():
+    ledger = ledger_with()
+    ledger.receive_tokens(100)
+    ledger.receive_tokens(23)
+    assert Ledger.restore(ledger.state()).counts().output_tokens == 123
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any interleaving of admissions, fates, retries and restarts balances."""
+
+    def __init__(self):
+        super().__init__()
+        self.ledger = Ledger()
+        self.next_ordinal = 0
+        self.open = {}
+        self.by_fate = dict.fromkeys(FATES, 0)
+        self.admitted = 0
+
+    @rule(gap=st.integers(0, 2), num_samples=st.integers(1, 8))
+    def admit(self, gap, num_samples):
+        ordinal = self.next_ordinal + gap
+        self.ledger.admit(ordinal, num_samples=num_samples, step=StepKey(ordinal // 4, 0))
+        self.next_ordinal = ordinal + 1
+        self.open[ordinal] = num_samples
+        self.admitted += num_samples
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), fate=st.sampled_from(FATES))
+    def settle(self, data, fate):
+        ordinal = data.draw(st.sampled_from(sorted(self.open)))
+        num_samples = data.draw(st.integers(1, self.open[ordinal]))
+        reason = "broken" if fate in FATES_WITH_REASON else ""
+        self.ledger.settle(ordinal, fate=fate, num_samples=num_samples, reason=reason)
+        self.by_fate[fate] += num_samples
+        self.open[ordinal] -= num_samples
+        if not self.open[ordinal]:
+            del self.open[ordinal]
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), fate=st.sampled_from(["replaced", "discarded"]), new=st.integers(1, 8))
+    def reissue(self, data, fate, new):
+        ordinal = data.draw(st.sampled_from(sorted(self.open)))
+        reason = "again" if fate == "discarded" else ""
+        self.ledger.reissue(ordinal, fate=fate, num_samples=new, reason=reason)
+        self.by_fate[fate] += self.open[ordinal]
+        self.open[ordinal] = new
+        self.admitted += new
+
+    @rule()
+    def restart_from_a_checkpoint(self):
+        self.ledger = Ledger.restore(json.loads(json.dumps(self.ledger.state())))
+
+    @invariant()
+    def it_balances_and_agrees_with_the_model(self):
+        self.ledger.check()
+        counts = self.ledger.counts()
+        assert dict(counts.samples) == self.by_fate
+        assert counts.admitted_samples == self.admitted
+        assert counts.in_flight_samples == sum(self.open.values())
+        assert self.ledger.open_ordinals == tuple(sorted(self.open))
+
+
+TestLedger = LedgerMachine.TestCase

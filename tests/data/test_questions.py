@@ -1,0 +1,265 @@
+import json
+
+import pytest
+
+from async_grpo.data.columns import parse_column_mapping
+from async_grpo.data.questions import load_pairs, load_questions
+from async_grpo.errors import ConfigError, DataError
+
+
+class LetterTokenizer:
+    """One token a letter: a=10, b=11 ..., and 2 closes a text."""
+
+    eos_token = "<eos>"
+    eos_token_id = 2
+    chat_template = None
+
+    def __init__(self, *, closes_texts=False):
+        self.closes_texts = closes_texts
+
+    def __len__(self):
+        return 100
+
+    def __call__(self, text, add_special_tokens=True):
+        closing = [2] if self.closes_texts and add_special_tokens else []
+        return {"input_ids": [ord(letter) - 87 for letter in text] + closing}
+
+    def decode(self, ids):
+        return "".join(chr(token + 87) for token in ids)
+
+
+class ChatTokenizer(LetterTokenizer):
+    """Role initials around each message, 5 where the assistant begins."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, *, add_generation_prompt, tokenize, return_dict):
+        assert add_generation_prompt and tokenize and not return_dict
+        return [t for m in messages for t in (4, *self(m["content"])["input_ids"])] + [5]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*lines, name="data.jsonl"):
+        path = tmp_path / name
+        path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+        return str(path)
+
+    return write
+
+
+def load_one(path, **options):
+    (question,) = load_questions(path, **options)
+    return question
+
+
+def error_of(path, **options):
+    with pytest.raises(DataError) as error:
+        load_questions(path, **options)
+    return str(error.value).replace(path, "data.jsonl")
+
+
+def test_token_ids_are_taken_as_they_are_and_win_over_text(write):
+    line = {"input": "abc", "input_token_ids": [7, 8], "answer": "x"}
+    question = load_one(write(line), tokenizer=ChatTokenizer())
+    assert question.input_token_ids.tolist() == [7, 8]
+    assert (question.input, question.answer) == ("abc", "x")
+
+
+def test_a_plain_prompt_is_tokenised_and_not_closed(write):
+    path = write({"input": "abc"})
+    for closes_texts in (False, True):
+        tokenizer = LetterTokenizer(closes_texts=closes_texts)
+        assert load_one(path, tokenizer=tokenizer).input_token_ids.tolist() == [10, 11, 12]
+
+
+def test_the_chat_template_is_used_where_there_is_one(write):
+    assert load_one(write({"input": "ab"}), tokenizer=ChatTokenizer()).input_token_ids.tolist() == [
+        4, 10, 11, 5,
+    ]  # fmt: skip
+
+
+def test_messages_go_through_the_chat_template(write):
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "bc"}]
+    question = load_one(write({"messages": messages}), tokenizer=ChatTokenizer())
+    assert question.input_token_ids.tolist() == [4, 10, 4, 11, 12, 5]
+    assert question.input == "bc"
+
+
+def test_messages_without_a_chat_template_are_refused(write):
+    path = write({"messages": [{"role": "user", "content": "a"}]})
+    error = error_of(path, tokenizer=LetterTokenizer())
+    assert "column 'messages'" in error and "chat template" in error
+
+
+def test_every_column_of_the_line_is_kept_untouched(write):
+    line = {"q": "ab", "nums": [1, 2], "meta": {"level": None}}
+    question = load_one(
+        write(line), tokenizer=LetterTokenizer(), column_mapping=parse_column_mapping("input=q")
+    )
+    assert question.columns == line and question.input == "ab" and question.answer is None
+
+
+def test_a_numeric_answer_becomes_text(write):
+    assert load_one(write({"input_token_ids": [1], "answer": 42})).answer == "42"
+
+
+def test_empty_lines_and_a_byte_order_mark_are_skipped(write):
+    path = write('\ufeff{"input_token_ids": [1]}', "", '{"input_token_ids": [2]}', "")
+    assert [q.input_token_ids.tolist() for q in load_questions(path)] == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"input": ', "line 2, expected a JSON object, got '{\"input\":'"),
+        ("[1, 2]", "line 2, expected a JSON object, got [1, 2]"),
+        ({"input": 5}, "line 2, column 'input': expected non-empty text, got 5"),
+        ({"input": "  "}, "line 2, column 'input': expected non-empty text, got '  '"),
+        (
+            {"question": "a"},
+            "line 2, column 'input': expected non-empty text, got only columns que",
+        ),
+        ({"input_token_ids": []}, "line 2, column 'input_token_ids': expected a list of token ids"),
+        ({"input_token_ids": "1 2"}, "line 2, column 'input_token_ids': expected a list of token"),
+        (
+            {"input_token_ids": [1, 2.5]},
+            "column 'input_token_ids': expected whole numbers, got 2.5",
+        ),
+        ({"input_token_ids": [True]}, "column 'input_token_ids': expected whole numbers, got True"),
+        ({"input_token_ids": [99, 100]}, "expected token ids from 0 to 99, got 100"),
+        ({"input_token_ids": [-1]}, "expected token ids from 0 to 99, got -1"),
+        ({"messages": ["hi"]}, "column 'messages': expected messages with a text role and content"),
+        ({"input": "a", "answer": ["b"]}, "column 'answer': expected text or a number, got ['b']"),
+        ({"input": "abcdef"}, "column 'input': expected a prompt of at most 5 tokens"),
+    ],
+)
+def test_a_malformed_line_is_named_with_column_and_expectation(write, line, expected):
+    path = write({"input": "abcde", "answer": "fine"}, line)
+    error = error_of(path, tokenizer=LetterTokenizer(), max_prompt_tokens=5)
+    assert expected in error
+    assert error.startswith("data.jsonl line 2, ")
+
+
+def test_the_first_errors_are_reported_together_and_then_reading_stops(write):
+    lines = [{"input": number} for number in range(9)]
+    error = error_of(write(*lines), tokenizer=LetterTokenizer())
+    assert [f"line {number}," in error for number in range(1, 10)] == [True] * 5 + [False] * 4
+
+
+def test_the_same_error_on_every_line_is_told_once(write):
+    error = error_of(write({"q": "a"}, {"q": "b"}, {"q": "c"}), tokenizer=LetterTokenizer())
+    assert "\n" not in error and "the first 3 malformed lines" in error
+
+
+def test_bytes_that_are_no_text_are_located(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"input_token_ids": [1]}\n{"input": "\xff"}\n')
+    assert "line 2, expected UTF-8 text, got byte 0xff" in error_of(str(path))
+
+
+def test_text_without_a_tokenizer_is_refused(write):
+    assert "expected a list of token ids" in error_of(write({"input": "a"}))
+
+
+def test_a_mapped_column_that_is_missing_is_named_as_the_user_names_it(write):
+    path = write({"input": "a"})
+    error = error_of(path, tokenizer=LetterTokenizer(), column_mapping={"input": "question"})
+    assert "column 'question'" in error and "--column-mapping" in error and "columns input" in error
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
+def test_an_empty_file_is_refused(write, name):
+    assert "at least one line" in error_of(write(name=name))
+
+
+@pytest.mark.parametrize("path", ["none/data.jsonl", "./none", "/none/data", "none.parquet"])
+def test_a_missing_file_is_refused_without_asking_a_hub(path):
+    with pytest.raises(DataError, match="must be an existing file or folder, got '"):
+        load_questions(path)
+
+
+def test_a_file_of_an_unknown_kind_is_refused(write):
+    assert "must end in one of .jsonl" in error_of(write("hello", name="data.docx"))
+
+
+def test_json_is_read_as_an_array_or_as_lines(write):
+    array = write("", '[{"input_token_ids": [1]},', '{"input_token_ids": [2]}]', name="a.json")
+    lines = write({"input_token_ids": [1]}, {"input_token_ids": [2]}, name="b.json")
+    for path in (array, lines):
+        assert [q.input_token_ids.tolist() for q in load_questions(path)] == [[1], [2]]
+    assert "data.jsonl item 1, expected a JSON object" in error_of(write("[3]", name="a.json"))
+
+
+def test_what_datasets_reads_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list([{"q": "ab", "nums": [1, 2]}, {"q": "c", "nums": [3]}])
+    table.to_parquet(tmp_path / "data.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder").mkdir()
+    table.to_csv(tmp_path / "folder" / "test.csv")
+    for name, split in [
+        ("data.parquet", "x"),
+        ("saved", "x"),
+        ("splits", "test"),
+        ("folder", "test"),
+    ]:
+        questions = load_questions(
+            str(tmp_path / name),
+            split=split,
+            column_mapping={"input": "q"},
+            tokenizer=LetterTokenizer(),
+        )
+        assert [q.input_token_ids.tolist() for q in questions] == [[10, 11], [12]]
+    assert questions[0].columns["q"] == "ab"
+    for name in ("splits", "folder"):
+        with pytest.raises(DataError, match=r"'validation'.*check the path and --data-split"):
+            load_questions(str(tmp_path / name), split="validation")
+
+
+def test_pairs_are_tokenised_and_closed_by_the_end_token(write):
+    path = write({"question": "ab", "completion": "c"})
+    (pair,) = load_pairs(
+        path, tokenizer=LetterTokenizer(closes_texts=True), column_mapping={"input": "question"}
+    )
+    assert pair.prompt_token_ids.tolist() == [10, 11]
+    assert pair.completion_token_ids.tolist() == [12, 2]
+
+
+def test_pairs_of_token_ids_are_taken_as_they_are(write):
+    (pair,) = load_pairs(write({"input_token_ids": [1, 2], "completion_token_ids": [3]}))
+    assert (pair.prompt_token_ids.tolist(), pair.completion_token_ids.tolist()) == ([1, 2], [3])
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"input": "a"}, "column 'completion': expected non-empty text"),
+        ({"input": "ab", "completion": "cde"}, "expected a pair of at most 5 tokens"),
+    ],
+)
+def test_a_malformed_pair_is_named(write, line, expected):
+    with pytest.raises(DataError, match=expected):
+        load_pairs(write(line), tokenizer=LetterTokenizer(), max_pair_tokens=5)
+
+
+def test_a_tokenizer_without_an_end_token_cannot_close_completions(write):
+    tokenizer = LetterTokenizer()
+    tokenizer.eos_token_id = None
+    with pytest.raises(DataError, match="end token"):
+        load_pairs(write({"input": "a", "completion": "b"}), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("question=input", "can map input"),
+        ("input", "our=yours pairs, got 'input'"),
+        ("input=", "our=yours pairs"),
+        ("input=a,input=b", "name input once"),
+    ],
+)
+def test_an_unusable_column_mapping_is_refused(text, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse_column_mapping(text)

@@ -1,0 +1,255 @@
+"""A real vLLM engine against transformers, while its weights change and when they may not."""
+
+import asyncio
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import load_model, make_model, snapshot_of
+
+from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo.rollout.settings import EngineConfig, worker_environment
+from async_grpo.types import GenerationRequest, SamplingContract, VersionSpan, WeightsVersion
+
+pytestmark = pytest.mark.integration
+
+TEMPERATURE = 0.7
+STOP = 1
+TOLERANCE = 5e-6
+LONG_PROMPT = np.arange(300, dtype=np.int32) % 75 + 3  # fills several blocks of the prefix cache
+FIRST, SECOND = WeightsVersion(0, 0), WeightsVersion(0, 1)
+
+
+class Stack:
+    """An engine, the event loop it lives in, and the models whose weights it was given."""
+
+    def __init__(self, folder):
+        from async_grpo.rollout.engine import Engine
+
+        self.folder = folder
+        self.runner = asyncio.Runner()
+        self.engine = Engine(EngineConfig(model_path=folder))
+        self.models = {FIRST: load_model(folder), SECOND: load_model(folder, noise_seed=1)}
+
+    def run(self, call):
+        return self.runner.run(call)
+
+    def snapshot(self, version):
+        return snapshot_of(self.models[version].named_parameters(), version.batches)
+
+    def load(self, snapshot):
+        return self.run(self.engine.load(snapshot, fetch))
+
+    def serve(self, version):
+        return self.load(self.snapshot(version))
+
+    def generate(self, **options):
+        return self.run(self.engine.generate(make_request(**options)))
+
+    def error_of(self, completion, version, *, prompt=LONG_PROMPT, start=0, stop=None):
+        """Largest |engine - transformers| over output tokens [start, stop)."""
+        ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = self.models[version](ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        expected = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].numpy()
+        return np.abs(expected - completion.logprobs)[start:stop].max()
+
+
+async def fetch(bucket):
+    return bucket.data
+
+
+def make_request(*, prompt=LONG_PROMPT, num_samples=4, max_tokens=24, seed=None, stop=(STOP,)):
+    contract = SamplingContract(TEMPERATURE, stop, max_tokens)
+    return GenerationRequest(0, 0, prompt, num_samples, contract, seed)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def stack(request):
+    folder = "model_folder" if request.param == "tied" else "untied_model_folder"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in worker_environment().items():
+            patch.setitem(os.environ, name, value)
+        stack = Stack(request.getfixturevalue(folder))
+        yield stack
+        stack.engine.shutdown()
+        stack.runner.close()
+
+
+def test_tokens_of_weights_that_nobody_published_are_refused(stack):
+    if stack.run(stack.engine.version()) is None:
+        with pytest.raises(WorkerError, match="published"):
+            stack.generate(max_tokens=2)
+
+
+def test_logprobs_are_those_of_transformers_before_and_after_an_update(stack):
+    for version in (FIRST, SECOND, FIRST):
+        stack.serve(version)
+        assert stack.run(stack.engine.version()) == version
+        # The same prompt each time: a prefix cache that outlived its weights would show.
+        completions = stack.generate()
+        assert len(completions) == 4
+        for completion in completions:
+            num_tokens = len(completion.token_ids)
+            assert completion.weights_versions == (VersionSpan(version, 0, num_tokens),)
+            assert stack.error_of(completion, version) <= TOLERANCE
+
+
+def test_requests_in_flight_go_on_with_the_new_weights(stack):
+    stack.serve(FIRST)
+    prompt = LONG_PROMPT[:8]
+    request = make_request(prompt=prompt, max_tokens=400, stop=())
+
+    async def update_in_flight():
+        running = [asyncio.create_task(stack.engine.generate(request)) for _ in range(4)]
+        await asyncio.sleep(0.3)
+        await stack.engine.load(stack.snapshot(SECOND), fetch)
+        return [completion for task in running for completion in await task]
+
+    completions = stack.run(update_in_flight())
+    assert len(completions) == 16
+    for completion in completions:
+        (first, start, cut), (second, cut_again, stop) = completion.weights_versions
+        assert (first, start, second, cut_again, stop) == (FIRST, 0, SECOND, cut, 400)
+        assert 0 < cut < 400
+        assert stack.error_of(completion, FIRST, prompt=prompt, stop=cut) <= TOLERANCE
+        assert stack.error_of(completion, SECOND, prompt=prompt, start=cut) <= TOLERANCE
+        # Otherwise the cut could be anywhere.
+        assert stack.error_of(completion, FIRST, prompt=prompt, start=cut) > 0.1
+
+
+def damaged(snapshot):
+    bucket = snapshot.buckets[1]
+    data = bucket.data.copy()
+    data[7] ^= 1
+    buckets = (snapshot.buckets[0], dataclasses.replace(bucket, data=data), *snapshot.buckets[2:])
+    return dataclasses.replace(snapshot, buckets=buckets), "checksum"
+
+
+def truncated(snapshot):
+    bucket = snapshot.buckets[1]
+    bucket = dataclasses.replace(bucket, data=bucket.data[:-8].copy())
+    buckets = (snapshot.buckets[0], bucket, *snapshot.buckets[2:])
+    return dataclasses.replace(snapshot, buckets=buckets), "checksum"
+
+
+def without_its_last_bucket(snapshot):
+    num_missing = len(snapshot.buckets[-1].tensors)
+    complaint = f"{num_missing} are missing, the first is 'model.layers.1"
+    return dataclasses.replace(snapshot, buckets=snapshot.buckets[:-1]), complaint
+
+
+def sent_twice(snapshot):
+    buckets = (snapshot.buckets[0], *snapshot.buckets)
+    return dataclasses.replace(snapshot, buckets=buckets), "twice"
+
+
+def empty(snapshot):
+    return dataclasses.replace(snapshot, buckets=()), "at least one bucket"
+
+
+BROKEN = [damaged, truncated, without_its_last_bucket, sent_twice, empty]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_snapshot_is_refused_and_the_old_weights_serve(stack, broken):
+    stack.serve(FIRST)
+    snapshot, complaint = broken(stack.snapshot(SECOND))
+    with pytest.raises(WeightSyncError, match=complaint):
+        stack.load(snapshot)
+    (completion,) = stack.generate(num_samples=1)
+    assert completion.weights_versions[0].version == FIRST
+    assert stack.error_of(completion, FIRST) <= TOLERANCE
+    stack.serve(SECOND)  # and the next good one is taken
+    assert stack.error_of(stack.generate()[0], SECOND) <= TOLERANCE
+
+
+def test_weights_of_another_model_are_refused_by_the_first_parameter_that_differs(stack, tmp_path):
+    stack.serve(FIRST)
+    other = load_model(make_model(tmp_path, tied=True, hidden_size=96))
+    with pytest.raises(WeightSyncError, match=r"embed_tokens.weight.*\(128, 64\).*got \(128, 96\)"):
+        stack.load(snapshot_of(other.named_parameters(), 1))
+    renamed = ((f"transformer.{n}", p) for n, p in stack.models[SECOND].named_parameters())
+    with pytest.raises(WeightSyncError, match=r"'transformer.model.embed_tokens.weight'"):
+        stack.load(snapshot_of(renamed, 1))
+    assert stack.error_of(stack.generate()[0], FIRST) <= TOLERANCE
+
+
+def test_a_sender_that_dies_midway_leaves_the_old_weights_serving(stack):
+    stack.serve(FIRST)
+    snapshot = stack.snapshot(SECOND)
+
+    async def fetch_one(bucket):
+        if bucket is not snapshot.buckets[0]:
+            raise WeightSyncError("a bucket of weights is lost")
+        return bucket.data
+
+    with pytest.raises(WeightSyncError, match="is lost"):
+        stack.run(stack.engine.load(snapshot, fetch_one))
+    assert stack.error_of(stack.generate()[0], FIRST) <= TOLERANCE
+    stack.serve(SECOND)
+    assert stack.error_of(stack.generate()[0], SECOND) <= TOLERANCE
+
+
+def test_only_the_contracts_stop_ids_end_an_output_and_they_are_its_last_token(stack):
+    stack.serve(FIRST)
+    stop = (1, 9, 17)  # 5 is the eos of the folder's config, and is not among them
+    completions = stack.generate(prompt=LONG_PROMPT[:8], num_samples=64, max_tokens=64, stop=stop)
+    stopped = [c for c in completions if c.finish_reason == "stop"]
+    assert len(stopped) > 10
+    for completion in stopped:
+        assert completion.token_ids[-1] in stop
+        assert completion.loss_mask.all() and len(completion.loss_mask) == len(completion.token_ids)
+    for completion in completions:
+        assert not np.isin(completion.token_ids[:-1], stop).any()
+        if completion.finish_reason == "length":
+            assert len(completion.token_ids) == 64 and completion.token_ids[-1] not in stop
+    assert any(5 in completion.token_ids[:-1] for completion in completions)
+
+
+def test_a_seed_decides_the_tokens_and_its_samples_differ(stack):
+    stack.serve(FIRST)
+    for seed in (5, 2**64 - 1):
+        once, again = ([c.token_ids.tolist() for c in stack.generate(seed=seed)] for _ in range(2))
+        assert once == again
+        assert len({tuple(ids) for ids in once}) == 4
+
+
+def test_a_request_longer_than_the_model_is_refused_with_both_lengths(stack):
+    with pytest.raises(WorkerError, match=r"512 tokens, got 300 \+ 213"):
+        stack.generate(max_tokens=213)
+    assert len(stack.generate(num_samples=1, max_tokens=212, stop=())[0].token_ids) == 212
+
+
+def test_aborted_requests_return_what_there_is(stack):
+    stack.serve(FIRST)
+
+    async def abort_midway():
+        request = make_request(prompt=LONG_PROMPT[:8], max_tokens=500, stop=())
+        running = asyncio.create_task(stack.engine.generate(request))
+        await asyncio.sleep(0.3)
+        await stack.engine.abort()
+        return await running
+
+    for completion in stack.run(abort_midway()):
+        assert completion.finish_reason == "abort"
+        assert 0 < len(completion.token_ids) < 500
+        assert stack.error_of(completion, FIRST, prompt=LONG_PROMPT[:8]) <= TOLERANCE
+
+
+def test_weights_that_fail_while_they_are_loaded_break_the_engine(stack, monkeypatch):
+    from async_grpo.rollout.engine import EngineBrokenError
+
+    async def fail(**_options):
+        raise RuntimeError("out of memory")
+
+    stack.serve(FIRST)
+    with monkeypatch.context() as patch:
+        patch.setattr(stack.engine._llm, "finish_weight_update", fail)
+        with pytest.raises(EngineBrokenError, match=r"0\.1 failed.*out of memory"):
+            stack.serve(SECOND)
+    # Nothing was really loaded here: put the engine in order for the tests that follow.
+    stack.run(stack.engine._discard())
+    stack.run(stack.engine._llm.resume_generation())

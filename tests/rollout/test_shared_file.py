@@ -1,0 +1,45 @@
+"""Bytes reach another process, and nothing is left of them."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from async_grpo.errors import WeightSyncError
+from async_grpo.rollout.shared_file import SharedFile
+
+READ = "import sys; f = open(sys.argv[1], 'rb'); f.seek(int(sys.argv[2])); print(f.read(3).hex())"
+
+
+def test_another_process_reads_what_was_appended():
+    with SharedFile(10) as file:
+        assert file.append(np.arange(4, dtype=np.uint8)) == 0
+        assert file.append(np.array([7, 8, 9], dtype=np.uint8)) == 4
+        command = [sys.executable, "-c", READ, file.path, "4"]
+        assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "070809"
+
+
+def test_nothing_is_left_after_a_failure():
+    with pytest.raises(KeyError), SharedFile(10) as file:
+        path = file.path
+        raise KeyError
+    assert not os.path.exists(path)
+
+
+def test_a_mapping_outlives_the_file():
+    with SharedFile(4) as file:
+        file.append(np.arange(4, dtype=np.uint8))
+        mapped = np.memmap(file.path, dtype=np.uint8, mode="c", shape=(4,))
+    assert mapped.tolist() == [0, 1, 2, 3]
+
+
+def test_memory_that_the_system_refuses_is_an_error_of_weight_sync(monkeypatch):
+    def refuse(*_args):
+        raise OSError(28, "No space left on device")
+
+    with SharedFile(4) as file, monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refuse)
+        with pytest.raises(WeightSyncError, match=r"4 more bytes.*No space left"):
+            file.append(np.arange(4, dtype=np.uint8))

@@ -1,0 +1,177 @@
+"""Generation workers as Ray actors: weights through the object store, and deaths that are seen."""
+
+import dataclasses
+import os
+import tempfile
+import time
+
+import numpy as np
+import psutil
+import pytest
+import ray
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+from tiny_models import load_model
+
+from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
+from async_grpo.routing.registry import WorkerRegistry
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
+from async_grpo.weight_sync.publisher import Publisher
+
+pytestmark = pytest.mark.integration
+
+TIMEOUT_S = 120
+PROMPT = np.array([3, 13, 4, 19], dtype=np.int32)
+REQUEST = GenerationRequest(0, 0, PROMPT, 8, SamplingContract(1.0, (1,), 32))
+FIRST, SECOND = WeightsVersion(0, 0), WeightsVersion(0, 1)
+
+
+def get(reference):
+    return ray.get(reference, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=8,
+            object_store_memory=200 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def workers(cluster, model_folder):
+    actor = ray.remote(GenerationWorker).options(
+        num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": worker_environment()}
+    )
+    config = EngineConfig(model_path=model_folder, max_num_seqs=16)
+    return [actor.remote(config, worker_id=name, overhead_seqs=2) for name in ("early", "late")]
+
+
+@pytest.fixture(scope="module")
+def registry(cluster):
+    return ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000).remote("generation")
+
+
+def publish(model, registry, version, publisher=None):
+    publisher = publisher or Publisher(bucket_bytes=40_000)
+    reports = publisher.publish(
+        model.named_parameters(),
+        version=version,
+        registries={"generation": registry},
+        timeout_s=TIMEOUT_S,
+    )
+    return publisher, reports["generation"]
+
+
+def assert_served_by(model, worker, version):
+    for completion in get(worker.generate.remote(REQUEST)):
+        ids = torch.from_numpy(np.concatenate([PROMPT, completion.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
+        assert np.abs(expected - completion.logprobs).max() <= 5e-6
+        assert [span.version for span in completion.weights_versions] == [version]
+
+
+def engine_core_of(worker):
+    (core,) = [
+        process
+        for process in psutil.Process(get(worker.info.remote()).pid).children(recursive=True)
+        if "EngineCore" in process.name()
+    ]
+    return core
+
+
+def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(workers, model_folder):
+    info = get(workers[0].info.remote())
+    assert (info.worker_id, info.role, info.capacity, info.overhead) == (
+        "early",
+        "generation",
+        16,
+        2,
+    )
+    assert (info.model_path, info.vocab_size, info.max_model_len) == (model_folder, 128, 512)
+    assert get(workers[0].ping.remote()) == "none"
+    with pytest.raises(WorkerError, match="worker early must not generate before"):
+        get(workers[0].generate.remote(REQUEST))
+
+
+def test_published_weights_reach_members_and_whoever_joins_later(workers, registry, model_folder):
+    early, late = workers
+    model = load_model(model_folder, noise_seed=1)
+    get(registry.register.remote(get(early.info.remote()), early))
+    publisher, report = publish(model, registry, FIRST)
+    assert [ack.worker_id for ack in report.acks] == ["early"] and not report.failures
+    assert 0 < report.acks[0].pause_seconds <= report.acks[0].seconds
+    get(registry.register.remote(get(late.info.remote()), late))
+    for worker in workers:
+        assert get(worker.ping.remote()) == str(FIRST)
+        assert_served_by(model, worker, FIRST)
+
+    other = load_model(model_folder, noise_seed=2)
+    _, report = publish(other, registry, SECOND, publisher)
+    assert sorted(ack.worker_id for ack in report.acks) == ["early", "late"]
+    for worker in workers:
+        assert_served_by(other, worker, SECOND)
+
+
+def test_a_snapshot_that_is_not_newer_changes_nothing(workers, model_folder):
+    old = Publisher().collect(load_model(model_folder).named_parameters(), version=FIRST)
+    ack = get(workers[0].load_weights.remote(old))
+    assert (ack.version, ack.pause_seconds) == (SECOND, 0)
+
+
+def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(workers, model_folder):
+    newer = Publisher(bucket_bytes=40_000).collect(
+        load_model(model_folder).named_parameters(), version=WeightsVersion(0, 2)
+    )
+
+    @ray.remote(num_cpus=0)
+    class Sender:
+        def put(self):
+            return [ray.put(np.zeros(200_000, dtype=np.uint8))]
+
+    sender = Sender.remote()
+    (lost,) = get(sender.put.remote())
+    ray.kill(sender)
+    buckets = (newer.buckets[0], dataclasses.replace(newer.buckets[1], data=lost))
+    with pytest.raises(WeightSyncError, match="sender has probably died"):
+        get(workers[0].load_weights.remote(dataclasses.replace(newer, buckets=buckets)))
+    assert get(workers[0].ping.remote()) == str(SECOND)
+    assert_served_by(load_model(model_folder, noise_seed=2), workers[0], SECOND)
+
+
+def test_text_is_decoded_without_special_tokens(workers):
+    for completion in get(workers[0].generate.remote(REQUEST)):
+        shown = [chr(45 + i) for i in completion.token_ids.tolist() if 3 <= i < 78]
+        assert completion.text == "".join(shown)
+
+
+def test_a_dead_engine_ends_its_worker_within_seconds(workers):
+    pid = get(workers[0].info.remote()).pid
+    running = workers[0].generate.remote(
+        dataclasses.replace(REQUEST, sampling=SamplingContract(1.0, (), 500))
+    )
+    time.sleep(0.2)
+    engine_core_of(workers[0]).kill()
+    with pytest.raises((RayActorError, RayTaskError)) as caught:
+        ray.get(running, timeout=20)
+    assert isinstance(caught.value, RayActorError)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_killed_worker_takes_its_engine_along(workers):
+    core = engine_core_of(workers[1])
+    ray.kill(workers[1])
+    core.wait(timeout=20)
+    assert not os.path.exists(f"/proc/{core.pid}")

@@ -1,0 +1,117 @@
+import json
+import math
+from functools import reduce
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_grpo.telemetry.metrics import StepFacts, merge_sums, metrics_row
+from async_grpo.telemetry.schema import METRICS, SUM_KEYS
+
+PREDECESSORS_KEYS = (
+    "step", "iteration", "total_samples_accumulated", "avg_reward", "avg_max_reward_in_group",
+    "avg_output_tokens", "entropy", "perc_truncated_samples", "perc_with_0_advantage",
+)  # fmt: skip
+
+FACTS = StepFacts(
+    step=7,
+    iteration=6,
+    total_samples_accumulated=56,
+    total_tokens=900,
+    optimizer_steps=7,
+    loss_denominator=8.0,
+    grad_norm=0.5,
+    learning_rate=1e-6,
+    seconds=4.0,
+    seconds_waiting=1.0,
+    seconds_publishing=0.25,
+)
+
+
+def row(pipeline_sums=None, trainer_sums=None, fates=None, step=FACTS):
+    return metrics_row(
+        step=step,
+        pipeline_sums=pipeline_sums or {},
+        trainer_sums=trainer_sums or {},
+        fates=fates or {},
+    )
+
+
+# Sums of one sample: eighths, so that additions are exact in any order.
+values = st.integers(-800, 800).map(lambda eighths: eighths / 8)
+sample_sums = st.fixed_dictionaries(
+    {"num_samples": st.just(1.0), "trained_tokens": st.integers(1, 100).map(float)},
+    optional={key: values for key in sorted(SUM_KEYS - {"num_samples", "trained_tokens"})},
+)
+
+
+@given(st.lists(sample_sums, min_size=1, max_size=12), st.data())
+def test_metrics_do_not_depend_on_how_samples_were_partitioned(samples, data):
+    parts = [[] for _ in range(4)]
+    for sample in data.draw(st.permutations(samples)):
+        parts[data.draw(st.integers(0, 3))].append(sample)
+    per_rank = [reduce(merge_sums, part, {}) for part in parts]
+    assert row(reduce(merge_sums, per_rank, {})) == row(reduce(merge_sums, samples, {}))
+
+
+def test_quotients_are_of_whole_sums_not_means_of_means():
+    one_rank = {"reward_sum": 3.0, "num_samples": 3.0}
+    other_rank = {"reward_sum": 0.0, "num_samples": 1.0}
+    assert row(merge_sums(one_rank, other_rank))["avg_reward"] == 0.75
+
+
+def test_keys_that_end_in_max_are_merged_by_maximum_even_when_negative():
+    merged = merge_sums({"lag_max": -3.0}, {"lag_max": -1.0, "mismatch_max": 0.5})
+    assert merged == {"lag_max": -1.0, "mismatch_max": 0.5}
+
+
+def test_merging_leaves_its_arguments_alone():
+    a, b = {"loss_sum": 1.0}, {"loss_sum": 2.0}
+    merge_sums(a, b)
+    assert (a, b) == ({"loss_sum": 1.0}, {"loss_sum": 2.0})
+
+
+def test_numbers_of_a_known_step():
+    got = row(
+        {"num_samples": 8.0, "num_groups": 2.0, "reward_sum": 6.0, "max_reward_in_group_sum": 2.0,
+         "output_tokens": 160.0, "truncated_samples": 2.0, "zero_advantage_samples": 4.0,
+         "format_reward_sum": 1.0, "format_reward_samples": 4.0, "lag_sum": 4.0, "lag_max": 1.0},
+        {"loss_sum": 4.0, "entropy_sum": 50.0, "trained_tokens": 100.0, "clipped_tokens": 10.0,
+         "packed_tokens": 300.0, "budget_tokens": 400.0, "mismatch_max": 0.01},
+        {"trained": 4, "zero_contribution": 4, "failed(timeout)": 1},
+    )  # fmt: skip
+    expected = {
+        "step": 7, "iteration": 6, "total_samples_accumulated": 56, "num_samples": 8,
+        "avg_reward": 0.75, "avg_max_reward_in_group": 1.0, "avg_output_tokens": 20.0,
+        "perc_truncated_samples": 0.25, "perc_with_0_advantage": 0.5, "avg_format_reward": 0.25,
+        "avg_lag": 0.5, "max_lag": 1, "loss": 0.5, "entropy": 0.5, "clip_fraction": 0.1,
+        "packing_efficiency": 0.75, "mismatch_max": 0.01, "tokens_per_second": 40.0,
+        "trained_tokens_per_second": 25.0, "trainer_idle_fraction": 0.25, "kl": None,
+        "fate_trained": 4, "fate_zero_contribution": 4, "fate_failed_timeout": 1,
+    }  # fmt: skip
+    assert {key: got[key] for key in expected} == expected
+    assert isinstance(got["num_samples"], int)
+
+
+def test_the_predecessors_keys_are_all_there():
+    assert set(PREDECESSORS_KEYS) <= set(row())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null(bad):
+    got = row({"reward_sum": bad, "num_samples": 2.0}, {"mismatch_max": bad})
+    assert got["avg_reward"] is None
+    assert got["mismatch_max"] is None
+    assert "NaN" not in json.dumps(got)
+
+
+def test_a_step_without_samples_has_nulls_not_errors():
+    got = row({"reward_sum": 0.0, "num_samples": 0.0})
+    assert got["avg_reward"] is None
+    assert got["num_samples"] == 0
+
+
+def test_every_row_has_every_metric_once():
+    assert list(row()) == [metric.name for metric in METRICS]
+    assert len(row()) == len(METRICS)

@@ -1,0 +1,70 @@
+import dataclasses
+
+import pytest
+
+from async_grpo.telemetry.progress import Progress
+from async_grpo.types import PipelineStatus
+
+STATUS = PipelineStatus(
+    batch=0,
+    generating=5,
+    verifying=4,
+    in_reference=3,
+    ready=2,
+    training=1,
+    done=10,
+    output_tokens=0,
+    reward_sum=1.5,
+    reward_count=6,
+    workers={"generation": 2},
+)
+
+
+def status(**changes):
+    return dataclasses.replace(STATUS, **changes)
+
+
+def test_the_token_rate_is_of_the_last_seconds_only():
+    progress = Progress(num_batches=10, start_s=0.0)
+    for second in range(100):
+        slow = min(second, 50)
+        progress.see_status(status(output_tokens=slow), now_s=float(second))
+    assert progress.tokens_per_second == 0.0
+    progress.see_status(status(output_tokens=250), now_s=100.0)
+    assert progress.tokens_per_second == pytest.approx(10.0)
+
+
+def test_the_time_left_follows_the_pace_of_batches():
+    progress = Progress(num_batches=10, start_s=0.0)
+    progress.see_status(status(batch=0), now_s=0.0)
+    assert progress.remaining_s(0.0) is None
+    progress.see_status(status(batch=1), now_s=30.0)
+    progress.see_status(status(batch=2), now_s=40.0)
+    assert progress.remaining_s(40.0) == pytest.approx(8 * 20.0)
+    assert progress.remaining_s(45.0) == pytest.approx(8 * 20.0 - 5.0)
+    assert progress.remaining_s(1e6) == 0.0
+
+
+def test_a_batcher_that_starts_again_gives_no_negative_rate():
+    progress = Progress(num_batches=10, start_s=0.0)
+    progress.see_status(status(batch=3, output_tokens=500), now_s=0.0)
+    progress.see_status(status(batch=2, output_tokens=0), now_s=1.0)
+    assert progress.tokens_per_second == 0.0
+    assert progress.remaining_s(1.0) is None
+
+
+def test_the_status_line_shows_every_stage_and_what_is_waited_for():
+    progress = Progress(num_batches=10, start_s=0.0)
+    progress.see_status(status(batch=1, problem="no generation worker"), now_s=1.0)
+    assert progress.status_line(2.0) == (
+        "batch 2/10 · generating 5 · verifying 4 · in reference 3 · ready 2 · training 1 · "
+        "reward 0.25 · – tok/s · 2 generation workers · left – · no generation worker"
+    )
+
+
+def test_without_a_pipeline_the_rows_tell_the_batch():
+    progress = Progress(num_batches=10, start_s=0.0)
+    progress.see_row({"iteration": 0}, now_s=0.0)
+    progress.see_row({"iteration": 4}, now_s=8.0)
+    assert progress.batch_text == "5/10"
+    assert progress.remaining_s(8.0) == pytest.approx(12.0)

@@ -1,0 +1,99 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from async_grpo.errors import ConfigError
+from async_grpo.telemetry.files import JsonlWriter, to_json, write_json_atomic
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_lines_are_appended_to_what_is_there(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    for step in (1, 2):
+        with JsonlWriter(path) as writer:
+            writer.write({"step": step})
+    assert rows(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_every_line_is_one_write_and_visible_at_once(tmp_path, monkeypatch):
+    writer = JsonlWriter(tmp_path / "metrics.jsonl")
+    written = []
+    file = writer._file
+    monkeypatch.setattr(writer, "_file", type("Spy", (), {"write": written.append})())
+    writer.write({"text": "x" * 100_000})
+    assert [data.count(b"\n") for data in written] == [1]
+    monkeypatch.setattr(writer, "_file", file)
+    writer.write({"step": 1})
+    assert rows(writer.path) == [{"step": 1}]
+    writer.close()
+
+
+@pytest.mark.parametrize("half", ['{"step": 2, "avg', "{" + "x" * 200_000])
+def test_a_half_line_of_a_killed_process_is_cut_off(tmp_path, half):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + half)
+    with JsonlWriter(path) as writer:
+        writer.write({"step": 2})
+    assert rows(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_file_of_one_half_line_becomes_empty(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"st')
+    JsonlWriter(path).close()
+    assert path.read_text() == ""
+
+
+def test_numbers_that_are_not_finite_become_null_at_any_depth():
+    value = {"a": float("nan"), "b": [1.5, float("inf")], "c": {"d": np.float32("nan")}}
+    assert json.loads(to_json(value)) == {"a": None, "b": [1.5, None], "c": {"d": None}}
+
+
+def test_numpy_numbers_and_paths_are_written_as_what_they_are(tmp_path):
+    value = {"i": np.int64(3), "f": np.float32(0.5), "p": tmp_path, "t": (True, None)}
+    assert json.loads(to_json(value)) == {"i": 3, "f": 0.5, "p": str(tmp_path), "t": [True, None]}
+
+
+def test_broken_text_of_a_model_survives_the_round_trip():
+    text = 'a\udc80b \u2028 "né\n'
+    encoded = to_json({"text": text})
+    assert b"\n" not in encoded
+    assert json.loads(encoded.decode("utf-8"))["text"] == text
+
+
+def test_what_json_cannot_hold_is_refused_by_type():
+    with pytest.raises(TypeError, match="cannot write a set as JSON"):
+        to_json({"a": {1, 2}})
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "params.json"
+    write_json_atomic(path, {"a": 1})
+    write_json_atomic(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert os.listdir(tmp_path) == ["params.json"]
+
+
+def test_a_failed_atomic_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "params.json"
+    write_json_atomic(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json_atomic(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert os.listdir(tmp_path) == ["params.json"]
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    for attempt in (
+        lambda: JsonlWriter(blocker / "metrics.jsonl"),
+        lambda: write_json_atomic(blocker / "params.json", {}),
+    ):
+        with pytest.raises(ConfigError, match=r"cannot write .*: choose another --output-dir"):
+            attempt()

@@ -1,0 +1,125 @@
+"""The loss terms against numbers and against what they estimate."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import make_sample
+
+from async_grpo.batching.collate import collate
+from async_grpo.config.train import TrainConfig
+from async_grpo.training.loss import Objective, grpo_loss, kl_penalty, loss_denominator, sft_loss
+from async_grpo.types import EndOfStep
+
+PLAIN = Objective("behaviour", clip_low=0.2, clip_high=0.3, kl_coefficient=0.0, kl_estimator="k3")
+
+
+def scored(logprobs):
+    values = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    return values, torch.full_like(values, 0.5).detach()
+
+
+def test_on_policy_gradient_is_minus_weight_times_advantage_and_nothing_is_clipped():
+    samples = [
+        make_sample([1], [2, 3], behaviour=[-9, -9], advantage=2.0),
+        make_sample([1], [2], behaviour=[-9], advantage=-1.0),
+    ]
+    packed = collate(samples, aggregation="sample-mean", dtype=torch.float64)
+    objective = Objective("on_policy", 0.2, 0.2, 0.0, "k3")
+    logprobs, entropy = scored([-1.0, -2.0, -3.0])
+    result = grpo_loss(logprobs, entropy, packed, objective=objective)
+    result.loss.backward()
+    assert logprobs.grad.tolist() == [-1.0, -1.0, 1.0]
+    assert result.sums["clipped_tokens"] == 0
+
+
+def test_behaviour_ratio_is_clipped_on_the_side_that_gains():
+    ratios = [1.5, 0.5, 1.5, 0.5]
+    sample = make_sample([1], [2, 3, 4, 5], behaviour=[0, 0, 0, 0], advantage=1.0)
+    packed = collate([sample], aggregation="token-mean", dtype=torch.float64)
+    packed.advantages.copy_(torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    logprobs, entropy = scored(np.log(ratios))
+    result = grpo_loss(logprobs, entropy, packed, objective=PLAIN)
+    result.loss.backward()
+    assert result.loss.item() == pytest.approx(-1.3 - 0.5 + 1.5 + 0.8)
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -0.5, 1.5, 0.0])
+    assert result.sums["clipped_tokens"] == 2
+
+
+@given(st.lists(st.floats(0.05, 1.0), min_size=2, max_size=5), st.integers(0, 2**16))
+def test_k3_is_never_negative_and_averages_to_the_divergence(weights, seed):
+    policy = torch.tensor(weights, dtype=torch.float64)
+    policy /= policy.sum()
+    reference = torch.rand(
+        len(weights), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    reference = (reference + 0.01) / (reference + 0.01).sum()
+    k3 = kl_penalty(policy.log(), reference.log(), estimator="k3")
+    divergence = (policy * (policy / reference).log()).sum()
+    assert (k3 >= 0).all()
+    torch.testing.assert_close((policy * k3).sum(), divergence, rtol=1e-12, atol=1e-12)
+
+
+def test_gradient_of_k2_averages_to_the_divergence_s():
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logprobs = logits.log_softmax(0)
+    divergence = (logprobs.exp() * (logprobs - reference)).sum()
+    expected = torch.autograd.grad(divergence, logits, retain_graph=True)[0]
+    k2 = (logprobs.exp().detach() * kl_penalty(logprobs, reference, estimator="k2")).sum()
+    torch.testing.assert_close(torch.autograd.grad(k2, logits)[0], expected)
+
+
+def test_kl_enters_with_its_coefficient_and_the_sample_s_weight():
+    sample = make_sample([1], [2, 3], reference=[-1.0, -3.0], advantage=0.0)
+    packed = collate([sample], aggregation="sample-mean", dtype=torch.float64)
+    objective = Objective("on_policy", 0.2, 0.2, kl_coefficient=0.1, kl_estimator="k2")
+    result = grpo_loss(*scored([-2.0, -2.0]), packed, objective=objective)
+    assert result.sums["kl_sum"].item() == pytest.approx(0.5)
+    assert result.loss.item() == pytest.approx(0.05)
+
+
+def test_a_penalty_without_references_is_refused():
+    packed = collate([make_sample([1], [2])], aggregation="sample-mean")
+    objective = Objective("on_policy", 0.2, 0.2, kl_coefficient=0.1, kl_estimator="k3")
+    with pytest.raises(ValueError, match="start a logprob worker"):
+        grpo_loss(*scored([-1.0]), packed, objective=objective)
+
+
+def test_metric_sums_by_hand():
+    sample = make_sample([1], [2, 3], behaviour=[-1.0, -2.0])
+    packed = collate([sample], aggregation="token-mean", dtype=torch.float64)
+    result = grpo_loss(*scored([-1.5, -2.0]), packed, objective=PLAIN)
+    sums = {name: value.item() for name, value in result.sums.items()}
+    assert sums["entropy_sum"] == 1.0
+    assert sums["trained_tokens"] == 2
+    assert sums["trained_samples"] == 1
+    assert sums["mismatch_kl_sum"] == pytest.approx(np.exp(-0.5) - 1 + 0.5)
+    assert result.maxima["mismatch_max"].item() == 0.5
+    assert not any(value.requires_grad for value in result.sums.values())
+
+
+def test_a_filler_adds_nothing_to_any_sum():
+    packed = collate([], aggregation="sample-mean")
+    objective = Objective("behaviour", 0.2, 0.2, kl_coefficient=0.1, kl_estimator="k3")
+    result = grpo_loss(*scored([]), packed, objective=objective)
+    assert all(value.item() == 0 for value in (*result.sums.values(), *result.maxima.values()))
+
+
+def test_supervised_loss_is_the_weighted_negative_log_likelihood():
+    packed = collate([make_sample([1], [2, 3])], aggregation="token-mean", dtype=torch.float64)
+    result = sft_loss(*scored([-1.5, -2.0]), packed)
+    assert result.loss.item() == result.sums["loss_sum"].item() == 3.5
+    assert result.maxima == {}
+
+
+def test_denominator_follows_the_aggregation():
+    end = EndOfStep(0, 0, True, num_samples=8, num_tokens=100)
+    names = ("sample-mean", "token-mean", "constant")
+    assert [loss_denominator(end, aggregation=name) for name in names] == [8, 100, 8]
+
+
+def test_objective_comes_from_the_options():
+    config = TrainConfig(model_name_or_path="m", data_path="d", max_staleness=1, clip_high=0.28)
+    assert Objective.from_config(config) == Objective("behaviour", 0.2, 0.28, 0.0, "k3")

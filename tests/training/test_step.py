@@ -1,0 +1,185 @@
+"""A gradient step: one division, one clip, one update, or none at all."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from oracle import oracle_gradient, random_samples, tiny_model
+
+import async_grpo.model.attention  # noqa: F401  (registers the packed attention)
+from async_grpo.batching.collate import collate
+from async_grpo.config.train import TrainConfig
+from async_grpo.model.policy import PolicyModel
+from async_grpo.training.step import (
+    NO_SAMPLES,
+    NON_FINITE,
+    GradientStep,
+    make_loss,
+    make_optimizer,
+    make_scheduler,
+)
+
+FORMULA = {
+    "denominator": "on_policy",
+    "clip": (0.2, 0.2),
+    "kl_coefficient": 0.0,
+    "kl_estimator": "k3",
+    "aggregation": "sample-mean",
+    "constant_length": 0,
+    "temperature": 1.0,
+}
+
+
+def make_config(**changes):
+    options = {"learning_rate": 1e-2, "num_warmup_steps": 4, "max_grad_norm": 0.05}
+    return TrainConfig(model_name_or_path="m", data_path="d", **(options | changes))
+
+
+def make_step(policy, config):
+    optimizer = make_optimizer(policy, config)
+    step = GradientStep(
+        policy,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, config),
+        loss=make_loss(config),
+        temperature=config.temperature,
+        chunk_size=config.loss_chunksize,
+        max_grad_norm=config.max_grad_norm,
+    )
+    return step, optimizer
+
+
+def batch(model, count=4, seed=0):
+    rng = np.random.default_rng(seed)
+    return random_samples(rng, count, model=model)
+
+
+def parameters_of(policy):
+    return {name: value.detach().clone() for name, value in policy.named_parameters()}
+
+
+def pack(samples):
+    return collate(samples, aggregation="sample-mean", dtype=torch.float64)
+
+
+def test_update_equals_clipped_adamw_on_the_oracle_gradient():
+    config = make_config(weight_decay=0.1)
+    model = tiny_model(tied=True, dtype=torch.float64)
+    policy = PolicyModel(model)
+    step, _ = make_step(policy, config)
+    samples = batch(model)
+    expected = tiny_model(tied=True, dtype=torch.float64)
+    gradient = oracle_gradient(model, samples, **FORMULA)
+    for name, parameter in expected.named_parameters():
+        parameter.grad = gradient[name]
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), config.max_grad_norm)
+    decayed = [p for p in expected.parameters() if p.ndim == 2]
+    spared = [p for p in expected.parameters() if p.ndim == 1]
+    torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}],
+        lr=1e-2 / 4,
+        betas=(0.9, 0.95),
+    ).step()
+
+    for part in (samples[:1], [], samples[1:]):
+        step.accumulate(pack(part))
+    result = step.finish(4)
+
+    assert result.skipped == ""
+    assert result.num_minibatches == 3
+    assert result.learning_rate == 1e-2 / 4
+    assert result.grad_norm == pytest.approx(norm.item(), rel=1e-10)
+    assert result.grad_norm > config.max_grad_norm
+    assert result.metrics["trained_samples"] == 4
+    assert result.metrics["trained_tokens"] == sum(s.num_trained_tokens for s in samples)
+    for (name, got), want in zip(
+        policy.model.named_parameters(), expected.parameters(), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_metrics_do_not_depend_on_the_partition():
+    model = tiny_model(tied=True, dtype=torch.float64)
+    samples = batch(model, count=5)
+    results = []
+    for parts in ([samples], [samples[3:], [], samples[:1], samples[1:3]]):
+        step, _ = make_step(PolicyModel(model), make_config(max_staleness=1, learning_rate=1e-30))
+        for part in parts:
+            step.accumulate(pack(part))
+        results.append(step.finish(5).metrics)
+    assert results[0] == pytest.approx(results[1], rel=1e-10)
+    assert results[0]["mismatch_max"] > 0.1
+
+
+def test_without_samples_nothing_moves():
+    policy = PolicyModel(tiny_model(tied=True))
+    step, optimizer = make_step(policy, make_config())
+    before = parameters_of(policy)
+    step.accumulate(collate([], aggregation="sample-mean"))
+    result = step.finish(0)
+    assert result.skipped == NO_SAMPLES
+    assert not optimizer.state
+    assert all(torch.equal(before[name], now) for name, now in policy.named_parameters())
+    assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_a_non_finite_gradient_is_skipped_and_leaves_no_trace():
+    model = tiny_model(tied=True, dtype=torch.float64)
+    policy = PolicyModel(model)
+    step, optimizer = make_step(policy, make_config())
+    before = parameters_of(policy)
+    packed = pack(batch(model))
+    packed.advantages[0] = math.inf
+    step.accumulate(packed)
+    result = step.finish(4)
+    assert result.skipped == NON_FINITE
+    assert not math.isfinite(result.grad_norm)
+    assert not optimizer.state
+    assert all(torch.equal(before[name], now) for name, now in policy.named_parameters())
+    step.accumulate(pack(batch(model)))
+    after = step.finish(4)
+    assert after.skipped == ""
+    assert after.learning_rate == result.learning_rate  # the schedule had not moved
+
+
+@pytest.mark.parametrize("with_filler", [True, False])
+def test_a_zero_gradient_with_samples_is_a_step(with_filler):
+    model = tiny_model(tied=True, dtype=torch.float64)
+    policy = PolicyModel(model)
+    step, optimizer = make_step(policy, make_config())
+    step.accumulate(pack(batch(model)))
+    step.finish(4)
+    moments = {p: state["exp_avg"].clone() for p, state in optimizer.state.items()}
+    before = parameters_of(policy)
+    if with_filler:
+        step.accumulate(pack([]))
+    result = step.finish(4)
+    assert (result.skipped, result.grad_norm) == ("", 0.0)
+    assert any(not torch.equal(before[name], now) for name, now in policy.named_parameters())
+    for parameter, state in optimizer.state.items():
+        torch.testing.assert_close(state["exp_avg"], 0.9 * moments[parameter])
+
+
+def test_discarding_forgets_gradients_and_metrics():
+    model = tiny_model(tied=True, dtype=torch.float64)
+    step, _ = make_step(PolicyModel(model), make_config())
+    step.accumulate(pack(batch(model, seed=1)))
+    step.discard()
+    step.accumulate(pack(batch(model, seed=2)))
+    fresh, _ = make_step(PolicyModel(tiny_model(tied=True, dtype=torch.float64)), make_config())
+    fresh.accumulate(pack(batch(model, seed=2)))
+    assert step.finish(4) == fresh.finish(4)
+
+
+def test_a_supervised_run_learns_its_pairs():
+    model = tiny_model(tied=True)
+    config = make_config(objective="sft", aggregation="token-mean", max_grad_norm=0.0)
+    step, _ = make_step(PolicyModel(model), config)
+    samples = batch(tiny_model(tied=True, dtype=torch.float64))
+    num_tokens = sum(sample.num_trained_tokens for sample in samples)
+    losses = []
+    for _ in range(30):
+        step.accumulate(collate(samples, aggregation="token-mean"))
+        losses.append(step.finish(num_tokens).metrics["loss_sum"] / num_tokens)
+    assert losses[-1] < 0.3 * losses[0]

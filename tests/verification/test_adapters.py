@@ -1,0 +1,77 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_grpo.errors import ConfigError
+from async_grpo.verification.adapters import load_adapters
+from async_grpo.verification.config import VerifierConfig
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _restore_imports(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def load(*names, registry="reward_registry", folder=REPOSITORY):
+    config = VerifierConfig(reward_names=names, registry=registry, search_paths=(str(folder),))
+    return load_adapters(config)
+
+
+def test_the_shipped_registry_has_the_four_rewards_and_they_grade():
+    adapters = load("mathd", "sympy", "countdown", "math_verify")
+    sample = {"output": r"\boxed{8-2+9}", "answer": "15", "numbers": [2, 8, 9], "target": 15}
+    assert adapters["countdown"](sample) == {"reward": 1.0, "format_reward": 1.0}
+    assert adapters["mathd"](sample) == {"reward": 0.0}
+    assert adapters["sympy"](sample) == {"reward": 1.0}
+    assert adapters["math_verify"](sample) == {"reward": 1.0}
+
+
+def test_a_function_of_a_file_is_found_and_its_neighbours_are_importable(tmp_path):
+    folder = tmp_path / "rewards"
+    folder.mkdir()
+    (folder / "neighbour_of_mine.py").write_text("VALUE = 0.25\n")
+    (folder / "mine.py").write_text(
+        "from neighbour_of_mine import VALUE\ndef grade(sample, **kwargs):\n"
+        "    return {'reward': VALUE}\n"
+    )
+    name = "rewards/mine.py:grade"
+    assert load(name, folder=tmp_path)[name]({}) == {"reward": 0.25}
+    absolute = f"{folder / 'mine.py'}:grade"
+    assert load(absolute)[absolute]({}) == {"reward": 0.25}
+
+
+def test_a_function_of_a_module_is_found(tmp_path):
+    (tmp_path / "my_module_of_rewards.py").write_text("def grade(sample): return {'reward': 1}\n")
+    name = "my_module_of_rewards:grade"
+    assert load(name, folder=tmp_path)[name]({}) == {"reward": 1}
+
+
+def test_a_registry_may_be_a_file_with_plain_string_keys(tmp_path):
+    (tmp_path / "rewards.py").write_text("REWARD_ADAPTERS = {'mine': lambda sample: None}\n")
+    assert list(load("mine", registry="rewards.py", folder=tmp_path)) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "registry", "told"),
+    [
+        ("nope", "reward_registry", "choose from countdown, math_verify, mathd, sympy, or give"),
+        ("nope.py:grade", "reward_registry", "must name a file that exists, got 'nope.py'"),
+        ("no_such_module:grade", "reward_registry", "ModuleNotFoundError"),
+        ("math:nope", "reward_registry", "math has no 'nope'"),
+        ("mathd", "no_such_registry", "--reward-registry names 'no_such_registry'"),
+        ("mathd", "math", "must hold a dict REWARD_ADAPTERS"),
+        ("broken.py:grade", "reward_registry", "SyntaxError"),
+        ("leaving.py:grade", "reward_registry", "SystemExit"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_in_one_sentence(tmp_path, name, registry, told):
+    (tmp_path / "broken.py").write_text("def grade(:\n")
+    (tmp_path / "leaving.py").write_text("raise SystemExit(3)\n")
+    sys.path.insert(0, str(REPOSITORY))
+    with pytest.raises(ConfigError) as caught:
+        load(name, registry=registry, folder=tmp_path)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,259 @@
+import asyncio
+import os
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from async_grpo.errors import ConfigError
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.sandbox import Sandbox
+
+pytestmark = pytest.mark.integration
+
+REPOSITORY = str(Path(__file__).parents[2])
+SAMPLE = {"output": "8-2+9=15", "answer": "15", "nums": [2, 9, 8], "target": 15}
+TRAPS = """
+import os, subprocess, sys, time
+
+def fair(sample, **kwargs):
+    return {"reward": sample["points"]}
+
+def trap(sample, **kwargs):
+    kind = sample["kind"]
+    if kind == "hang":
+        while True: pass
+    if kind == "hang in C":
+        return {"reward": float(len(str(9 ** 10_000_000)))}
+    if kind == "child":
+        subprocess.Popen(["sleep", "4321"])
+        time.sleep(60)
+    if kind == "memory":
+        return {"reward": len(bytearray(3 << 30))}
+    if kind == "recursion":
+        return trap(sample) | {}
+    if kind == "crash":
+        os._exit(3)
+    if kind == "signal":
+        os.kill(os.getpid(), 11)
+    if kind == "exit":
+        sys.exit(4)
+    if kind == "raise":
+        raise LookupError("no such luck")
+    if kind == "once":
+        if not os.path.exists(sample["flag"]):
+            open(sample["flag"], "w").close()
+            os._exit(3)
+    if kind == "column":
+        return {"reward": sample["missing"]}
+    if kind == "stdin":
+        return {"reward": float(sys.stdin.read() == "" and os.read(0, 1) == b"")}
+    if kind == "environment":
+        return {"reward": float("MY_API_KEY" not in os.environ and "HOME" in os.environ)}
+    if kind == "bad reward":
+        return sample["result"]
+    return {"reward": 1.0}
+
+class Unloadable(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+def strange(sample, **kwargs):
+    raise Unloadable(1, 2)
+"""
+
+
+@asynccontextmanager
+async def sandbox(*names, num_processes=2, **options):
+    options = {"timeout_s": 1.0, "memory_mib": 2048, "search_paths": (REPOSITORY,)} | options
+    config = VerifierConfig(reward_names=names, **options)
+    box = Sandbox(config, num_processes=num_processes)
+    try:
+        await box.start()
+        yield box
+    finally:
+        await box.close()
+
+
+@pytest.fixture
+def traps(tmp_path):
+    (tmp_path / "traps.py").write_text(TRAPS)
+    return str(tmp_path / "traps.py")
+
+
+def grade_trap(traps, kind, **columns):
+    async def grade():
+        async with sandbox(f"{traps}:trap") as box:
+            return await box.grade({"kind": kind} | columns)
+
+    return asyncio.run(grade())
+
+
+@pytest.mark.parametrize("kind", ["hang", "hang in C", "memory", "recursion"])
+def test_an_overrun_that_repeats_is_unscorable(traps, kind):
+    verdict = grade_trap(traps, kind)
+    assert (verdict.status, verdict.reward) == ("unscorable", 0.0)
+    assert verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("crash", "code 3"),
+        ("signal", "code -11"),
+        ("exit", "SystemExit: 4"),
+        ("raise", "LookupError: no such luck"),
+        ("column", "KeyError: 'missing' (the sample has kind)"),
+    ],
+)
+def test_any_other_failure_is_an_error_with_its_reason(traps, kind, reason):
+    verdict = grade_trap(traps, kind)
+    assert verdict.status == "error"
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"reward": float("nan")},
+        {"reward": float("inf")},
+        {"reward": "1"},
+        {"reward": 1.0, "format_reward": float("nan")},
+        {},
+        None,
+        1.0,
+    ],
+)
+def test_a_reward_that_is_no_finite_number_is_an_error_naming_the_adapter(traps, result):
+    verdict = grade_trap(traps, "bad reward", result=result)
+    assert verdict.status == "error"
+    assert verdict.reason.startswith(f"{traps}:trap: TypeError: an adapter")
+
+
+def test_an_exception_that_cannot_be_unpickled_is_only_an_error(traps):
+    async def grade():
+        async with sandbox(f"{traps}:strange") as box:
+            return await box.grade({})
+
+    assert "Unloadable" in asyncio.run(grade()).reason
+
+
+def test_a_crash_that_does_not_repeat_costs_nothing(traps, tmp_path):
+    verdict = grade_trap(traps, "once", flag=str(tmp_path / "flag"))
+    assert (verdict.status, verdict.reward) == ("scored", 1.0)
+
+
+def test_an_adapter_reads_no_input_and_sees_no_secrets(traps, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "hush")
+    assert grade_trap(traps, "stdin").reward == 1.0
+    assert grade_trap(traps, "environment").reward == 1.0
+
+
+def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_returns(traps):
+    async def grade():
+        async with sandbox(f"{traps}:trap") as box:
+            kinds = ["hang", "fine", "crash", *["fine"] * 20, "hang", "child"]
+            verdicts = await asyncio.gather(*(box.grade({"kind": kind}) for kind in kinds))
+            started = time.perf_counter()
+            again = await asyncio.gather(*(box.grade({"kind": "fine"}) for _ in range(20)))
+            return kinds, verdicts, again, time.perf_counter() - started
+
+    kinds, verdicts, again, seconds = asyncio.run(grade())
+    statuses = {"fine": "scored", "crash": "error"}
+    assert [v.status for v in verdicts] == [statuses.get(kind, "unscorable") for kind in kinds]
+    assert [verdict.reward for verdict in again] == [1.0] * 20
+    assert seconds < 5.0
+    assert "sleep\x004321" not in _command_lines()  # what an adapter started died with it
+
+
+def test_processes_killed_while_idle_are_replaced_unnoticed(traps):
+    async def grade():
+        async with sandbox(f"{traps}:trap") as box:
+            pids = {slot._process.pid for slot in box._slots}
+            for pid in pids:
+                os.kill(pid, 9)
+            return await asyncio.gather(*(box.grade({"kind": "fine"}) for _ in range(4)))
+
+    assert [verdict.reward for verdict in asyncio.run(grade())] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "points", "status", "reward"),
+    [
+        ("hang", 0.4, "scored", 0.4),
+        ("crash", 0.4, "error", 0.0),
+        ("crash", 1.0, "scored", 1.0),
+    ],
+)
+def test_one_adapter_that_fails_does_not_spoil_the_other(traps, kind, points, status, reward):
+    async def grade():
+        async with sandbox(f"{traps}:trap", f"{traps}:fair") as box:
+            return await box.grade({"kind": kind, "points": points})
+
+    verdict = asyncio.run(grade())
+    assert (verdict.status, verdict.reward) == (status, reward)
+
+
+HOSTILE = [
+    "9**9**9**9",
+    r"\boxed{9^{9^{9^{9}}}}",
+    r"\boxed{100000!!}",
+    "(" * 10_000 + ")" * 10_000,
+    "9" * 1_000_000,
+    r"\boxed{" + "9" * 1_000_000 + "}",
+    r"\boxed{" * 100_000,
+    "__import__('os').system('touch {flag}')",
+    r"\boxed{{__import__('os').system('touch {flag}')}}",
+]
+
+
+@pytest.mark.parametrize("name", ["countdown", "mathd", "sympy", "math_verify"])
+def test_hostile_texts_end_in_a_verdict_without_reward(name, tmp_path):
+    flag = tmp_path / "flag"
+    texts = [text.replace("{flag}", str(flag)) for text in HOSTILE]
+
+    async def grade():
+        async with sandbox(name) as box:
+            samples = [SAMPLE | {"output": text} for text in texts]
+            verdicts = await asyncio.gather(*(box.grade(sample) for sample in samples))
+            honest = await box.grade(SAMPLE | {"output": r"\boxed{8-2+9}"})
+            return verdicts, honest
+
+    verdicts, honest = asyncio.run(grade())
+    assert {verdict.status for verdict in verdicts} <= {"scored", "unscorable"}
+    assert [verdict.reward for verdict in verdicts] == [0.0] * len(texts)
+    assert honest.reward == (0.0 if name == "mathd" else 1.0)
+    assert not flag.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("import time; time.sleep(60)", "whose import did not end"),
+        ("import os; os._exit(9)", "whose import ended the process"),
+        ("bytearray(4 << 30)", "MemoryError"),
+        ("raise ValueError('bad file')", "ValueError: bad file"),
+    ],
+)
+def test_a_registry_that_cannot_be_imported_is_told_within_seconds(tmp_path, body, told):
+    (tmp_path / "mine.py").write_text(body)
+
+    async def start():
+        async with sandbox(f"{tmp_path}/mine.py:grade", start_timeout_s=2.0):
+            pass
+
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match=told):
+        asyncio.run(start())
+    assert time.perf_counter() - started < 10.0
+
+
+def _command_lines():
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(entry.read_text())
+        except OSError:
+            continue
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+import pytest
+
+from async_grpo.verification.verdict import Outcome, best_verdict, settle
+
+
+def scored(name, reward, **more):
+    return Outcome(name, "scored", reward=reward, **more)
+
+
+def unscorable(name):
+    return Outcome(name, "unscorable", reason="no answer")
+
+
+def failed(name):
+    return Outcome(name, "error", reason="it broke")
+
+
+def overrun(name):
+    return Outcome(name, "overrun", reason="takes too long")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status", "reward", "adapter"),
+    [
+        ([scored("a", 0.3)], "scored", 0.3, "a"),
+        ([scored("a", 0.3), scored("b", 0.7)], "scored", 0.7, "b"),
+        ([scored("a", 0.0), unscorable("b")], "scored", 0.0, "a"),
+        ([unscorable("a"), scored("b", 0.0)], "scored", 0.0, "b"),
+        ([unscorable("a"), unscorable("b")], "unscorable", 0.0, "a"),
+        ([failed("a")], "error", 0.0, "a"),
+        ([failed("a"), scored("b", 0.9)], "error", 0.0, "a"),
+        ([failed("a"), unscorable("b")], "error", 0.0, "a"),
+        ([failed("a"), scored("b", 1.0)], "scored", 1.0, "b"),
+        ([failed("a"), scored("b", 1.0, max_reward=2.0)], "error", 0.0, "a"),
+        ([failed("a"), scored("b", 2.0, max_reward=2.0)], "scored", 2.0, "b"),
+        ([failed("a"), failed("b")], "error", 0.0, "a,b"),
+        ([scored("a", -1.0), scored("b", -0.5)], "scored", -0.5, "b"),
+    ],
+)
+def test_the_best_verdict_counts_unless_an_error_hides_a_better_one(
+    outcomes, status, reward, adapter
+):
+    verdict = best_verdict(outcomes, seconds=0.5)
+    assert (verdict.status, verdict.reward, verdict.adapter) == (status, reward, adapter)
+    assert (verdict.reason == "") == (status == "scored")
+
+
+def test_the_format_reward_belongs_to_the_adapter_that_counts():
+    outcomes = [scored("a", 0.1, format_reward=1.0), scored("b", 0.2)]
+    assert best_verdict(outcomes, seconds=0.0).format_reward is None
+    assert best_verdict(outcomes[:1], seconds=0.0).format_reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("attempts", "status"),
+    [
+        ([scored("a", 1.0)], "scored"),
+        ([overrun("a"), scored("a", 1.0)], "scored"),
+        ([failed("a"), scored("a", 1.0)], "scored"),
+        ([overrun("a"), overrun("a")], "unscorable"),
+        ([failed("a"), overrun("a")], "error"),
+        ([overrun("a"), failed("a")], "error"),
+        ([failed("a"), failed("a")], "error"),
+    ],
+)
+def test_only_an_overrun_that_repeats_is_the_texts_own_doing(attempts, status):
+    settled = settle(attempts)
+    assert settled.status == status
+    assert settled.reward == (1.0 if status == "scored" else 0.0)

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Makes or updates .venv: tools/setup_env.sh [dev]. A no-op when it is current.
+#
+# A stamp in .venv holds the hash of what was installed. It is removed before anything changes and
+# written last, so an interrupted installation is repeated, not trusted.
+# PYTHON names the interpreter (default: the first of python3, python3.11 ... that is new enough),
+# DEVICE=cpu or DEVICE=gpu overrides the choice of the set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv="$PWD/.venv"
+log="$venv/setup.log"
+export PIP_NO_INPUT=1 PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() { # what happened, and the remedy
+    echo "set-up failed: $1: $2" >&2
+    exit 1
+}
+
+is_new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.14}; do
+        if is_new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python 3.11 or newer is needed, ${PYTHON:-python3} is $(${PYTHON:-python3} --version 2>&1 || true)" \
+        "install it, or name one: make setup PYTHON=/path/to/python3.11"
+}
+
+find_device() {
+    if [ -n "${DEVICE:-}" ]; then
+        case "$DEVICE" in
+            cpu | gpu) echo "$DEVICE" ;;
+            *) fail "DEVICE is cpu or gpu, got $DEVICE" "drop it, and the machine decides" ;;
+        esac
+    elif [ -e /dev/nvidia0 ] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+        echo gpu
+    else
+        echo cpu
+    fi
+}
+
+create_venv() {
+    # A copied or moved folder would still run the scripts of the old place.
+    if [ -e "$venv" ] && ! { [ -x "$venv/bin/python" ] && is_new_enough "$venv/bin/python" \
+        && grep -qsF -- "$venv" "$venv/pyvenv.cfg"; }; then
+        rm -rf "$venv"
+    fi
+    [ -x "$venv/bin/pip" ] || "$python" -m venv "$venv" ||
+        fail "$python -m venv does not work" "install its venv module (Debian and Ubuntu: python3-venv) and repeat"
+}
+
+reason() { # pip's last error, or its last words
+    (grep '^ERROR' "$log" || cat "$log") | tail -n 1 | sed 's/^ERROR: //'
+}
+
+remedy() {
+    if grep -q 'No space left' "$log"; then
+        echo "free about 10 GB of disk and repeat"
+    elif grep -qE 'for torch==[0-9.]+\+cpu' "$log"; then
+        echo "set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index and repeat"
+    elif grep -qE 'NewConnectionError|NameResolutionError|timed out|ProxyError|SSLError' "$log"; then
+        echo "the package index cannot be reached; check the network or pip's proxy settings and repeat"
+    else
+        echo "see .venv/setup.log, then repeat"
+    fi
+}
+
+install() { # what, then pip's arguments
+    local what=$1
+    shift
+    echo "installing $what"
+    if ! "$venv/bin/python" -m pip install --progress-bar off "$@" >"$log" 2>&1 </dev/null; then
+        fail "$(reason)" "$(remedy)"
+    fi
+}
+
+install_run() {
+    if [ "$device" = gpu ]; then
+        install "vLLM, torch and Ray for NVIDIA devices (about 15 GB, takes minutes)" -r requirements/gpu.txt
+    else
+        install "vLLM, torch and Ray for CPU (4 GB, takes minutes)" -r requirements/cpu.txt
+        install "vLLM's CPU build" --no-deps -r requirements/cpu-nodeps.txt
+    fi
+    install "async-grpo" --no-deps --no-build-isolation -e .
+}
+
+ensure() { # stamp, then the command that installs
+    local stamp="$venv/$1" want
+    want="$device $(cat requirements/*.txt pyproject.toml | sha256sum)"
+    [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && return
+    rm -f "$stamp"
+    "${@:2}"
+    echo "$want" >"$stamp"
+}
+
+exec 9<requirements/base.txt
+flock 9 2>/dev/null || true # two makes at once: the second waits, then finds nothing to do
+device=$(find_device)
+python=$(find_python)
+create_venv
+ensure setup.stamp install_run
+if [ "${1:-}" = dev ]; then
+    ensure setup-dev.stamp install "the tools of tests and lint" -r requirements/dev.txt
+fi
