@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
 # Modules are searched for doctests too.
-PYTEST := $(BIN)/python -m pytest tests async_grpo
+PYTEST := $(BIN)/python -m pytest tests async_grpo sample-data
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev quickstart test test-fast test-all lint types imports

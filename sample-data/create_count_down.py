@@ -196,7 +196,11 @@ def load_tokenizer(model_path: str) -> Any:
 @click.option("--max-target", default=99, show_default=True, type=click.IntRange(1))
 @click.option("--operators", default="+-*/", show_default=True, help="Some of + - * /.")
 @click.option("--style", default="plain", show_default=True, type=click.Choice(sorted(PROMPTS)))
-@click.option("--model-path", default="", help="Also write token ids of this model's tokenizer.")
+@click.option(
+    "--model-path",
+    type=click.Path(exists=True, file_okay=False),
+    help="Model folder: also write the token ids of its tokenizer.",
+)
 @click.option("--output", default=DEFAULT_OUTPUT, type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
     "--held-out",
@@ -209,7 +213,7 @@ def main(
     num_questions: int,
     seed: int,
     style: str,
-    model_path: str,
+    model_path: str | None,
     output: Path,
     held_out: int,
     held_out_output: Path | None,

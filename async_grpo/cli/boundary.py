@@ -55,7 +55,7 @@ def explain_dependency(error: BaseException) -> str | None:
             package = _culprit(chain)
             if package is not None:
                 return f"cannot import {package} ({_one_line(chain)}): {REMEDY}"
-        chain = chain.__context__
+        chain = chain.__cause__  # not its context: an ImportError may have been handled there
     return None
 
 

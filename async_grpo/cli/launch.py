@@ -96,8 +96,8 @@ def _shared_actor(actor_class: type[Any], name: str) -> Any:
 
 
 def _start_generation_worker(config: WorkerConfig, name: str) -> Any:
-    from async_grpo.rollout.engine import EngineConfig
-    from async_grpo.rollout.worker import GenerationWorker, worker_environment
+    from async_grpo.rollout.settings import EngineConfig, worker_environment
+    from async_grpo.rollout.worker import GenerationWorker
 
     engine = EngineConfig(
         model_path=os.path.abspath(config.model_path),
@@ -108,12 +108,13 @@ def _start_generation_worker(config: WorkerConfig, name: str) -> Any:
         kv_cache_gib=config.kv_cache_gib,
         enable_prefix_caching=config.enable_prefix_caching,
     )
+    on_gpu = _has_gpu()
     options = ray.remote(GenerationWorker).options(
         num_cpus=1,
-        num_gpus=config.tensor_parallel_size if _has_gpu() else 0,
+        num_gpus=config.tensor_parallel_size if on_gpu else 0,
         max_concurrency=1000,
         scheduling_strategy=cluster.on_this_node(),
-        runtime_env={"env_vars": worker_environment()},
+        runtime_env={"env_vars": worker_environment(on_cpu=not on_gpu)},
     )
     return options.remote(
         engine,

@@ -137,13 +137,14 @@ def _json_array(text: bytes, *, path: str) -> Iterator[RawLine]:
 
 
 def _read_dataset(source: Path, *, path: str, split: str) -> Iterator[RawLine]:
-    # Slow to import, and most data is JSONL.
-    import datasets
-
     kind = DATASETS_FORMATS.get(source.suffix)
     if source.is_file() and kind is None:
         formats = ", ".join([*JSON_SUFFIXES, *DATASETS_FORMATS])
         raise DataError(f"data path must end in one of {formats}, got {path!r}: convert it")
+
+    # Slow to import, and most data is JSONL.
+    import datasets
+
     try:
         if source.is_file():
             table = datasets.load_dataset(kind, data_files={split: path}, split=split)

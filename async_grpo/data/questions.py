@@ -20,8 +20,8 @@ from async_grpo.errors import DataError
 from async_grpo.types import Question, TrainingPair
 
 LIMITS = {
-    "prompt": "--max-tokens-per-gpu less --max-generation-tokens",
-    "pair": "--max-tokens-per-gpu",
+    "prompt": "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens",
+    "pair": "--max-tokens-per-gpu or the model's own limit",
 }  # options that bound each, for messages
 
 

@@ -13,6 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import ray
@@ -26,8 +27,32 @@ from async_grpo.reference.coalescer import Coalescer
 from async_grpo.types import LogprobRequest, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.buckets import unpack_bucket
 
-Scores = tuple[NDArray[np.float32], ...]
+Scores = NDArray[np.float32]  # [L]
 FETCH_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """One output in line, and where its log-probabilities go."""
+
+    prompt: NDArray[np.int32]  # [P]
+    token_ids: NDArray[np.int32]  # [L]
+    temperature: float
+    scores: asyncio.Future[Scores]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+    def answer(self, scores: Scores) -> None:
+        """Deliver, unless the caller has gone."""
+        if not self.scores.done():
+            self.scores.set_result(scores)
+
+    def fail(self, error: Exception) -> None:
+        """Deliver an error, unless the caller has gone."""
+        if not self.scores.done():
+            self.scores.set_exception(error)
 
 
 class LogprobWorker:
@@ -50,7 +75,7 @@ class LogprobWorker:
         self._temperature = temperature
         self._version: WeightsVersion | None = None
         self._line = Coalescer(max_tokens)
-        self._requests: dict[int, tuple[LogprobRequest, asyncio.Future[Scores]]] = {}
+        self._waiting: dict[int, _Output] = {}
         self._ids = itertools.count()
         self._model = asyncio.Lock()  # one forward or one change of weights at a time
         self._serving: asyncio.Task[None] | None = None
@@ -74,7 +99,7 @@ class LogprobWorker:
         """The version served, or `none`."""
         return str(self._version or "none")
 
-    async def logprobs(self, request: LogprobRequest) -> Scores:
+    async def logprobs(self, request: LogprobRequest) -> tuple[Scores, ...]:
         """Log-probabilities of every output's tokens, [L] float32 each.
 
         Raises:
@@ -82,14 +107,17 @@ class LogprobWorker:
             StaleAnswerError: the weights asked for are not the ones served.
         """
         self._check(request)
-        request_id = next(self._ids)
-        answer = asyncio.get_running_loop().create_future()
-        self._line.add(request_id, num_tokens=request.num_tokens, version=request.version)
-        self._requests[request_id] = (request, answer)
+        outputs = [
+            _Output(request.prompt_token_ids, token_ids, request.temperature, _new_future())
+            for token_ids in request.output_token_ids
+        ]
+        for output in outputs:
+            output_id = next(self._ids)
+            self._line.add(output_id, num_tokens=output.num_tokens, version=request.version)
+            self._waiting[output_id] = output
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve(), name="logprob-forwards")
-        scores: Scores = await answer
-        return scores
+        return tuple(await asyncio.gather(*(output.scores for output in outputs)))
 
     async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
         """Serve a snapshot once running forwards are done; one that is not newer changes nothing.
@@ -114,28 +142,27 @@ class LogprobWorker:
 
     async def abort_all(self) -> None:
         """Forget waiting requests, for a caller that is gone."""
-        for request_id in list(self._requests):
-            if self._line.discard(request_id):
-                self._requests.pop(request_id)[1].cancel()
+        for output_id in list(self._waiting):
+            if self._line.discard(output_id):
+                self._waiting.pop(output_id).scores.cancel()
 
     async def _serve(self) -> None:
         """Forwards until nobody waits; started by whoever finds it not running."""
         async with self._model:
             while batch := self._line.next_batch(idle=True):
-                waiting = [self._requests.pop(request_id) for request_id in batch]
+                outputs = [self._waiting.pop(output_id) for output_id in batch]
                 try:
-                    scores = await asyncio.to_thread(self._score, [r for r, _ in waiting])
+                    scores = await asyncio.to_thread(self._score, outputs)
                 except Exception as error:  # the boundary of the model: each caller hears of it
-                    for _, answer in waiting:
-                        answer.set_exception(WorkerError(f"{type(error).__name__}: {error}"))
+                    for output in outputs:
+                        output.fail(WorkerError(f"{type(error).__name__}: {error}"))
                     continue
-                for (_, answer), group in zip(waiting, scores, strict=True):
-                    answer.set_result(group)
+                for output, logprobs in zip(outputs, scores, strict=True):
+                    output.answer(logprobs)
 
-    def _score(self, requests: Sequence[LogprobRequest]) -> list[Scores]:
-        pairs = [(r.prompt_token_ids, output) for r in requests for output in r.output_token_ids]
-        scores = iter(self._scorer.score(pairs, temperature=requests[0].temperature))
-        return [tuple(itertools.islice(scores, len(r.output_token_ids))) for r in requests]
+    def _score(self, outputs: Sequence[_Output]) -> list[Scores]:
+        pairs = [(output.prompt, output.token_ids) for output in outputs]
+        return self._scorer.score(pairs, temperature=outputs[0].temperature)
 
     def _check(self, request: LogprobRequest) -> None:
         if self._temperature is not None and request.temperature != self._temperature:
@@ -147,3 +174,7 @@ class LogprobWorker:
             raise StaleAnswerError(
                 f"reference weights {request.version} were asked, {self._version} are served"
             )
+
+
+def _new_future() -> asyncio.Future[Scores]:
+    return asyncio.get_running_loop().create_future()

@@ -18,19 +18,19 @@ from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs import tokens_input
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo.rollout.completions import read_completion
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.types import (
     Completion,
     GenerationRequest,
-    VersionSpan,
     WeightsBucket,
     WeightsSnapshot,
     WeightsVersion,
@@ -83,7 +83,7 @@ class Engine:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
             self._running.discard(request_id)
-        return tuple(_completion(output) for output in final.outputs)
+        return tuple(read_completion(output) for output in final.outputs)
 
     async def _final_output(self, request: GenerationRequest, request_id: str) -> RequestOutput:
         prompt = tokens_input(request.input_token_ids.tolist())
@@ -206,6 +206,8 @@ def _engine_args(config: EngineConfig) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",  # at the sampling temperature
         skip_tokenizer_init=True,
         disable_log_stats=True,
+        # Left alone, vLLM may take Ray's executor inside an actor, and its own placement with it.
+        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
         worker_extension_cls=EXTENSION,
         weight_transfer_config={"backend": TRANSFER_BACKEND},
     )
@@ -245,47 +247,3 @@ def _sampling_params(request: GenerationRequest) -> SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    token_ids = np.asarray(output.token_ids, dtype=np.int32)
-    return Completion(
-        token_ids=token_ids,
-        logprobs=_logprobs(output),
-        weights_versions=_version_spans(output),
-        loss_mask=np.ones(len(token_ids), dtype=np.bool_),
-        finish_reason=output.finish_reason,
-        text="",
-    )
-
-
-def _logprobs(output: CompletionOutput) -> NDArray[np.float32]:
-    """[L] of exactly the sampled tokens; raises `WorkerError` when one is missing or not finite."""
-    flat: Any = output.logprobs
-    if flat is None or list(flat.token_ids) != list(output.token_ids):
-        raise WorkerError(
-            "vLLM must report the log-probability of every sampled token, and did not"
-        )
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
-    if not np.isfinite(logprobs).all():
-        bad = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-        raise WorkerError(
-            f"log-probabilities must be finite, got {logprobs[bad]} at output token {bad}: "
-            "the weights may have diverged"
-        )
-    return logprobs
-
-
-def _version_spans(output: CompletionOutput) -> tuple[VersionSpan, ...]:
-    """Spans over [0, L); raises `WorkerError` for tokens made before any published weights."""
-    if output.weight_versions is None:
-        raise WorkerError("vLLM must report the weights of every output token, and did not")
-    try:
-        return tuple(
-            VersionSpan(WeightsVersion.parse(span.version), span.start, span.end)
-            for span in output.weight_versions
-        )
-    except ValueError:
-        raise WorkerError(
-            "a worker must not generate before it serves published weights: register it first"
-        ) from None

@@ -83,8 +83,6 @@ PIPELINE_METRICS = (
            "age of a sample's oldest token, in versions of the weights"),
     Metric("max_lag", "lag_max", "", "batches", "Largest lag",
            "age of the oldest token of any sample, in versions of the weights"),
-    _plain("first_sample_seconds", "seconds", "First sample after",
-           "from the start of the step until its first sample was ready to train"),
     Metric("tokens_per_second", "output_tokens", "seconds", "1/s", "Output tokens",
            "output tokens of the step's samples by wall clock"),
     Metric("samples_per_second", "num_samples", "seconds", "1/s", "Samples",
@@ -97,8 +95,8 @@ TRAINER_METRICS = (
            "the objective that was minimised: weighted token losses by D of the aggregation"),
     Metric("policy_loss", "policy_loss_sum", "loss_denominator", "", "Policy loss",
            "the policy's part of the loss, weighted in the same way"),
-    Metric("kl", "kl_sum", "trained_tokens", "nats", "KL to reference",
-           "estimated KL divergence from the reference model, a token"),
+    Metric("kl", "kl_sum", "loss_denominator", "nats", "KL to reference",
+           "estimated KL divergence from the reference model, weighted in the same way"),
     Metric("entropy", "entropy_sum", "trained_tokens", "nats", "Entropy",
            "entropy of the policy at the sampling temperature, a token"),
     Metric("clip_fraction", "clipped_tokens", "trained_tokens", "fraction", "Clipped tokens",
@@ -118,15 +116,26 @@ TRAINER_METRICS = (
     Metric("trained_tokens_per_second", "trained_tokens", "seconds", "1/s", "Trained tokens",
            "unmasked output tokens trained by wall clock"),
 )
+
+# Sums of one pass over the held-out questions: a line of `evaluation_metrics.jsonl`.
+EVALUATION_METRICS = (
+    Metric("eval_accuracy", "num_correct", "num_samples", "fraction", "Held-out accuracy",
+           "share of samples with the full reward of 1"),
+    Metric("eval_reward", "reward_sum", "num_samples", "", "Held-out reward",
+           "reward of a sample"),
+    Metric("eval_solved", "num_solved", "num_questions", "fraction", "Held-out questions solved",
+           "share of questions with at least one correct sample"),
+)
 # fmt: on
 
 SECTIONS = (
     ("Facts of the gradient step, as trainer rank 0 knows them", STEP_METRICS),
     ("Over all samples of the step: trained and of zero contribution", PIPELINE_METRICS),
     ("Over the tokens trained: samples of zero contribution are never sent", TRAINER_METRICS),
+    ("Held-out questions, in evaluation_metrics.jsonl", EVALUATION_METRICS),
 )
 METRICS = STEP_METRICS + PIPELINE_METRICS + TRAINER_METRICS
-METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
+METRIC_BY_NAME = {metric.name: metric for metric in METRICS + EVALUATION_METRICS}
 SUM_KEYS = frozenset(key for m in METRICS for key in (m.numerator, m.denominator) if key)
 
 

@@ -40,7 +40,7 @@ def shard(
     precision = _precision(mixed_precision, torch.device(mesh.device_type))
     for layer in policy.layers:
         if compile:
-            layer.compile()
+            layer.compile(dynamic=True)  # every packed row has another length
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     _reduce_by_sum(policy)

@@ -181,21 +181,12 @@ def _check_worker(worker: WorkerInfo, config: TrainConfig, *, longest_sample: in
             f"--temperature {config.temperature} must be that of worker {worker.worker_id}, which "
             f"serves {worker.temperature}: give both the same, or leave the worker's out"
         )
-    needed = longest_sample
-    if worker.role == "logprob":
-        needed *= config.samples_per_question
-        if needed > worker.capacity:
-            raise ConfigError(
-                f"the --max-tokens-per-gpu of logprob worker {worker.worker_id} must hold a group "
-                f"({config.samples_per_question} samples, up to {needed} tokens), got "
-                f"{worker.capacity:g}: start it with {needed} or more"
-            )
-        needed = longest_sample
-    if needed > worker.max_model_len:
+    flag = "--max-model-len" if worker.role == "generation" else "--max-tokens-per-gpu"
+    if longest_sample > worker.max_model_len:
         raise ConfigError(
             f"worker {worker.worker_id} serves at most {worker.max_model_len} tokens, the longest "
-            f"prompt with --max-generation-tokens {config.max_generation_tokens} needs {needed}: "
-            "start it with a larger --max-model-len, or lower --max-generation-tokens"
+            f"prompt with --max-generation-tokens {config.max_generation_tokens} needs "
+            f"{longest_sample}: start it with a larger {flag}, or lower --max-generation-tokens"
         )
 
 

@@ -74,16 +74,14 @@ class VerifierPool:
         )
         self._sandbox = Sandbox(config, num_processes=self._num_processes)
         self._starting: asyncio.Task[None] | None = None
-        self._idle_watch: asyncio.Task[None] | None = None
         self._verifying = 0
         self._done: Counter[str] = Counter()
         self._called = asyncio.Event()
+        self._idle_watch = asyncio.create_task(self._exit_when_idle(), name="idle watch")
 
     async def ready(self) -> PoolInfo:
         """Wait until the pool can grade; raises `ConfigError` when an adapter cannot be had."""
         self._called.set()
-        if self._idle_watch is None:
-            self._idle_watch = asyncio.create_task(self._exit_when_idle(), name="idle watch")
         if self._starting is None:
             self._starting = asyncio.create_task(self._sandbox.start(), name="sandbox start")
         await asyncio.shield(self._starting)

@@ -100,13 +100,13 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
             loaded = self.model.load_weights(iter(self._staged.items()))
             finalize_layerwise_reload(self.model, self.model_config)
             _repack_tied_head(self.model)
+        torch.accelerator.synchronize()  # the copies read what is dropped next
         self._staged = {}
         if loaded is not None and (skipped := parameters - set(loaded)):
             raise WeightSyncError(
                 f"vLLM must load every parameter of its model, it left {len(skipped)} as they "
                 f"were, such as {min(skipped)!r}: the model cannot be updated while it serves"
             )
-        torch.accelerator.synchronize()
 
     def discard(self) -> None:
         """Forget an update that will not be finished."""

@@ -137,9 +137,13 @@ def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(work
     )
 
     @ray.remote(num_cpus=0)
+    def small_array():  # too small for the shared store: it lives, and dies, with its owner
+        return np.zeros(10, dtype=np.uint8)
+
+    @ray.remote(num_cpus=0)
     class Sender:
         def put(self):
-            return [ray.put(np.zeros(200_000, dtype=np.uint8))]
+            return [small_array.remote()]
 
     sender = Sender.remote()
     (lost,) = get(sender.put.remote())

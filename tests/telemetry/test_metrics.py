@@ -3,7 +3,7 @@ import math
 from functools import reduce
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from async_grpo.telemetry.metrics import StepFacts, merge_sums, metrics_row
@@ -38,15 +38,16 @@ def row(pipeline_sums=None, trainer_sums=None, fates=None, step=FACTS):
     )
 
 
-# Sums of one sample: eighths, so that additions are exact in any order.
-values = st.integers(-800, 800).map(lambda eighths: eighths / 8)
-sample_sums = st.fixed_dictionaries(
-    {"num_samples": st.just(1.0), "trained_tokens": st.integers(1, 100).map(float)},
-    optional={key: values for key in sorted(SUM_KEYS - {"num_samples", "trained_tokens"})},
+# Sums of one sample: eighths, so that additions are exact in any order; None: key left out.
+KEYS = sorted(SUM_KEYS)
+NUMBERS = st.none() | st.integers(-800, 800).map(lambda eighths: eighths / 8)
+sample_sums = st.lists(NUMBERS, min_size=len(KEYS), max_size=len(KEYS)).map(
+    lambda values: {k: v for k, v in zip(KEYS, values, strict=True) if v is not None}
 )
 
 
-@given(st.lists(sample_sums, min_size=1, max_size=12), st.data())
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(sample_sums, min_size=1, max_size=8), st.data())
 def test_metrics_do_not_depend_on_how_samples_were_partitioned(samples, data):
     parts = [[] for _ in range(4)]
     for sample in data.draw(st.permutations(samples)):

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from async_grpo.telemetry.metrics_page import markdown
-from async_grpo.telemetry.schema import METRICS, axis_label
+from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -13,6 +13,8 @@ def test_the_page_is_what_the_schema_says():
 
 
 def test_every_metric_is_documented_with_a_distinct_axis():
-    assert all(f"| `{metric.name}` | {metric.meaning}" in markdown() for metric in METRICS)
-    labels = [axis_label(metric.name) for metric in METRICS]
+    assert all(
+        f"| `{metric.name}` | {metric.meaning}" in markdown() for metric in METRIC_BY_NAME.values()
+    )
+    labels = [axis_label(metric.name) for metric in METRIC_BY_NAME.values()]
     assert len(set(labels)) == len(labels)

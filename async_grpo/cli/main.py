@@ -1,0 +1,23 @@
+"""`async-grpo`: one door to every command."""
+
+from __future__ import annotations
+
+import click
+
+from async_grpo import __version__
+from async_grpo.cli.plot import main as plot
+from async_grpo.cli.quickstart import quickstart
+from async_grpo.cli.train import main as train
+from async_grpo.cli.worker import main as worker
+
+
+@click.group()
+@click.version_option(__version__)
+def main() -> None:
+    """Train language models with GRPO while they generate."""
+
+
+main.add_command(quickstart)
+main.add_command(worker, "worker")
+main.add_command(train, "train")
+main.add_command(plot, "plot")

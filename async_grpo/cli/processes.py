@@ -1,0 +1,102 @@
+"""Processes that a command starts and is answerable for: each in a group of its own, all ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from async_grpo.errors import DeadlineError, WorkerError
+
+logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.2
+TAIL_LINES = 5
+
+
+class Process:
+    """A child with its log file; it and whatever it started end with the `with` block."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+        shows_output: bool = False,
+        stop_signal: signal.Signals = signal.SIGINT,
+        stop_timeout_s: float = 20.0,
+    ) -> None:
+        """The child's errors go to `log`, and its output too unless `shows_output`."""
+        self.name = name
+        self._command = list(command)
+        self._log = log
+        self._shows_output = shows_output
+        self._environment = dict(environment)
+        self._stop_signal = stop_signal
+        self._stop_timeout_s = stop_timeout_s
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self._child = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=None if self._shows_output else log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ask politely, wait, then end the whole group."""
+        if self._child.poll() is None:
+            self._signal(self._stop_signal)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(self._stop_timeout_s)
+        self._signal(signal.SIGKILL)
+        self._child.wait()
+
+    def wait_for(self, text: str, *, timeout_s: float) -> None:
+        """Until the log holds `text`. Raises with the log's end when the child ends before."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self._log.read_text(errors="replace"):
+            if self._child.poll() is not None:
+                raise WorkerError(f"{self.name} ended early: {self._last_words()}")
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"{self.name} was not ready within {timeout_s:g} s, its log is {self._log}"
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+    def wait(self, *, watched: Sequence[Process] = ()) -> None:
+        """Until the child ends well. Raises when it fails, or when one of `watched` ends."""
+        while (code := self._child.poll()) is None:
+            for other in watched:
+                if other._child.poll() is not None:
+                    raise WorkerError(f"{other.name} ended early: {other._last_words()}")
+            time.sleep(POLL_INTERVAL_S)
+        if code != 0:
+            raise WorkerError(f"{self.name} failed with exit code {code}: {self._last_words()}")
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, number)
+
+    def _last_words(self) -> str:
+        """Its error if it named one, else the end of its log."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return f"{' | '.join(errors[:1] or lines[-TAIL_LINES:])} (all of it in {self._log})"

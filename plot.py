@@ -1,0 +1,7 @@
+#!/usr/bin/env python
+"""Plots the metrics of runs: `python plot.py plot --help`."""
+
+from async_grpo.cli.plot import main
+
+if __name__ == "__main__":
+    main(prog_name="plot.py")

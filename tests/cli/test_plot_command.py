@@ -1,0 +1,195 @@
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli.plot import main
+from async_grpo.errors import DataError
+from async_grpo.telemetry.curves import Run, make_curves, parse_rows
+
+
+def write_run(folder, values, *, tail=""):
+    folder.mkdir(parents=True)
+    rows = [
+        {"step": step, "avg_reward": value, "entropy": 1.0 - value, "kl": None, "note": "text"}
+        for step, value in enumerate(values, start=1)
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows) + tail
+    (folder / "training_metrics.jsonl").write_text(text)
+    return str(folder)
+
+
+def run_plot(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def one_error_line(result):
+    assert result.exit_code == 1, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def seeds(*curves):
+    """Runs named `a`, one a list of rewards, at steps 0, 1, 2, ..."""
+    return [
+        Run("a", "file", [{"step": i, "avg_reward": value} for i, value in enumerate(values)])
+        for values in curves
+    ]
+
+
+@pytest.mark.parametrize(
+    ("extension", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")]
+)
+def test_a_picture_is_written_in_the_format_of_its_name(tmp_path, extension, start):
+    path = write_run(tmp_path / "run", [0.1, 0.5, 0.9])
+    output = tmp_path / "new" / f"picture.{extension}"
+    result = run_plot("plot", path, "-n", "mine", "-v", "avg_reward", "-s", "-o", output)
+    assert result.exit_code == 0, result.output
+    assert output.read_bytes().startswith(start)
+
+
+def test_the_same_runs_give_the_same_file(tmp_path):
+    path = write_run(tmp_path / "run", [0.1, 0.5, 0.9])
+    outputs = [tmp_path / "1.svg", tmp_path / "2.svg"]
+    for output in outputs:
+        run_plot("plot", path, "-v", "avg_reward", "-v", "entropy", "-o", output)
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+
+
+def test_a_file_and_the_folder_of_a_run_are_the_same_path(tmp_path):
+    folder = write_run(tmp_path / "run", [0.1, 0.5])
+    for name, path in (("1", folder), ("2", f"{folder}/training_metrics.jsonl")):
+        run_plot("plot", path, "-n", "x", "-o", tmp_path / f"{name}.svg")
+    assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
+
+
+def test_seeds_of_one_name_are_a_mean_between_minimum_and_maximum():
+    (curve,) = make_curves(seeds([0.0, 0.2], [0.4, 1.0], [0.2, 0.3]), x="step", y="avg_reward")
+    assert curve.num_seeds == 3
+    np.testing.assert_allclose(curve.mean, [0.2, 0.5])
+    np.testing.assert_allclose(curve.low, [0.0, 0.2])
+    np.testing.assert_allclose(curve.high, [0.4, 1.0])
+
+
+def test_a_band_ends_where_the_shortest_seed_ends():
+    (curve,) = make_curves(seeds([0.0, 0.0, 9.0], [1.0, 1.0]), x="step", y="avg_reward")
+    np.testing.assert_allclose(curve.x, [0.0, 1.0])
+    np.testing.assert_allclose(curve.mean, [0.5, 0.5])
+
+
+def test_smoothing_is_a_mean_over_the_window_and_keeps_the_raw_points():
+    (curve,) = make_curves(
+        seeds([0.0, 3.0, 0.0, 3.0, 0.0]), x="step", y="avg_reward", smooth_window=3
+    )
+    np.testing.assert_allclose(curve.mean, [1.5, 1.0, 2.0, 1.0, 1.5])
+    np.testing.assert_allclose(curve.raw[0][1], [0.0, 3.0, 0.0, 3.0, 0.0])
+
+
+def test_rows_without_the_variable_are_left_out_not_drawn_as_zero():
+    rows = [{"step": 1, "kl": 0.5}, {"step": 2, "kl": None}, {"step": 3, "kl": 0.7}]
+    (curve,) = make_curves([Run("a", "file", rows)], x="step", y="kl")
+    np.testing.assert_allclose(curve.x, [1.0, 3.0])
+
+
+def test_a_half_written_last_line_is_left_out_with_a_warning(caplog):
+    assert parse_rows('{"step": 1}\n{"step": 2, "av', "file") == [{"step": 1}]
+    assert "file ends in a half-written line" in caplog.text
+
+
+def test_a_broken_line_elsewhere_is_an_error_with_its_number():
+    with pytest.raises(DataError, match="file line 2 is not JSON"):
+        parse_rows('{"step": 1}\n{"st\n{"step": 3}\n', "file")
+
+
+def test_variables_are_listed_with_their_meaning(tmp_path):
+    result = run_plot("list", write_run(tmp_path / "run", [0.1]))
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["step", "avg_reward", "entropy"]
+    assert lines[1].endswith("reward of a sample")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}", "-v", "avg_rewrad"], "no variable 'avg_rewrad': did you mean avg_reward?"),
+        (["{run}", "-v", "zzz"], "no variable 'zzz': it has step, avg_reward, entropy"),
+        (["{run}", "-x", "zzz"], "no variable 'zzz'"),
+        (["{run}", "-v", "kl"], "'kl' has no value in any row"),
+        (["{run}", "-n", "a", "-n", "b"], "-n must be given once for each PATH (1), got 2"),
+        (["{run}", "-o", "picture.gif"], "-o must end in .svg, .png, .pdf, got 'picture.gif'"),
+        (["{tmp}/nowhere"], "nowhere (no such file or directory): give a metrics file"),
+        (["{tmp}"], "training_metrics.jsonl (no such file or directory)"),
+        (["{tmp}/empty.jsonl"], "empty.jsonl has no rows yet"),
+        (["{run}", "-o", "{tmp}/empty.jsonl/a.svg"], "choose another -o"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path, arguments, message):
+    run = write_run(tmp_path / "run", [0.1, 0.5])
+    (tmp_path / "empty.jsonl").write_text("")
+    filled = [argument.format(run=run, tmp=tmp_path) for argument in arguments]
+    if "-o" not in filled:
+        filled += ["-o", str(tmp_path / "out.svg")]
+    assert message in one_error_line(run_plot("plot", *filled))
+    assert not (tmp_path / "out.svg").exists()
+
+
+@pytest.fixture
+def fake_ssh(tmp_path, monkeypatch):
+    """An ssh that runs the command here, and writes down how it was called."""
+    script = tmp_path / "bin" / "ssh"
+    script.parent.mkdir()
+    script.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/call\nfor last; do :; done\nexec sh -c "$last"\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", ["~/my run", "~/my run/training_metrics.jsonl", "{tmp}/my run"])
+def test_a_remote_run_is_read_over_ssh(fake_ssh, path):
+    write_run(fake_ssh / "my run", [0.1, 0.5])
+    result = run_plot("list", path.format(tmp=fake_ssh), "--remote", "node7")
+    assert result.exit_code == 0, result.output
+    assert "avg_reward" in result.stdout
+    assert "-- node7" in (fake_ssh / "call").read_text()
+
+
+def test_a_remote_path_cannot_smuggle_a_command(fake_ssh):
+    run_plot("list", f"x; touch {fake_ssh}/owned", "--remote", "node7")
+    assert not (fake_ssh / "owned").exists()
+
+
+def test_a_remote_without_the_file_is_one_clear_line(fake_ssh):
+    line = one_error_line(run_plot("list", "nowhere", "--remote", "node7"))
+    assert "cannot read nowhere on node7" in line
+
+
+def test_help_does_not_import_matplotlib_or_numpy():
+    code = (
+        "import sys, async_grpo.cli.plot as p\n"
+        "try: p.main(['plot', '--help'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit(bool({'matplotlib', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_the_shim_at_the_top_is_the_command(tmp_path):
+    shim = Path(__file__).parents[2] / "plot.py"
+    path = write_run(tmp_path / "run", [0.1, 0.5])
+    done = subprocess.run(
+        [sys.executable, str(shim), "list", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "avg_reward" in done.stdout
