@@ -1,0 +1,57 @@
+"""Worked answers to compact countdown questions, right and wrong: what warms the tiny model up.
+
+An answer is one to three attempts, a line each, of which the last one counts:
+
+    use 2 9 8 to make 15
+    8+2-9=1
+    8-2+9=15
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from create_count_down import CountDownRange, CountDownTask, generate_split, prompt_of
+
+LIMITS = CountDownRange(min_numbers=3, max_numbers=3, max_number=9, operators="+-")
+NUM_TASKS = 2000
+NUM_HELD_OUT = 100
+QUICKSTART_SEED = 0  # its held-out questions are in no demonstration
+CHANCES_OF_WRONG_LINES = (0.5, 0.3, 0.2)  # of 0, 1 and 2 wrong attempts before the last one
+
+
+def split_tasks() -> tuple[list[CountDownTask], list[CountDownTask]]:
+    """Puzzles to demonstrate, and those that the quick start holds out."""
+    return generate_split(LIMITS, count=NUM_TASKS, held_out=NUM_HELD_OUT, seed=QUICKSTART_SEED)
+
+
+def demonstrations(
+    tasks: Sequence[CountDownTask], *, count: int, share_right: float, rng: random.Random
+) -> Iterator[dict[str, str]]:
+    """`count` pairs of a prompt and an answer; `share_right` of the answers are right."""
+    for _ in range(count):
+        task = rng.choice(tasks)
+        (num_wrong,) = rng.choices(range(len(CHANCES_OF_WRONG_LINES)), CHANCES_OF_WRONG_LINES)
+        lines = [attempt(task, is_right=False, rng=rng) for _ in range(num_wrong)]
+        lines.append(attempt(task, is_right=rng.random() < share_right, rng=rng))
+        yield {
+            "input": prompt_of(task, style="compact", operators=LIMITS.operators),
+            "completion": "\n".join(lines),
+        }
+
+
+def attempt(task: CountDownTask, *, is_right: bool, rng: random.Random) -> str:
+    """A true equation of all numbers, drawn evenly from those that hit the target or miss it.
+
+    >>> attempt(CountDownTask((1, 1, 1), 3, "1+1+1"), is_right=True, rng=random.Random(0))
+    '1+1+1=3'
+    """
+    while True:
+        numbers = rng.sample(task.nums, len(task.nums))
+        signs = [1, *(rng.choice((1, -1)) for _ in numbers[1:])]
+        value = sum(sign * number for sign, number in zip(signs, numbers, strict=True))
+        if (value == task.target) == is_right:
+            terms = zip(signs[1:], numbers[1:], strict=True)
+            tail = "".join(f"{'+' if sign > 0 else '-'}{number}" for sign, number in terms)
+            return f"{numbers[0]}{tail}={value}"
