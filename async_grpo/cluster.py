@@ -5,18 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from async_grpo.errors import AsyncGrpoError, ClusterError, DeadlineError, WorkerError
+from async_grpo.errors import (
+    AsyncGrpoError,
+    ClusterError,
+    DeadlineError,
+    SnapshotLostError,
+    WeightSyncError,
+    WorkerError,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from async_grpo.types import WeightsBucket
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Places = tuple[tuple[str, int], ...]  # host and port of each
 
 VERIFIER_POOL = "verifier-pool"
 BATCHER = "experience-batcher"
+PROBE_TIMEOUT_S = 5.0
+FETCH_TIMEOUT_S = 300.0
 NO_CLUSTER = (
     "start one with `ray start --head --include-dashboard=false`, or name a running one with "
     "--ray-address host:port"
@@ -28,15 +46,6 @@ def registry_name(role: str) -> str:
     return f"registry-{role}"
 
 
-def settle_authentication() -> None:
-    """Use Ray's token when this machine has one; Ray itself looks for it only when told to."""
-    if "RAY_AUTH_MODE" in os.environ:
-        return
-    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    if os.environ.get("RAY_AUTH_TOKEN") or token_file.is_file():
-        os.environ["RAY_AUTH_MODE"] = "token"
-
-
 def connect(address: str, *, namespace: str) -> None:
     """Join a running cluster as a driver.
 
@@ -44,46 +53,113 @@ def connect(address: str, *, namespace: str) -> None:
     """
     settle_authentication()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
-    if address != "auto":
-        _check_listening(address)
+    found = _resolve(address)
     import ray
     from ray.exceptions import RayError
 
+    _probe(found)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
-            address=address,
+            address=found,
             namespace=namespace,
             log_to_driver=False,
             logging_level=logging.ERROR,
             configure_logging=False,
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        raise ClusterError(_connection_problem(address, error)) from error
+        text = " ".join(str(error).split())[:300]
+        raise ClusterError(f"cannot connect to the Ray cluster at {found}: {text}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place of the command's
 
 
-def _connection_problem(address: str, error: Exception) -> str:
-    text = " ".join(str(error).split())
-    if "uthenticat" in text or "auth token" in text.lower():
-        return (
-            f"the Ray cluster at {address} wants another authentication token: copy its "
-            "~/.ray/auth_token here, or set RAY_AUTH_TOKEN"
-        )
-    if "Could not find any running Ray instance" in text:
-        return f"no Ray cluster runs on this machine: {NO_CLUSTER}"
-    return f"cannot connect to a Ray cluster at {address}: {text[:300]}: {NO_CLUSTER}"
+def settle_authentication() -> None:
+    """Use Ray's token when this machine has one; Ray itself looks for it only when told to.
+
+    A cluster that wants none takes a client with a token too.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+    if os.environ.get("RAY_AUTH_TOKEN") or token_file.is_file():
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def _check_listening(address: str) -> None:
+def _resolve(address: str) -> str:
+    """The host:port of a cluster's head, after looking that something listens there."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or "auto"
+    if address == "auto":
+        address = _only_cluster_here()
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ClusterError(f"--ray-address must be host:port or auto, got {address!r}")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
+    if not host or "/" in host or not port.isdigit():
         raise ClusterError(
-            f"no Ray cluster answers at {address} ({error.strerror or error}): {NO_CLUSTER}"
-        ) from error
+            f"--ray-address (or RAY_ADDRESS) must be host:port or auto, got {address!r}: give what "
+            "`ray start` printed"
+        )
+    problem = _refusal(host, int(port))
+    if problem:
+        raise ClusterError(f"no Ray cluster answers at {address} ({problem}): {NO_CLUSTER}")
+    return address
+
+
+def _only_cluster_here() -> str:
+    from ray._private.services import find_gcs_addresses
+
+    addresses = sorted(find_gcs_addresses())
+    if not addresses:
+        raise ClusterError(f"no Ray cluster runs on this machine: {NO_CLUSTER}")
+    if len(addresses) > 1:
+        raise ClusterError(
+            f"several Ray clusters run on this machine: choose one with --ray-address, of "
+            f"{', '.join(addresses)}"
+        )
+    return str(addresses[0])
+
+
+def _refusal(host: str, port: int) -> str:
+    """Why nothing can be sent there; empty when something listens."""
+    try:
+        socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _probe(address: str) -> None:
+    """One call to the head, which says at once what `ray.init` would retry for 20 s."""
+    import grpc
+    from ray._private.gcs_utils import create_gcs_channel
+
+    with create_gcs_channel(address) as channel:
+        get_cluster_id = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            get_cluster_id(b"", timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                raise ClusterError(
+                    f"the Ray cluster at {address} wants another authentication token: copy "
+                    "~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN"
+                ) from None
+            raise ClusterError(
+                f"what answers at {address} is no Ray cluster ({error.code().name}): {NO_CLUSTER}"
+            ) from None
+
+
+def endpoints() -> Places:
+    """Where the cluster's head and this node's raylet listen, for `has_ended`."""
+    import ray
+
+    context = ray.get_runtime_context()
+    host, _, port = context.gcs_address.rpartition(":")
+    node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    return (host, int(port)), (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
+
+
+def has_ended(places: Places) -> bool:
+    """Whether the cluster, or its part on this machine, listens no more."""
+    return any(_refusal(host, port) for host, port in places)
 
 
 def find_actor(name: str) -> Any | None:
@@ -105,6 +181,23 @@ def on_this_node() -> Any:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
+def resources_here() -> dict[str, float]:
+    """What this node has in all, such as {"CPU": 8.0}."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    return next(dict(node["Resources"]) for node in ray.nodes() if node["NodeID"] == here)
+
+
+def free_here() -> dict[str, float]:
+    """What of it no actor holds at this moment."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    node = ray.get_runtime_context().get_node_id()
+    return dict(available_resources_per_node().get(node, {}))
+
+
 def wait(reference: Any, *, timeout_s: float, who: str) -> Any:
     """The value of an object reference; raises `DeadlineError` naming `who`.
 
@@ -112,38 +205,67 @@ def wait(reference: Any, *, timeout_s: float, who: str) -> Any:
     a dead actor becomes a `WorkerError` that names `who`.
     """
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayError
 
     try:
         return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
         raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
-    except RayTaskError as error:
-        raise _unwrapped(error, who) from None
-    except RayActorError as error:
-        raise WorkerError(f"{who} died: {_last_line(error)}") from None
+    except RayError as error:
+        raise _translated(error, who) from None
 
 
 async def call(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
     """As `wait`, for coroutines."""
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayError
 
     try:
         return await asyncio.wait_for(_as_coroutine(reference), timeout_s)
     except TimeoutError:
         raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
-    except RayTaskError as error:
-        raise _unwrapped(error, who) from None
-    except RayActorError as error:
-        raise WorkerError(f"{who} died: {_last_line(error)}") from None
+    except RayError as error:
+        raise _translated(error, who) from None
+
+
+async def fetch_bytes(
+    bucket: WeightsBucket, *, timeout_s: float = FETCH_TIMEOUT_S
+) -> NDArray[np.uint8]:
+    """The [size_bytes] bytes of a bucket of weights, out of the trainer's object store.
+
+    Raises `SnapshotLostError` when the trainer has ended, `WeightSyncError` when they do not come.
+    """
+    from ray.exceptions import ObjectFetchTimedOutError, ObjectLostError, RayError
+
+    try:
+        return await asyncio.wait_for(_as_coroutine(bucket.data), timeout_s)
+    except TimeoutError:
+        raise WeightSyncError(
+            f"a bucket of {bucket.size_bytes} bytes of weights did not arrive within "
+            f"{timeout_s:g} s: look at the network and the load of the trainer's machine"
+        ) from None
+    except RayError as error:
+        # Trainer rank 0 owns the bytes: they are lost with it, and only with it.
+        lost = isinstance(error, ObjectLostError) and not isinstance(
+            error, ObjectFetchTimedOutError
+        )
+        raise (SnapshotLostError if lost else WeightSyncError)(
+            f"a bucket of weights is lost, its sender has probably died: {type(error).__name__}"
+        ) from None
 
 
 async def _as_coroutine(reference: Awaitable[T]) -> T:
     return await reference
 
 
-def _unwrapped(error: Any, who: str) -> Exception:
-    cause = getattr(error, "cause", None)
+def _translated(error: Any, who: str) -> Exception:
+    """What a Ray error means in this package."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    if isinstance(error, RayActorError):
+        return WorkerError(f"{who} died: {_last_line(error)}")
+    if not isinstance(error, RayTaskError):
+        return ClusterError(f"{who} cannot be reached: {_last_line(error)}")
+    cause = error.cause
     if isinstance(cause, AsyncGrpoError):
         return cause
     return WorkerError(f"{who} failed: {type(cause or error).__name__}: {_last_line(error)}")

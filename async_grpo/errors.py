@@ -39,5 +39,9 @@ class WeightSyncError(AsyncGrpoError, RuntimeError):
     """A weight transfer that was refused or incomplete; the old weights still serve."""
 
 
+class SnapshotLostError(WeightSyncError):
+    """The trainer that held the bytes of these weights has ended; nobody can load them any more."""
+
+
 class StaleAnswerError(AsyncGrpoError, RuntimeError):
     """An answer whose lease was revoked, or whose weights are not the ones asked for."""

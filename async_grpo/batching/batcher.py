@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from pathlib import Path
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
@@ -199,11 +198,12 @@ class ExperienceBatcher:
             )
 
     async def _send_rounds(self) -> None:
+        clock = asyncio.get_running_loop().time
         while True:
             await self._outbox.wait_for_demand(timeout_s=POLL_INTERVAL_S)
             if not self._outbox.is_wanted:
                 continue
-            formed = self._rounds.next_round(time.monotonic(), hungry=self._outbox.is_hungry)
+            formed = self._rounds.next_round(clock(), hungry=self._outbox.is_hungry)
             if isinstance(formed, Round):
                 self._outbox.put(self._minibatches(formed))
             elif isinstance(formed, StepMarker):

@@ -8,6 +8,7 @@ unblocked by: free workers of each role
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any
 
 from async_grpo import cluster
 from async_grpo.batching.advantage import group_advantages
-from async_grpo.errors import AsyncGrpoError, StaleAnswerError, WorkerError
+from async_grpo.errors import AsyncGrpoError, DeadlineError, StaleAnswerError, WorkerError
 from async_grpo.types import (
     Completion,
     GenerationRequest,
@@ -33,7 +34,9 @@ from async_grpo.types import (
 )
 
 logger = logging.getLogger(__name__)
-MAX_TRIES = 3
+# Seconds before each try. A dead worker is the least loaded one until its registry's next ping has
+# missed it, so that tries in a row would all go to it: the last one waits for longer than that.
+TRIES_AFTER_S = (0.0, 1.0, 8.0)
 CONTROL_TIMEOUT_S = 60.0
 
 
@@ -61,6 +64,7 @@ class SlotPipeline:
         self._services = services
         self._advantage = advantage
         self._timeout_s = timeout_s
+        self._num_answers = 0
         self.stages: Counter[str] = Counter()
         self.problem = ""  # why work is being tried again; empty when all is well
 
@@ -158,28 +162,50 @@ class SlotPipeline:
     ) -> Any:
         """The result of `work(lease)`, on another lease when a worker fails or was fenced."""
         reason = ""
-        for _ in range(MAX_TRIES):
-            lease: Lease = await cluster.call(
-                registry.acquire.remote(cost, version, self._timeout_s),
-                timeout_s=self._timeout_s + CONTROL_TIMEOUT_S,
-                who=f"the {stage} registry",
-            )
+        for pause_s in TRIES_AFTER_S:
+            await asyncio.sleep(pause_s)
+            lease = await self._acquire(registry, stage, cost, version)
             try:
                 answer = await work(lease)
             except AsyncGrpoError as error:
                 answer, reason = None, str(error)
-                self.problem = f"{stage}: {reason}"
-                logger.warning("%s attempt failed: %s", stage, reason)
-            valid = await cluster.call(
-                registry.release.remote(lease.lease_id),
-                timeout_s=CONTROL_TIMEOUT_S,
-                who=f"the {stage} registry",
-            )
-            if answer is not None and valid:
+            if await self._release(registry, stage, lease) and answer is not None:
+                self._num_answers += 1
                 self.problem = ""
                 return answer
-            reason = reason or f"the lease on worker {lease.worker_id} was revoked"
-        raise SlotFailed(stage, f"{stage} failed {MAX_TRIES} times, the last time: {reason}")
+            if answer is not None:
+                reason = f"the lease on worker {lease.worker_id} was revoked"
+            self.problem = f"{stage}: {reason}"
+            logger.warning("%s attempt failed: %s", stage, reason)
+        tries = len(TRIES_AFTER_S)
+        raise SlotFailed(stage, f"{stage} failed {tries} times, the last time: {reason}")
+
+    async def _acquire(
+        self, registry: Any, stage: str, cost: float, version: WeightsVersion
+    ) -> Lease:
+        """A lease. The line may be longer than the deadline as long as it moves."""
+        while True:
+            num_answers = self._num_answers
+            try:
+                lease: Lease = await cluster.call(
+                    registry.acquire.remote(cost, version, self._timeout_s),
+                    timeout_s=self._timeout_s + CONTROL_TIMEOUT_S,
+                    who=f"the {stage} registry",
+                )
+            except DeadlineError:
+                if self._num_answers == num_answers:
+                    raise
+            else:
+                return lease
+
+    async def _release(self, registry: Any, stage: str, lease: Lease) -> bool:
+        """False when the lease had been revoked: its answer must not be used."""
+        valid: bool = await cluster.call(
+            registry.release.remote(lease.lease_id),
+            timeout_s=CONTROL_TIMEOUT_S,
+            who=f"the {stage} registry",
+        )
+        return valid
 
     async def count_workers(self) -> dict[str, int]:
         """Admitted workers by role, as the registries see them now."""
@@ -211,6 +237,8 @@ def _check_answer(
     if len(completions) != request.num_samples:
         raise WorkerError(f"{len(completions)} samples came back, {request.num_samples} were asked")
     for completion in completions:
+        if completion.finish_reason == "abort":
+            raise WorkerError("the worker gave up the request before it was finished")
         for span in completion.weights_versions:
             if span.version < oldest or span.version.incarnation != oldest.incarnation:
                 raise StaleAnswerError(

@@ -1,24 +1,18 @@
-"""Makes the Ray actors that a dispatcher is responsible for, and takes them down again."""
+"""Makes the Ray actors that a dispatcher is responsible for."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import threading
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import AsyncGrpoError, WorkerError
+from async_grpo.errors import AsyncGrpoError
 
-logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
 POOL_START_TIMEOUT_S = 120.0
-POLL_INTERVAL_S = 1.0
 
 
 def make_registry(role: str) -> Any:
@@ -59,34 +53,11 @@ def start_worker(config: WorkerConfig, name: str) -> Any:
     return _start_logprob_worker(config, name)
 
 
-def register(
-    registry: Any, name: str, handle: Any, *, timeout_s: float, stop: threading.Event
-) -> None:
-    """Wait until a worker has loaded and its registry has admitted it, or `stop` is set."""
-    info = handle.info.remote()
-    waited = 0.0
-    while not ray.wait([info], timeout=POLL_INTERVAL_S)[0]:
-        waited += POLL_INTERVAL_S
-        if stop.is_set():
-            return
-        if waited > timeout_s:
-            raise WorkerError(
-                f"worker {name} was not ready within {timeout_s:g} s: raise --start-timeout-s or "
-                "see its log in Ray's session folder"
-            )
-    details = cluster.wait(info, timeout_s=CALL_TIMEOUT_S, who=f"worker {name}")
-    cluster.wait(registry.register.remote(details, handle), timeout_s=timeout_s, who="the registry")
-
-
-def release(registry: Any, workers: dict[str, Any]) -> None:
-    """Take workers out of their registry and end them; a cluster that is gone is no error."""
-    for name, handle in workers.items():
-        with contextlib.suppress(AsyncGrpoError, RayError):
-            cluster.wait(
-                registry.deregister.remote(name), timeout_s=POLL_INTERVAL_S * 5, who="the registry"
-            )
-        with contextlib.suppress(RayError):
-            ray.kill(handle)
+def resources(config: WorkerConfig) -> dict[str, float]:
+    """What one worker takes of this node: a CPU, and devices where Ray has been told of some."""
+    on_gpu = cluster.resources_here().get("GPU", 0.0) > 0
+    num_gpus = config.tensor_parallel_size if config.mode == "generation" else 1
+    return {"CPU": 1.0, "GPU": float(num_gpus) if on_gpu else 0.0}
 
 
 def _shared_actor(actor_class: type[Any], name: str) -> Any:
@@ -108,15 +79,9 @@ def _start_generation_worker(config: WorkerConfig, name: str) -> Any:
         kv_cache_gib=config.kv_cache_gib,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    on_gpu = _has_gpu()
-    options = ray.remote(GenerationWorker).options(
-        num_cpus=1,
-        num_gpus=config.tensor_parallel_size if on_gpu else 0,
-        max_concurrency=1000,
-        scheduling_strategy=cluster.on_this_node(),
-        runtime_env={"env_vars": worker_environment(on_cpu=not on_gpu)},
-    )
-    return options.remote(
+    on_cpu = not resources(config)["GPU"]
+    environment = {"env_vars": worker_environment(on_cpu=on_cpu)}
+    return _worker_actor(GenerationWorker, config, runtime_env=environment).remote(
         engine,
         worker_id=name,
         overhead_seqs=config.overhead_seqs,
@@ -127,13 +92,7 @@ def _start_generation_worker(config: WorkerConfig, name: str) -> Any:
 def _start_logprob_worker(config: WorkerConfig, name: str) -> Any:
     from async_grpo.reference.worker import LogprobWorker
 
-    options = ray.remote(LogprobWorker).options(
-        num_cpus=1,
-        num_gpus=1 if _has_gpu() else 0,
-        max_concurrency=1000,
-        scheduling_strategy=cluster.on_this_node(),
-    )
-    return options.remote(
+    return _worker_actor(LogprobWorker, config).remote(
         os.path.abspath(config.model_path),
         worker_id=name,
         max_tokens=config.max_tokens_per_gpu,
@@ -142,5 +101,12 @@ def _start_logprob_worker(config: WorkerConfig, name: str) -> Any:
     )
 
 
-def _has_gpu() -> bool:
-    return ray.cluster_resources().get("GPU", 0) > 0
+def _worker_actor(actor_class: type[Any], config: WorkerConfig, **options: Any) -> Any:
+    taken = resources(config)
+    return ray.remote(actor_class).options(
+        num_cpus=taken["CPU"],
+        num_gpus=taken["GPU"],
+        max_concurrency=1000,
+        scheduling_strategy=cluster.on_this_node(),
+        **options,
+    )

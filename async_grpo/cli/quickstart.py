@@ -140,9 +140,12 @@ def _cluster(plan: Plan) -> Iterator[dict[str, str]]:
             environment=environment,
             stop_signal=signal.SIGTERM,
         )
-        with head:
-            head.wait_for("Ray runtime started", timeout_s=READY_TIMEOUT_S)
-            yield environment
+        try:
+            with head:
+                head.wait_for("Ray runtime started", timeout_s=READY_TIMEOUT_S)
+                yield environment
+        finally:
+            _keep_logs(Path(session), plan.logs / "ray")
 
 
 WORKERS = {
@@ -161,6 +164,12 @@ def _worker(plan: Plan, mode: str, environment: dict[str, str]) -> Process:
         log=plan.logs / f"{mode}.log",
         environment=environment,
     )
+
+
+def _keep_logs(session: Path, target: Path) -> None:
+    """Ray's folder is deleted with the run; what its workers said may be needed."""
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
 
 
 def _trainer(plan: Plan, environment: dict[str, str]) -> Process:

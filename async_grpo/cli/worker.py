@@ -7,20 +7,23 @@ generation, the verifier pool. Those outlive it as long as somebody uses them.
 from __future__ import annotations
 
 import logging
-import signal
-import threading
+import time
 import uuid
 from typing import Any
 
 import click
 
+from async_grpo import cluster
+from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.fleet import Fleet
 from async_grpo.cli.options import CONTEXT, options_of
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import AsyncGrpoError, ConfigError
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 1.0
-PING_TIMEOUT_S = 120.0
+ENDING_S = 5.0
 
 
 @click.command(context_settings=CONTEXT)
@@ -29,45 +32,52 @@ PING_TIMEOUT_S = 120.0
 def main(**options: Any) -> None:
     """Start workers on this node and serve until Ctrl-C or the end of the Ray cluster."""
     config = WorkerConfig(**options)
-    logging.basicConfig(level=config.logging_level, format="%(levelname)s %(message)s")
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: stop.set())
-    serve(config, stop)
-
-
-def serve(config: WorkerConfig, stop: threading.Event) -> None:
-    """Start the workers, register them, and watch them until `stop` is set."""
-    from async_grpo import cluster
-    from async_grpo.cli import launch
-    from async_grpo.model.loading import check_model_folder
-
-    check_model_folder(config.model_path)
-    cluster.connect(config.ray_address, namespace=config.namespace)
-    registry = launch.make_registry(config.mode)
-    if config.mode == "generation":
-        launch.make_verifier_pool(config)
-    workers = {name: launch.start_worker(config, name) for name in _worker_names(config)}
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
+    logging.getLogger("async_grpo").setLevel(config.logging_level)
+    interrupts.interrupt_once()
     try:
-        for name, handle in workers.items():
-            launch.register(registry, name, handle, timeout_s=config.start_timeout_s, stop=stop)
-            if not stop.is_set():
-                click.echo(f"worker {name} registered")
-        watch(registry, workers, stop)
-    finally:
-        launch.release(registry, workers)
+        serve(config)
+    except KeyboardInterrupt:  # how a dispatcher is meant to end
+        click.echo("stopped")
 
 
-def watch(registry: Any, workers: dict[str, Any], stop: threading.Event) -> None:
-    """Return when `stop` is set or the cluster ends; raise when a worker is lost."""
-    from async_grpo import cluster
+def serve(config: WorkerConfig) -> None:
+    """Serve until the cluster ends; raises what went wrong while it lasted."""
+    from async_grpo.model.folder import check_model_folder
 
-    while not stop.wait(WATCH_INTERVAL_S):
-        for name, handle in workers.items():
-            cluster.wait(handle.ping.remote(), timeout_s=PING_TIMEOUT_S, who=f"worker {name}")
-        # Asking keeps a registry without members alive, and finds one that was restarted empty.
-        cluster.wait(registry.members.remote(), timeout_s=PING_TIMEOUT_S, who="the registry")
+    facts = check_model_folder(config.model_path)
+    if config.mode == "generation" and config.max_model_len > facts.max_positions:
+        raise ConfigError(
+            f"--max-model-len must not exceed the {facts.max_positions} positions of the model, "
+            f"got {config.max_model_len}: lower it, or leave it out"
+        )
+    cluster.connect(config.ray_address, namespace=config.namespace)
+    places = cluster.endpoints()
+    try:
+        _serve_on_cluster(config, places)
+    except AsyncGrpoError:
+        if not _ends_soon(places):
+            raise
+    click.echo("the Ray cluster has ended, and the workers with it")
 
 
-def _worker_names(config: WorkerConfig) -> list[str]:
-    return [f"{config.mode}-{uuid.uuid4().hex[:8]}" for _ in range(config.num_workers)]
+def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
+    names = [f"{config.mode}-{uuid.uuid4().hex[:8]}" for _ in range(config.num_workers)]
+    with Fleet(config) as fleet:
+        fleet.start(names)
+        for name in names:
+            fleet.register(name)
+            click.echo(f"worker {name} registered")
+        while not cluster.has_ended(places):
+            fleet.check()
+            time.sleep(WATCH_INTERVAL_S)
+
+
+def _ends_soon(places: cluster.Places) -> bool:
+    """Whether an error came from the cluster's end: it loses its workers before its head."""
+    deadline = time.monotonic() + ENDING_S
+    while not cluster.has_ended(places):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(WATCH_INTERVAL_S)
+    return True

@@ -160,12 +160,9 @@ def _stop_token_ids(
     folder: Path, config: PreTrainedConfig, tokenizer: Any, vocab_size: int
 ) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
-    extra = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    found = sorted(
-        set(_as_ids(tokenizer.eos_token_id))
-        | set(_as_ids(config.eos_token_id))
-        | set(_as_ids(extra))
-    )
+    defaults = json.loads(generation.read_text()) if generation.is_file() else {}
+    sources = (tokenizer.eos_token_id, config.eos_token_id, defaults.get("eos_token_id"))
+    found = sorted({token_id for source in sources for token_id in _as_ids(source)})
     if not found or found[-1] >= vocab_size or found[0] < 0:
         raise ModelError(
             f"a model needs end-of-sequence ids below its vocab_size ({vocab_size}), {folder} has "

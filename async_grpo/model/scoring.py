@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from async_grpo.batching.collate import collate_pairs, split_by_sample, to_device
 from async_grpo.errors import WeightSyncError
 from async_grpo.model.attention import choose_attention
+from async_grpo.model.collate import collate_pairs, split_by_sample, to_device
 from async_grpo.model.folder import check_model_folder
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import hf_named_parameters

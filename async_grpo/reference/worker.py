@@ -28,7 +28,6 @@ from async_grpo.types import LogprobRequest, WeightsAck, WeightsSnapshot, Weight
 from async_grpo.weight_sync.buckets import unpack_bucket
 
 Scores = NDArray[np.float32]  # [L]
-FETCH_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +37,7 @@ class _Output:
     prompt: NDArray[np.int32]  # [P]
     token_ids: NDArray[np.int32]  # [L]
     temperature: float
+    version: WeightsVersion  # exactly these weights
     scores: asyncio.Future[Scores]
 
     @property
@@ -106,11 +106,7 @@ class LogprobWorker:
             WorkerError: another temperature than this worker serves, or outputs beyond its budget.
             StaleAnswerError: the weights asked for are not the ones served.
         """
-        self._check(request)
-        outputs = [
-            _Output(request.prompt_token_ids, token_ids, request.temperature, _new_future())
-            for token_ids in request.output_token_ids
-        ]
+        outputs = self._outputs(request)
         for output in outputs:
             output_id = next(self._ids)
             self._line.add(output_id, num_tokens=output.num_tokens, version=request.version)
@@ -126,12 +122,7 @@ class LogprobWorker:
             WeightSyncError: refused or incomplete; the old weights serve on.
         """
         started_at = time.monotonic()
-        data = [
-            await cluster.call(
-                bucket.data, timeout_s=FETCH_TIMEOUT_S, who="the sender of the weights"
-            )
-            for bucket in snapshot.buckets
-        ]
+        data = [await cluster.fetch_bytes(bucket) for bucket in snapshot.buckets]
         async with self._model:
             if self._version is None or snapshot.version > self._version:
                 tensors = itertools.chain.from_iterable(map(unpack_bucket, snapshot.buckets, data))
@@ -144,7 +135,7 @@ class LogprobWorker:
         """Forget waiting requests, for a caller that is gone."""
         for output_id in list(self._waiting):
             if self._line.discard(output_id):
-                self._waiting.pop(output_id).scores.cancel()
+                self._waiting.pop(output_id).fail(WorkerError("the request was aborted"))
 
     async def _serve(self) -> None:
         """Forwards until nobody waits; started by whoever finds it not running."""
@@ -153,28 +144,50 @@ class LogprobWorker:
                 outputs = [self._waiting.pop(output_id) for output_id in batch]
                 try:
                     scores = await asyncio.to_thread(self._score, outputs)
+                except StaleAnswerError as error:
+                    _fail(outputs, error)
                 except Exception as error:  # the boundary of the model: each caller hears of it
-                    for output in outputs:
-                        output.fail(WorkerError(f"{type(error).__name__}: {error}"))
-                    continue
-                for output, logprobs in zip(outputs, scores, strict=True):
-                    output.answer(logprobs)
+                    _fail(outputs, WorkerError(f"{type(error).__name__}: {error}"))
+                else:
+                    for output, logprobs in zip(outputs, scores, strict=True):
+                        output.answer(logprobs)
 
     def _score(self, outputs: Sequence[_Output]) -> list[Scores]:
+        """One forward; the versions are compared here, for weights may change while one waits."""
+        version, temperature = outputs[0].version, outputs[0].temperature
+        if version != self._version:
+            raise StaleAnswerError(
+                f"reference weights {version} were asked, {self._version} are served"
+            )
         pairs = [(output.prompt, output.token_ids) for output in outputs]
-        return self._scorer.score(pairs, temperature=outputs[0].temperature)
+        return self._scorer.score(pairs, temperature=temperature)
 
-    def _check(self, request: LogprobRequest) -> None:
+    def _outputs(self, request: LogprobRequest) -> list[_Output]:
+        """The outputs of a request that this worker can serve, or `WorkerError`."""
         if self._temperature is not None and request.temperature != self._temperature:
             raise WorkerError(
                 f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
                 f"{request.temperature}: give worker and trainer the same --temperature"
             )
-        if request.version != self._version:
-            raise StaleAnswerError(
-                f"reference weights {request.version} were asked, {self._version} are served"
+        longest = len(request.prompt_token_ids) + max(map(len, request.output_token_ids), default=0)
+        if longest > self._max_tokens:
+            raise WorkerError(
+                f"a prompt and its output must fit the {self._max_tokens} tokens of worker "
+                f"{self._worker_id}, got {longest}: start it with a larger --max-tokens-per-gpu"
             )
+        new_future = asyncio.get_running_loop().create_future
+        return [
+            _Output(
+                request.prompt_token_ids,
+                token_ids,
+                request.temperature,
+                request.version,
+                new_future(),
+            )
+            for token_ids in request.output_token_ids
+        ]
 
 
-def _new_future() -> asyncio.Future[Scores]:
-    return asyncio.get_running_loop().create_future()
+def _fail(outputs: Sequence[_Output], error: Exception) -> None:
+    for output in outputs:
+        output.fail(error)

@@ -43,6 +43,7 @@ EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
 TRANSFER_BACKEND = "staged_file"
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
 CPU_KV_CACHE_BYTES = 256 << 20
+CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
 KV_BLOCK_TOKENS = 128  # vLLM's largest block; a sequence may waste one, and vLLM keeps one
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
 STAGE_TIMEOUT_S = 120.0  # verifying one bucket, with a step of generation before it
@@ -216,6 +217,11 @@ def _engine_args(config: EngineConfig) -> AsyncEngineArgs:
 
 def _for_cpu(args: AsyncEngineArgs) -> AsyncEngineArgs:
     args.enforce_eager = True
+    # A seeded request whose prompt is cut in two winds back its generator, which a CPU generator
+    # cannot: the engine would die of it.
+    args.enable_chunked_prefill = False
+    longest_prompt = args.create_model_config().max_model_len
+    args.max_num_batched_tokens = max(longest_prompt, CPU_BATCHED_TOKENS)
     if args.tensor_parallel_size == 1:
         args.distributed_executor_backend = CPU_EXECUTOR
     if args.kv_cache_memory_bytes is None:  # vLLM would take nearly all of the memory

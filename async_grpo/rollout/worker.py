@@ -12,22 +12,19 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
-from ray.exceptions import RayError
 
-from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo import cluster
+from async_grpo.errors import WorkerError
 from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.types import (
     Completion,
     GenerationRequest,
     WeightsAck,
-    WeightsBucket,
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
@@ -36,7 +33,6 @@ from async_grpo.types import (
 __all__ = ["EngineConfig", "GenerationWorker", "worker_environment"]
 
 logger = logging.getLogger(__name__)
-FETCH_TIMEOUT_S = 300.0
 T = TypeVar("T")
 
 
@@ -120,7 +116,7 @@ class GenerationWorker:
         started_at, pause_seconds = time.monotonic(), 0.0
         async with self._loading:
             if self._version is None or snapshot.version > self._version:
-                pause_seconds = await self._alive(self._engine.load(snapshot, _fetch))
+                pause_seconds = await self._alive(self._engine.load(snapshot, cluster.fetch_bytes))
                 self._version = snapshot.version
             seconds = time.monotonic() - started_at
             logger.info("serves weights %s after %.2f s", self._version, seconds)
@@ -142,25 +138,6 @@ class GenerationWorker:
             return await call
         except EngineBrokenError as error:
             _end_process(f"worker {self._worker_id} ends: {error}")
-
-
-async def _fetch(bucket: WeightsBucket) -> NDArray[np.uint8]:
-    """The bytes of a bucket, out of Ray's object store."""
-    try:
-        return await asyncio.wait_for(_awaited(bucket.data), FETCH_TIMEOUT_S)
-    except TimeoutError:
-        raise WeightSyncError(
-            f"a bucket of {bucket.size_bytes} bytes of weights did not arrive within "
-            f"{FETCH_TIMEOUT_S:g} s: look at the network and the load of the trainer's machine"
-        ) from None
-    except RayError as error:
-        raise WeightSyncError(
-            f"a bucket of weights is lost, its sender has probably died: {type(error).__name__}"
-        ) from error
-
-
-async def _awaited(reference: Awaitable[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    return await reference
 
 
 def _end_process(reason: str) -> NoReturn:

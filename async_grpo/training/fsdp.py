@@ -53,6 +53,8 @@ def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     Collective: every rank must exhaust it. Rank 0 receives (name, CPU tensor), valid until the next
     optimizer step; the others receive nothing.
     """
+    for module in _sharded_modules(policy):
+        module.reshard()  # after a forward without backward the root is still whole, and cast
     is_receiver = not dist.is_initialized() or dist.get_rank() == 0
     for name, parameter in hf_named_parameters(policy):
         full = parameter.detach()
@@ -71,7 +73,10 @@ def _precision(mixed_precision: str, device: torch.device) -> MixedPrecisionPoli
 
 def _reduce_by_sum(policy: PolicyModel) -> None:
     """Undo FSDP's averaging, here and nowhere else; gloo needs both calls."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _sharded_modules(policy):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _sharded_modules(policy: PolicyModel) -> list[FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]

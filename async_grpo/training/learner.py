@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from async_grpo.batching.collate import collate, to_device
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import choose_attention
+from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import compute_dtype, shard

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.types import EndOfStep, PackedMinibatch
+from async_grpo.types import PackedMinibatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,6 @@ class LossSums:
     loss: Tensor  # [] differentiable, Σ w_i * loss_it
     sums: Mapping[str, Tensor]  # [] each, detached; ranks and minibatches add up
     maxima: Mapping[str, Tensor]  # [] each, detached; ranks and minibatches take the maximum
-
-
-def loss_denominator(end: EndOfStep, *, aggregation: str) -> int:
-    """D of the step: samples, or unmasked output tokens for token-mean."""
-    return end.num_tokens if aggregation == "token-mean" else end.num_samples
 
 
 def grpo_loss(

@@ -52,6 +52,13 @@ class Run:
     services: Services
     batcher: Any
 
+    def close(self) -> None:
+        """Let go of the workers, then end the batcher: until then nobody else may have them."""
+        ends = [registry.end_run.remote() for registry in self.services.registries]
+        with contextlib.suppress(RayError):
+            ray.wait(ends, num_returns=len(ends), timeout=CLOSE_TIMEOUT_S)
+            ray.kill(self.batcher)
+
 
 def open_run(config: TrainConfig, *, num_ranks: int) -> Run:
     """Check everything that can be wrong, find the workers, start the batcher; in this order."""
@@ -136,27 +143,31 @@ def find_services(config: TrainConfig, plan: BatcherPlan) -> Services:
                 f"{dispatcher} --mode logprob`",
             )
         )
-    longest = max(len(question.input_token_ids) for question in plan.questions)
-    for need in needs:
-        workers = _wait_for_workers(need, timeout_s=config.worker_timeout_s)
-        for worker in workers:
-            _check_worker(worker, config, longest_sample=longest + config.max_generation_tokens)
-    reference = cluster.find_actor(needs[-1].actor) if config.needs_reference else None
+    registries = [_wait_for_workers(need, config, plan) for need in needs]
+    verifiers = cluster.find_actor(cluster.VERIFIER_POOL)
+    if verifiers is None:
+        raise ClusterError(
+            "the verifier pool of the generation workers has gone: start their dispatchers again"
+        )
     return Services(
-        generation=cluster.find_actor(needs[0].actor),
-        verifiers=cluster.find_actor(cluster.VERIFIER_POOL),
-        reference=reference,
+        generation=registries[0],
+        verifiers=verifiers,
+        reference=registries[1] if config.needs_reference else None,
     )
 
 
-def _wait_for_workers(need: _Need, *, timeout_s: float) -> tuple[WorkerInfo, ...]:
+def _wait_for_workers(need: _Need, config: TrainConfig, plan: BatcherPlan) -> Any:
+    """The registry of a role, once it has a worker; all that it has are checked."""
+    timeout_s = config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")
     while True:
         registry = cluster.find_actor(need.actor)
         workers = _members(registry) if registry is not None else ()
-        now = time.monotonic()
+        for worker in workers:
+            _check_worker(worker, config, plan)
         if workers:
-            return workers
+            return registry
+        now = time.monotonic()
         if now - started > timeout_s:
             raise DeadlineError(
                 f"no worker registered within --worker-timeout-s {timeout_s:g}: the run needs "
@@ -169,24 +180,35 @@ def _wait_for_workers(need: _Need, *, timeout_s: float) -> tuple[WorkerInfo, ...
 
 
 def _members(registry: Any) -> tuple[WorkerInfo, ...]:
-    workers: tuple[WorkerInfo, ...] = cluster.wait(
-        registry.members.remote(), timeout_s=CALL_TIMEOUT_S, who="the registry"
-    )
+    """Who is registered; nobody, in a registry that ends at this moment for want of members."""
+    try:
+        workers: tuple[WorkerInfo, ...] = cluster.wait(
+            registry.members.remote(), timeout_s=CALL_TIMEOUT_S, who="the registry"
+        )
+    except WorkerError:
+        return ()
     return workers
 
 
-def _check_worker(worker: WorkerInfo, config: TrainConfig, *, longest_sample: int) -> None:
+def _check_worker(worker: WorkerInfo, config: TrainConfig, plan: BatcherPlan) -> None:
     if worker.temperature is not None and worker.temperature != config.temperature:
         raise ConfigError(
             f"--temperature {config.temperature} must be that of worker {worker.worker_id}, which "
             f"serves {worker.temperature}: give both the same, or leave the worker's out"
         )
+    if worker.vocab_size != plan.vocab_size:
+        raise ConfigError(
+            f"worker {worker.worker_id} must serve the model that is trained, but its vocabulary "
+            f"has {worker.vocab_size} tokens instead of {plan.vocab_size}: start it with "
+            f"--model-path {config.model_name_or_path}, not {worker.model_path}"
+        )
     flag = "--max-model-len" if worker.role == "generation" else "--max-tokens-per-gpu"
-    if longest_sample > worker.max_model_len:
+    if plan.longest_sample > worker.max_model_len:
         raise ConfigError(
             f"worker {worker.worker_id} serves at most {worker.max_model_len} tokens, the longest "
             f"prompt with --max-generation-tokens {config.max_generation_tokens} needs "
-            f"{longest_sample}: start it with a larger {flag}, or lower --max-generation-tokens"
+            f"{plan.longest_sample}: start it with a larger {flag}, or lower "
+            "--max-generation-tokens"
         )
 
 

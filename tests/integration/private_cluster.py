@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 START_TIMEOUT_S = 120
-STOP_TIMEOUT_S = 6  # gcs_server and raylet are known to ignore SIGTERM
+STOP_TIMEOUT_S = 3  # gcs_server and raylet are known to ignore SIGTERM
 # A token that lies on the machine, or another test's ray.init, must not decide how we connect.
 HERMETIC = {"RAY_AUTH_MODE": "disabled"}
 PRIVATE = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")

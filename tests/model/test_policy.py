@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import VOCAB_SIZE, make_sample, oracle_logprobs, oracle_twin, tiny_model
 
-from async_grpo.batching.collate import collate_pairs, split_by_sample
+from async_grpo.model.collate import collate_pairs, split_by_sample
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 
 

@@ -2,7 +2,7 @@
 
 One process, one unpacked forward a sample through transformers' own attention and head, full
 log-softmax, the formulas of the design written out token by token. Nothing of the package but the
-records is used.
+records decides anything here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from async_grpo.model.attention import PACKED
 from async_grpo.types import Completion, Question, Sample, Verdict, VersionSpan, WeightsVersion
 
 VOCAB_SIZE = 64
@@ -40,7 +41,7 @@ def tiny_config(*, tied: bool) -> Qwen3Config:
 def tiny_model(*, tied: bool, dtype: torch.dtype = torch.float32, seed: int = 0):
     """A random Qwen3 with weights large enough for peaked distributions."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM._from_config(tiny_config(tied=tied), attn_implementation="packed")
+    model = Qwen3ForCausalLM._from_config(tiny_config(tied=tied), attn_implementation=PACKED)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             torch.nn.init.normal_(parameter, std=0.15)

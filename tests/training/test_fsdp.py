@@ -17,8 +17,8 @@ from oracle import (
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from async_grpo.batching.collate import collate
 from async_grpo.config.train import TrainConfig
+from async_grpo.model.collate import collate
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.export import export_hf
@@ -79,8 +79,12 @@ def make_step(*, tied, **options):
     policy = PolicyModel(tiny_model(tied=tied))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shard(policy, mesh, **options)
+    return equip(policy), policy
+
+
+def equip(policy):
     optimizer = make_optimizer(policy, CONFIG)
-    step = GradientStep(
+    return GradientStep(
         policy,
         optimizer=optimizer,
         scheduler=make_scheduler(optimizer, CONFIG),
@@ -89,7 +93,6 @@ def make_step(*, tied, **options):
         chunk_size=CONFIG.loss_chunksize,
         max_grad_norm=CONFIG.max_grad_norm,
     )
-    return step, policy
 
 
 def whole(policy):
@@ -134,8 +137,10 @@ def skipped_steps(rank):
 
 
 def gathered(rank, *, source, target):
-    """What rank 0 receives of whole parameters, and an export."""
-    _, policy = make_step(tied=True)
+    """What rank 0 receives of whole parameters after an evaluation in bf16, and an export."""
+    _, policy = make_step(tied=True, mixed_precision="bf16")
+    with torch.no_grad():
+        policy(collate([], aggregation="sample-mean"), temperature=1.0, chunk_size=1)
     names = [(name, tensor.clone()) for name, tensor in iter_full_tensors(policy)]
     export_hf(policy, source_folder=source, target=target)
     return names
@@ -184,6 +189,17 @@ def assert_equals_oracle(ranks, *, tied, tolerance):
 @pytest.mark.parametrize("scenario", ["tied", "untied", "checkpointing"])
 def test_two_ranks_give_the_oracle_s_gradient_and_stay_equal(scenario, pair):
     assert_equals_oracle(pair[scenario], tied=scenario != "untied", tolerance=1e-5)
+
+
+@pytest.mark.integration
+def test_metrics_of_two_ranks_are_those_of_one_process(pair):
+    policy = PolicyModel(tiny_model(tied=True))
+    step = equip(policy)
+    samples = make_samples(policy.model)
+    step.accumulate(collate(samples, aggregation="sample-mean"))
+    expected = step.finish(len(samples)).metrics
+    assert expected["mismatch_max"] > 1
+    assert pair["tied"][0]["result"].metrics == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.integration

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import oracle_gradient, random_samples, relative_difference, tiny_model
 
-import async_grpo.model.attention  # noqa: F401  (registers the packed attention)
-from async_grpo.batching.collate import collate
+from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.loss import Objective, grpo_loss
 

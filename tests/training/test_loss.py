@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_sample
 
-from async_grpo.batching.collate import collate
 from async_grpo.config.train import TrainConfig
-from async_grpo.training.loss import Objective, grpo_loss, kl_penalty, loss_denominator, sft_loss
-from async_grpo.types import EndOfStep
+from async_grpo.model.collate import collate
+from async_grpo.training.loss import Objective, grpo_loss, kl_penalty, sft_loss
 
 PLAIN = Objective("behaviour", clip_low=0.2, clip_high=0.3, kl_coefficient=0.0, kl_estimator="k3")
 
@@ -112,12 +111,6 @@ def test_supervised_loss_is_the_weighted_negative_log_likelihood():
     result = sft_loss(*scored([-1.5, -2.0]), packed)
     assert result.loss.item() == result.sums["loss_sum"].item() == 3.5
     assert result.maxima == {}
-
-
-def test_denominator_follows_the_aggregation():
-    end = EndOfStep(0, 0, True, num_samples=8, num_tokens=100)
-    names = ("sample-mean", "token-mean", "constant")
-    assert [loss_denominator(end, aggregation=name) for name in names] == [8, 100, 8]
 
 
 def test_objective_comes_from_the_options():

@@ -7,9 +7,8 @@ import pytest
 import torch
 from oracle import oracle_gradient, random_samples, tiny_model
 
-import async_grpo.model.attention  # noqa: F401  (registers the packed attention)
-from async_grpo.batching.collate import collate
 from async_grpo.config.train import TrainConfig
+from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.step import (
     NO_SAMPLES,

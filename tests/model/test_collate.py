@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_sample
 
-from async_grpo.batching.collate import collate, collate_pairs, split_by_sample, to_device
+from async_grpo.model.collate import collate, collate_pairs, split_by_sample, to_device
 
 IDS = st.lists(st.integers(0, 63), min_size=1, max_size=8)
 SAMPLES = st.lists(

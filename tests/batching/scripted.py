@@ -1,0 +1,102 @@
+"""Stand-ins for the cluster's services, in an event loop whose clock jumps to what happens next."""
+
+import asyncio
+import selectors
+from types import SimpleNamespace
+
+import numpy as np
+
+from async_grpo.types import Completion, Lease, Question, Sample, Verdict, VersionSpan
+
+LIMIT_S = 3600.0  # of jumping time: a test that takes longer hangs
+
+
+class _Jump(selectors.DefaultSelector):
+    """Instead of waiting for the next timer, the time is moved to it."""
+
+    now_s = 0.0
+
+    def select(self, timeout=None):
+        if timeout is None:
+            raise RuntimeError("everybody waits and nothing is scheduled")
+        self.now_s += max(timeout, 0)
+        return super().select(0)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def __init__(self):
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self):
+        return self._jump.now_s
+
+
+def run(scenario, *, limit_s=LIMIT_S):
+    """What the coroutine returns; sleeping costs no time."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return runner.run(asyncio.wait_for(scenario, limit_s))
+
+
+class Handle:
+    """An actor handle: `handle.method.remote(...)` is the coroutine of the object's method."""
+
+    def __init__(self, actor):
+        self._actor = actor
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(self._actor, name))
+
+
+class Registry:
+    """Grants leases on its workers in turn; a test may revoke some."""
+
+    def __init__(self, *workers):
+        self.workers = workers
+        self.asked = []  # (cost, version) of every lease
+        self.open = set()
+        self.revoked = set()
+
+    async def acquire(self, cost, version, timeout_s):
+        lease_id = len(self.asked)
+        self.asked.append((cost, version))
+        self.open.add(lease_id)
+        number = lease_id % len(self.workers)
+        return Lease(lease_id, f"w{number}", Handle(self.workers[number]), cost, version)
+
+    async def release(self, lease_id):
+        self.open.remove(lease_id)
+        return lease_id not in self.revoked
+
+    async def members(self):
+        return self.workers
+
+
+def make_question(num_tokens=3):
+    return Question(np.arange(num_tokens, dtype=np.int32), "2+2=", "4", {})
+
+
+def make_completion(version, *, num_tokens=4, num_masked=0, finish_reason="stop", spans=None):
+    return Completion(
+        token_ids=np.arange(num_tokens, dtype=np.int32),
+        logprobs=np.full(num_tokens, -0.5, dtype=np.float32),
+        weights_versions=spans or (VersionSpan(version, 0, num_tokens),),
+        loss_mask=np.arange(num_tokens) >= num_masked,
+        finish_reason=finish_reason,
+        text="four",
+    )
+
+
+def make_verdict(reward, *, status="scored", format_reward=None, reason=""):
+    return Verdict(status, reward, format_reward, "scripted", reason, 0.1)
+
+
+def make_sample(version, *, ordinal=0, index=0, reward=1.0, advantage=0.5, verdict=None, **kwargs):
+    return Sample(
+        ordinal,
+        index,
+        make_question(),
+        make_completion(version, **kwargs),
+        verdict or make_verdict(reward),
+        advantage,
+    )

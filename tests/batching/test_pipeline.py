@@ -1,0 +1,262 @@
+import asyncio
+
+import numpy as np
+import pytest
+from ray.exceptions import RayTaskError
+from scripted import Handle, Registry, make_completion, make_question, make_verdict, run
+
+from async_grpo.batching.pipeline import TRIES_AFTER_S, Services, SlotFailed, SlotPipeline
+from async_grpo.errors import DeadlineError, StaleAnswerError, WorkerError
+from async_grpo.types import GenerationRequest, SamplingContract, VersionSpan, WeightsVersion
+
+OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
+REFERENCE = WeightsVersion(7, 0)
+QUESTION = make_question(num_tokens=3)
+REQUEST = GenerationRequest(
+    5, 0, QUESTION.input_token_ids, num_samples=2, sampling=SamplingContract(0.7, (1,), 8)
+)
+TIMEOUT_S = 100.0
+
+
+class Worker:
+    """Answers one request after the other with what the script says: a value or an error."""
+
+    def __init__(self, *answers, seconds=1.0):
+        self.answers, self.requests, self.seconds = list(answers), [], seconds
+
+    async def generate(self, request):
+        self.requests.append(request)
+        await asyncio.sleep(self.seconds)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    verify = logprobs = generate
+
+
+def group(version=OLDEST, num_samples=2):
+    return tuple(make_completion(version, num_tokens=4 + i) for i in range(num_samples))
+
+
+SCORED = (make_verdict(1.0), make_verdict(0.0))
+SCORES = (np.full(4, -1.0, np.float32), np.full(5, -2.0, np.float32))
+
+
+class Stage:
+    """A pipeline between scripted services, and what came of one slot."""
+
+    def __init__(self, generation=None, verdicts=None, reference=None, workers=None):
+        workers = workers or [Worker(group()) if generation is None else generation]
+        self.generation = Registry(*workers)
+        self.verifiers = verdicts or Worker(SCORED)
+        self.reference = Registry(reference) if reference else None
+        services = Services(
+            generation=Handle(self.generation),
+            verifiers=Handle(self.verifiers),
+            reference=Handle(self.reference) if reference else None,
+        )
+        self.pipeline = SlotPipeline(services, advantage="dr", timeout_s=TIMEOUT_S)
+
+    def run(self):
+        """The group; afterwards no sample may be left in a stage and no lease may be open."""
+        try:
+            return run(self.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE))
+        finally:
+            assert set(self.pipeline.stages.values()) <= {0}
+            assert not self.generation.open
+            assert not self.reference or not self.reference.open
+
+    def failure(self):
+        with pytest.raises(SlotFailed) as caught:
+            self.run()
+        return caught.value.stage, str(caught.value)
+
+
+def test_a_group_has_everything_that_the_loss_needs():
+    stage = Stage(reference=Worker(SCORES))
+    finished = stage.run()
+    assert (finished.ordinal, finished.attempt) == (5, 0)
+    assert [sample.index for sample in finished.samples] == [0, 1]
+    assert [sample.advantage for sample in finished.samples] == [0.5, -0.5]
+    assert [sample.verdict.reward for sample in finished.samples] == [1.0, 0.0]
+    assert all(sample.question is QUESTION for sample in finished.samples)
+    assert all(
+        np.array_equal(sample.reference_logprobs, scores)
+        for sample, scores in zip(finished.samples, SCORES, strict=True)
+    )
+
+
+def test_leases_ask_for_the_right_load_and_weights():
+    worker = Worker(SCORES)
+    stage = Stage(reference=worker)
+    stage.run()
+    assert stage.generation.asked == [(2, OLDEST)]
+    assert stage.reference.asked == [(3 + 4 + 3 + 5, REFERENCE)]
+    (request,) = worker.requests
+    assert (request.version, request.temperature) == (REFERENCE, 0.7)
+    assert [len(ids) for ids in request.output_token_ids] == [4, 5]
+
+
+def test_without_reference_workers_nothing_is_scored():
+    assert [sample.reference_logprobs for sample in Stage().run().samples] == [None, None]
+
+
+def test_the_samples_of_a_slot_are_counted_in_the_stage_they_are_in():
+    stage = Stage(reference=Worker(SCORES))
+    seen = []
+
+    async def look():
+        for second in range(3):
+            await asyncio.sleep(0.5 + (second > 0) * 0.5)
+            seen.append(+stage.pipeline.stages)
+
+    async def scenario():
+        slot = stage.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE)
+        await asyncio.gather(slot, look())
+
+    run(scenario())
+    assert seen == [{"generating": 2}, {"verifying": 2}, {"in_reference": 2}]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        WorkerError("the engine died"),
+        StaleAnswerError("wrong weights"),
+        group(num_samples=1),
+        group(WeightsVersion(7, 2)),
+        group(WeightsVersion(6, 9)),
+        group(WeightsVersion(8, 3)),
+    ],
+)
+def test_a_bad_answer_is_tried_again_on_another_lease(answer):
+    bad, good = Worker(answer), Worker(group(NEWER))
+    stage = Stage(workers=[bad, good])
+    assert len(stage.run().samples) == 2
+    assert (len(bad.requests), len(good.requests)) == (1, 1)
+    assert stage.pipeline.problem == ""
+
+
+def test_a_completion_whose_first_tokens_are_stale_is_refused():
+    spans = (VersionSpan(WeightsVersion(7, 2), 0, 1), VersionSpan(OLDEST, 1, 4))
+    stale = (make_completion(OLDEST), make_completion(OLDEST, spans=spans))
+    stage, message = Stage(Worker(stale)).failure()
+    assert stage == "generation"
+    assert "7.2 came back, 7.3 or later were asked" in message
+
+
+def test_the_answer_of_a_revoked_lease_is_refused():
+    zombie, good = Worker(group()), Worker(group(NEWER))
+    stage = Stage(workers=[zombie, good])
+    stage.generation.revoked.add(0)
+    finished = stage.run()
+    assert finished.samples[0].completion.weights_versions[0].version == NEWER
+    assert len(stage.generation.asked) == 2
+
+
+def test_the_last_reason_is_told_when_every_try_failed():
+    workers = [Worker(WorkerError("out of memory")), Worker(group()), Worker(group())]
+    stage = Stage(workers=workers)
+    stage.generation.revoked |= {1, 2}
+    assert stage.failure() == (
+        "generation",
+        "generation failed 3 times, the last time: the lease on worker w2 was revoked",
+    )
+    assert "revoked" in stage.pipeline.problem
+
+
+def test_the_last_try_waits_until_a_dead_worker_has_been_missed():
+    stage, clock = Stage(Worker(WorkerError("died"), seconds=0.0)), []
+
+    async def scenario():
+        with pytest.raises(SlotFailed):
+            await stage.pipeline.generate(REQUEST, oldest=OLDEST)
+        clock.append(asyncio.get_running_loop().time())
+
+    run(scenario())
+    assert clock[0] == pytest.approx(sum(TRIES_AFTER_S))
+    assert TRIES_AFTER_S[-1] > 5.0  # the registry's interval between pings
+
+
+def test_a_worker_that_hangs_is_given_up_at_the_deadline():
+    stage = Stage(workers=[Worker(group(), seconds=TIMEOUT_S * 10), Worker(group(NEWER))])
+    assert len(stage.run().samples) == 2
+
+
+def test_a_verifier_that_failed_loses_the_whole_group():
+    broken = make_verdict(0.0, status="error", reason="killed after 10 s")
+    stage = Stage(verdicts=Worker((make_verdict(1.0), broken)))
+    assert stage.failure() == ("verification", "scripted: killed after 10 s")
+
+
+def test_a_pool_that_is_gone_loses_the_group():
+    stage = Stage(verdicts=Worker(WorkerError("the verifier pool died")))
+    assert stage.failure() == ("verification", "the verifier pool died")
+
+
+def test_an_unscorable_answer_is_a_reward_of_0():
+    unscorable = make_verdict(0.0, status="unscorable", reason="no \\boxed{}")
+    finished = Stage(verdicts=Worker((make_verdict(1.0), unscorable))).run()
+    assert [sample.advantage for sample in finished.samples] == [0.5, -0.5]
+
+
+def test_a_reference_that_fails_every_time_loses_the_group():
+    stage = Stage(reference=Worker(StaleAnswerError("reference weights 7.0 were asked")))
+    name, message = stage.failure()
+    assert (name, "reference weights 7.0 were asked" in message) == ("reference", True)
+
+
+def test_an_answer_with_too_few_scores_is_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        Stage(reference=Worker(SCORES[:1])).run()
+
+
+class Line(Registry):
+    """One worker for a long line: a lease is granted when another is released."""
+
+    async def acquire(self, cost, version, timeout_s):
+        if self.open:
+            try:
+                await asyncio.wait_for(self.released.wait(), timeout_s)
+            except TimeoutError:
+                # As Ray delivers an error of another process: of its type and of Ray's own.
+                cause = DeadlineError("nobody was free")
+                raise RayTaskError("acquire", "", cause).as_instanceof_cause() from None
+        self.released = asyncio.Event()
+        return await super().acquire(cost, version, timeout_s)
+
+    async def release(self, lease_id):
+        valid = await super().release(lease_id)
+        self.released.set()
+        return valid
+
+
+def test_a_line_longer_than_the_deadline_is_no_failure_as_long_as_it_moves():
+    stage = Stage()
+    stage.generation.__class__ = Line
+    stage.generation.workers = (Worker(group(), seconds=0.6 * TIMEOUT_S),)
+
+    async def scenario():
+        slots = (stage.pipeline.generate(REQUEST, oldest=OLDEST) for _ in range(6))
+        return await asyncio.gather(*slots)
+
+    assert len(run(scenario())) == 6
+
+
+@pytest.mark.xfail(
+    strict=True, reason="cluster.call takes Ray's TimeoutError for its own: RayTaskError goes first"
+)
+def test_a_line_that_stands_still_ends_with_the_registrys_reason():
+    stage = Stage()
+    stage.generation.__class__ = Line
+    stage.generation.open.add(99)
+    stage.generation.released = asyncio.Event()
+    with pytest.raises(DeadlineError, match="nobody was free"):
+        run(stage.pipeline.generate(REQUEST, oldest=OLDEST))
+
+
+def test_workers_are_counted_by_role():
+    stage = Stage(workers=[Worker(group())] * 3, reference=Worker(SCORES))
+    assert run(stage.pipeline.count_workers()) == {"generation": 3, "logprob": 1}
+    assert run(Stage().pipeline.count_workers()) == {"generation": 1}
