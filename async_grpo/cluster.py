@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -70,6 +71,8 @@ def connect(address: str, *, namespace: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         text = " ".join(str(error).split())[:300]
         raise ClusterError(f"cannot connect to the Ray cluster at {found}: {text}") from error
+    # Ray prints its own long account of every worker that dies; our one sentence stands for it.
+    ray._private.worker._worker_logs_enabled = False
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place of the command's
 
@@ -221,10 +224,10 @@ async def call(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
 
     try:
         return await asyncio.wait_for(_as_coroutine(reference), timeout_s)
+    except RayError as error:  # first: the other side's timeout is a TimeoutError too
+        raise _translated(error, who) from None
     except TimeoutError:
         raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
-    except RayError as error:
-        raise _translated(error, who) from None
 
 
 async def fetch_bytes(
@@ -262,7 +265,8 @@ def _translated(error: Any, who: str) -> Exception:
     from ray.exceptions import RayActorError, RayTaskError
 
     if isinstance(error, RayActorError):
-        return WorkerError(f"{who} died: {_last_line(error)}")
+        reason = _last_line(error).partition(" Some common causes")[0]  # for an essay on memory
+        return WorkerError(f"{who} died: {reason}")
     if not isinstance(error, RayTaskError):
         return ClusterError(f"{who} cannot be reached: {_last_line(error)}")
     cause = error.cause
@@ -272,5 +276,7 @@ def _translated(error: Any, who: str) -> Exception:
 
 
 def _last_line(error: Exception) -> str:
+    """What a remote traceback ends with; an error of this package speaks for itself."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    last = lines[-1] if lines else type(error).__name__
+    return re.sub(r"^async_grpo\.errors\.\w+: ", "", last)

@@ -18,7 +18,7 @@ LIMITS = CountDownRange(min_numbers=3, max_numbers=3, max_number=9, operators="+
 NUM_TASKS = 2000
 NUM_HELD_OUT = 100
 QUICKSTART_SEED = 0  # its held-out questions are in no demonstration
-CHANCES_OF_WRONG_LINES = (0.5, 0.3, 0.2)  # of 0, 1 and 2 wrong attempts before the last one
+CHANCES_OF_WRONG_LINES = (0.7, 0.2, 0.1)  # of 0, 1 and 2 wrong attempts before the last one
 
 
 def split_tasks() -> tuple[list[CountDownTask], list[CountDownTask]]:

@@ -117,6 +117,7 @@ class ExperienceBatcher:
             training=self._num_training,
             done=counts.admitted_samples - counts.in_flight_samples,
             output_tokens=counts.output_tokens,
+            answers=self._pipeline.answers,
             reward_sum=progress[0],
             reward_count=int(progress[1]),
             workers=await self._pipeline.count_workers(),

@@ -66,6 +66,7 @@ class SlotPipeline:
         self._timeout_s = timeout_s
         self._num_answers = 0
         self.stages: Counter[str] = Counter()
+        self.answers = 0  # of workers and verifiers, good or bad
         self.problem = ""  # why work is being tried again; empty when all is well
 
     async def run(
@@ -229,6 +230,7 @@ class SlotPipeline:
             yield
         finally:
             self.stages[stage] -= num_samples
+            self.answers += 1
 
 
 def _check_answer(

@@ -1,9 +1,12 @@
-"""Finished samples as lines of JSON, for people who want to read what the model writes."""
+"""Finished samples as lines of JSON: what the model writes, and all that its gradient came from."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from async_grpo.types import Sample
 
@@ -43,6 +46,16 @@ def _line(sample: Sample, batch: int, fate: str) -> dict[str, object]:
         "adapter": verdict.adapter,
         "reason": verdict.reason,
         "finish_reason": completion.finish_reason,
-        "output_tokens": len(completion.token_ids),
-        "weights_versions": [str(span.version) for span in completion.weights_versions],
+        "weights_versions": [
+            [str(span.version), span.start, span.stop] for span in completion.weights_versions
+        ],
+        "input_token_ids": sample.question.input_token_ids.tolist(),
+        "output_token_ids": completion.token_ids.tolist(),
+        "loss_mask": completion.loss_mask.tolist(),
+        "behaviour_logprobs": _numbers(completion.logprobs),
+        "reference_logprobs": _numbers(sample.reference_logprobs),
     }
+
+
+def _numbers(values: NDArray[np.float32] | None) -> list[float] | None:
+    return None if values is None else values.tolist()

@@ -22,7 +22,7 @@ from async_grpo.errors import AsyncGrpoError, ClusterError, WorkerError
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 120.0
 RELEASE_TIMEOUT_S = 5.0
-ROOM_TIMEOUT_S = 10.0  # in which workers that have just ended give back what they held
+ROOM_TIMEOUT_S = 5.0  # in which workers that have just ended give back what they held
 POLL_INTERVAL_S = 1.0
 
 
@@ -35,12 +35,14 @@ class Fleet:
         self._workers: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
+        """Make what is missing, after everything that can be wrong has been looked at."""
         from async_grpo.cli import launch
 
-        self._registry = launch.make_registry(self._config.mode)
-        self._shared["the registry"] = self._registry
+        self._check_room(launch.resources(self._config), num_workers=self._config.num_workers)
         if self._config.mode == "generation":
             self._shared["the verifier pool"] = launch.make_verifier_pool(self._config)
+        self._registry = launch.make_registry(self._config.mode)
+        self._shared["the registry"] = self._registry
         return self
 
     def __exit__(
@@ -64,7 +66,6 @@ class Fleet:
         """Start one worker a name; they load side by side."""
         from async_grpo.cli import launch
 
-        self._check_room(launch.resources(self._config), num_workers=len(names))
         logger.info("loading %s in %d %s worker(s)", self._config.model_path, len(names),
                     self._config.mode)  # fmt: skip
         for name in names:

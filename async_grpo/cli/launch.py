@@ -19,7 +19,9 @@ def make_registry(role: str) -> Any:
     """The registry of a role, made by whoever asks first."""
     from async_grpo.routing.registry import WorkerRegistry
 
-    return _shared_actor(WorkerRegistry, cluster.registry_name(role)).remote(role)
+    registry = _shared_actor(WorkerRegistry, cluster.registry_name(role)).remote(role)
+    registry.touch.remote()  # from now on it ends itself when nobody comes
+    return registry
 
 
 def make_verifier_pool(config: WorkerConfig) -> Any:

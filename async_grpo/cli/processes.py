@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from async_grpo.errors import DeadlineError, WorkerError
@@ -55,12 +54,7 @@ class Process:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ask politely, wait, then end the whole group."""
         if self._child.poll() is None:
             self._signal(self._stop_signal)

@@ -65,7 +65,7 @@ class Plan:
 
 @click.command(context_settings=CONTEXT)
 @click.option("--output-dir", default="runs/quickstart", help="folder of the run; replaced")
-@click.option("--num-batches", default=60, help="batches to train")
+@click.option("--num-batches", default=90, help="batches to train")
 @click.option("--seed", default=0, help="seed of the questions and of their order")
 @click.option("--num-ranks", default=2, help="trainer ranks")
 @click.option("--max-staleness", default=0, help="batches that generation may run ahead")

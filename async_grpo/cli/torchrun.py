@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from async_grpo.cli.interrupts import leave
 from async_grpo.errors import AsyncGrpoError
 
 OTHERS_WAIT_S = 3.0  # within which torchrun ends the other ranks of its machine
@@ -33,11 +34,12 @@ def one_voice() -> Iterator[None]:
     try:
         yield
     except (AsyncGrpoError, click.UsageError) as error:
+        if not is_main_rank():
+            time.sleep(OTHERS_WAIT_S)  # if rank 0 has failed too, this one does not live to tell
         sentence = error.format_message() if isinstance(error, click.UsageError) else str(error)
         _leave_cause(f"error: {sentence}")
         if is_main_rank():
             raise
-        time.sleep(OTHERS_WAIT_S)
         sys.exit(1)
 
 
@@ -54,13 +56,11 @@ def ends_at_once() -> Iterator[None]:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         if not is_main_rank():
-            time.sleep(OTHERS_WAIT_S)  # most likely an echo of rank 0's end
+            time.sleep(OTHERS_WAIT_S)
         _leave_cause(f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(code)
 
 
 class RankCommand(click.Command):

@@ -42,7 +42,7 @@ def main(**options: Any) -> None:
 
 
 def serve(config: WorkerConfig) -> None:
-    """Serve until the cluster ends; raises what went wrong while it lasted."""
+    """Serve until the cluster ends, and this process with it; raises what went wrong before."""
     from async_grpo.model.folder import check_model_folder
 
     facts = check_model_folder(config.model_path)
@@ -59,6 +59,7 @@ def serve(config: WorkerConfig) -> None:
         if not _ends_soon(places):
             raise
     click.echo("the Ray cluster has ended, and the workers with it")
+    interrupts.leave(0)  # Ray would look for its head for 15 s
 
 
 def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:

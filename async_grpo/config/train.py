@@ -170,6 +170,14 @@ class TrainConfig:
             self.max_tokens_per_gpu,
             "raise it or lower --max-generation-tokens",
         )
+        moves = self.num_batches_per_ref_model_update < self.num_training_batches
+        require(
+            not (self.needs_reference and self.max_staleness and moves),
+            "num_batches_per_ref_model_update",
+            "must not be reached within the run when --max-staleness and --kl-coefficient are set",
+            self.num_batches_per_ref_model_update,
+            "batches in flight still need the older reference: drop one of the three",
+        )
         require(
             not (self.deterministic and self.max_staleness),
             "max_staleness",

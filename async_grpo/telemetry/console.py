@@ -7,7 +7,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Self, TextIO
 
 import rich.console
@@ -69,12 +68,7 @@ class Console:
             self._open.enter_context(_log_handlers_moved(stderr, to=sys.stderr))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def status(self, status: PipelineStatus) -> None:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from async_grpo.errors import ConfigError
@@ -68,12 +67,7 @@ class JsonlWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _cut_half_line(self) -> None:

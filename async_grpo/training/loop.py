@@ -36,6 +36,8 @@ def train_grpo(config: TrainConfig, ranks: Ranks) -> None:
     batcher = run.batcher if run else _find_batcher(config)
     learner = Learner.build(config, ranks)
     with ExitStack() as stack:
+        if run:
+            stack.callback(run.close)
         report = stack.enter_context(Report(config)) if run else None
         if report:
             stack.enter_context(watch_pipeline(batcher, report.console))
@@ -46,7 +48,9 @@ def train_grpo(config: TrainConfig, ranks: Ranks) -> None:
         _evaluate(run, report, sync)
 
         def after_batch(end: EndOfStep) -> None:
-            sync.publish(end.batch + 1)
+            seconds = sync.publish(end.batch + 1)
+            if report:
+                report.publishing(seconds)
             exports.export_if_due()
             is_last = end.batch + 1 == config.num_training_batches
             if is_last or _is_due(end.batch + 1, config.eval_every_batches):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,8 +51,7 @@ class Ranks:
     def on_main(self, prepare: Callable[[], T]) -> T | None:
         """What `prepare` returns on rank 0, where alone it runs; None on the other ranks.
 
-        When it raises an error for the user, rank 0 raises it and the others end silently, so that
-        one sentence reaches the screen once.
+        An error for the user that it raises is raised on every rank.
         """
         result: T | None = None
         error: AsyncGrpoError | None = None
@@ -62,12 +60,12 @@ class Ranks:
                 result = prepare()
             except AsyncGrpoError as raised:
                 error = raised
-        failed = [error is not None]
-        dist.broadcast_object_list(failed, src=0)
+        message = [str(error) if error else None]
+        dist.broadcast_object_list(message, src=0)
         if error is not None:
             raise error
-        if failed[0]:
-            sys.exit(1)
+        if message[0] is not None:
+            raise AsyncGrpoError(message[0])
         return result
 
     def stop(self) -> None:

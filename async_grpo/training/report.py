@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from async_grpo.batching.records import EvaluationResult
@@ -59,12 +58,7 @@ class Report:
         self._open.callback(self._evaluations.close)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
     def publishing(self, seconds: float) -> None:

@@ -38,15 +38,7 @@ class RankStream(Iterator[StreamItem]):
         if not ray.wait([reference], timeout=0)[0]:
             # Only now is this rank idle: the batcher may send a round that is not full.
             self._batcher.hungry.remote(self._rank, index)
-        try:
-            item: StreamItem = cluster.wait(
-                reference, timeout_s=self._stall_timeout_s, who="the experience batcher"
-            )
-        except DeadlineError:
-            raise DeadlineError(
-                f"no minibatch came within --stall-timeout-s {self._stall_timeout_s:g}: "
-                f"{self._describe_stall()}"
-            ) from None
+        item = self._wait_while_it_moves(reference)
         self._index = index + 1
         self._next = self._batcher.next_item.remote(self._rank, self._index)
         self._seconds_waiting += time.monotonic() - started
@@ -57,17 +49,36 @@ class RankStream(Iterator[StreamItem]):
         seconds, self._seconds_waiting = self._seconds_waiting, 0.0
         return seconds
 
-    def _describe_stall(self) -> str:
-        try:
-            status: PipelineStatus = cluster.wait(
-                self._batcher.status.remote(),
-                timeout_s=STATUS_TIMEOUT_S,
-                who="the experience batcher",
-            )
-        except DeadlineError as error:
-            return str(error)
-        return status.problem or (
-            f"{status.generating} samples generating, {status.verifying} verifying, "
-            f"{status.in_reference} in reference, {status.ready} ready; workers: "
-            f"{dict(status.workers)}"
+    def _wait_while_it_moves(self, reference: Any) -> StreamItem:
+        """The item; `DeadlineError` when the pipeline has not moved for the stall timeout."""
+        before: PipelineStatus | None = None
+        while True:
+            try:
+                item: StreamItem = cluster.wait(
+                    reference, timeout_s=self._stall_timeout_s, who="the experience batcher"
+                )
+                return item
+            except DeadlineError:
+                now = self._status()
+            if before is not None and now.answers == before.answers:
+                raise DeadlineError(
+                    f"nothing has moved for --stall-timeout-s {self._stall_timeout_s:g}: "
+                    f"{_describe(now)}"
+                )
+            before = now
+
+    def _status(self) -> PipelineStatus:
+        status: PipelineStatus = cluster.wait(
+            self._batcher.status.remote(),
+            timeout_s=STATUS_TIMEOUT_S,
+            who="the experience batcher",
         )
+        return status
+
+
+def _describe(status: PipelineStatus) -> str:
+    return status.problem or (
+        f"{status.generating} samples generating, {status.verifying} verifying, "
+        f"{status.in_reference} in reference, {status.ready} ready; workers: "
+        f"{dict(status.workers)}"
+    )

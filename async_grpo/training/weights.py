@@ -9,6 +9,7 @@ unblocked by: the acknowledgement of the workers, each with a deadline
 from __future__ import annotations
 
 import logging
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -38,11 +39,17 @@ class WeightSync:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="announce-weights")
         self._announced: Future[None] | None = None
 
-    def publish(self, num_batches: int) -> None:
+    def publish(self, num_batches: int) -> float:
         """Collective: gather the weights after `num_batches` batches; rank 0 then announces them.
 
-        Returns when the gathering is done. Raises what went wrong with the previous announcement.
+        Returns when the gathering is done, the seconds that this rank stood still for it. Raises
+        what went wrong with the previous announcement.
         """
+        started = time.monotonic()
+        self._gather(num_batches)
+        return time.monotonic() - started
+
+    def _gather(self, num_batches: int) -> None:
         tensors = iter_full_tensors(self._learner.policy)
         if self._run is None:
             take_part(tensors)
@@ -58,8 +65,8 @@ class WeightSync:
             self._announced.result()
 
     def close(self) -> None:
-        """Let a running announcement end; its deadline bounds this."""
-        self._thread.shutdown(wait=True)
+        """No more announcements; one that still runs is left to its deadline, or to `wait`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _announce(self, run: Run, snapshot: WeightsSnapshot) -> None:
         try:

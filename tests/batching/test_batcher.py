@@ -68,7 +68,7 @@ def scripts(draw):
         flaky=draw(ordinals),
         even=draw(ordinals),
         slowest_s=draw(st.sampled_from([0.0, 1.0, 30.0])),
-        lose_leases=draw(st.booleans()),
+        loses_a_lease=draw(st.booleans()),
     )
 
 
@@ -166,6 +166,15 @@ def test_a_group_without_variance_is_sent_only_when_it_has_a_gradient(kl_coeffic
     ]
     assert all(sample.advantage == 0.0 for sample in samples)
     assert all(sample.reference_logprobs is not None for sample in samples)
+
+
+@pytest.mark.parametrize(("period", "expected"), [(1_000_000, [0, 0, 0, 0]), (2, [0, 0, 2, 2])])
+def test_the_reference_follows_the_policy_every_so_many_batches(period, expected):
+    config = make_config(
+        kl_coefficient=0.1, num_training_batches=4, num_batches_per_ref_model_update=period
+    )
+    _, _, running = run(train(Script(config=config)))
+    assert running.cluster.references == [version for version in expected for _ in range(4)]
 
 
 def test_a_step_in_which_every_group_failed_has_a_denominator_of_0():

@@ -216,13 +216,14 @@ class Line(Registry):
     """One worker for a long line: a lease is granted when another is released."""
 
     async def acquire(self, cost, version, timeout_s):
-        if self.open:
-            try:
-                await asyncio.wait_for(self.released.wait(), timeout_s)
-            except TimeoutError:
-                # As Ray delivers an error of another process: of its type and of Ray's own.
-                cause = DeadlineError("nobody was free")
-                raise RayTaskError("acquire", "", cause).as_instanceof_cause() from None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.open:
+                    await self.released.wait()
+        except TimeoutError:
+            # As Ray delivers an error of another process: of its type and of Ray's own.
+            cause = DeadlineError("nobody was free")
+            raise RayTaskError("acquire", "", cause).as_instanceof_cause() from None
         self.released = asyncio.Event()
         return await super().acquire(cost, version, timeout_s)
 
@@ -244,9 +245,6 @@ def test_a_line_longer_than_the_deadline_is_no_failure_as_long_as_it_moves():
     assert len(run(scenario())) == 6
 
 
-@pytest.mark.xfail(
-    strict=True, reason="cluster.call takes Ray's TimeoutError for its own: RayTaskError goes first"
-)
 def test_a_line_that_stands_still_ends_with_the_registrys_reason():
     stage = Stage()
     stage.generation.__class__ = Line

@@ -34,8 +34,12 @@ def test_a_line_says_what_became_of_a_sample(tmp_path):
         "adapter": "scripted",
         "reason": "",
         "finish_reason": "stop",
-        "output_tokens": 4,
-        "weights_versions": ["9.3", "9.4"],
+        "weights_versions": [[str(span.version), span.start, span.stop] for span in spans],
+        "input_token_ids": samples[0].question.input_token_ids.tolist(),
+        "output_token_ids": samples[0].completion.token_ids.tolist(),
+        "loss_mask": samples[0].completion.loss_mask.tolist(),
+        "behaviour_logprobs": samples[0].completion.logprobs.tolist(),
+        "reference_logprobs": None,
     }
     assert (second["fate"], second["finish_reason"]) == ("zero_contribution", "length")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -26,6 +26,8 @@ tiny_model = importlib.import_module("create_tiny_model")
 SHIPPED = SAMPLE_DATA / "tiny-countdown"
 split = functools.cache(demonstrations.split_tasks)
 made_tokenizer = functools.cache(tiny_model.make_tokenizer)
+# On a busy machine examples are slow, and the first makes the puzzles or the tokenizer.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TASK = demonstrations.CountDownTask((2, 9, 8), 15, "8-2+9")
 
 
@@ -34,7 +36,7 @@ def demonstrate(tasks, *, count, share_right, seed=0):
     return list(demonstrations.demonstrations(tasks, count=count, share_right=share_right, rng=rng))
 
 
-@settings(deadline=None)  # the first example makes the puzzles, or the tokenizer
+@PATIENT
 @given(seed=st.integers(0, 10_000))
 def test_a_right_attempt_solves_the_puzzle_and_a_wrong_one_is_a_true_miss(seed):
     rng = random.Random(seed)
@@ -73,7 +75,7 @@ def test_no_demonstration_shows_a_puzzle_that_is_held_out_in_whatever_order():
     assert not {task.key for task in tasks} & {task.key for task in held_out}
 
 
-@settings(deadline=None)
+@PATIENT
 @given(st.text(alphabet=tiny_model.CHARACTERS))
 def test_tokens_give_the_text_back_exactly(text):
     tokenizer = made_tokenizer()
@@ -118,8 +120,28 @@ def test_the_shipped_model_half_knows_held_out_puzzles():
     assert figures.pass_at_8 > 0.8
 
 
+def test_every_stage_starts_from_the_model_of_the_stage_before(tmp_path, monkeypatch):
+    calls = []
+
+    def fake_train(model, *, stage, data, **_):
+        calls.append((model.name, stage.name, len(data.read_text().splitlines())))
+        return model.with_name(f"after_{stage.name}")
+
+    monkeypatch.setattr(tiny_model, "train", fake_train)
+    stages = [tiny_model.scaled(stage, scale=0.01) for stage in tiny_model.STAGES]
+    trained = tiny_model.warm_start(tmp_path, tasks=[TASK], stages=stages, seed=0, num_processes=1)
+    num_pairs = [stage.num_steps * stage.batch_size for stage in stages]
+    assert calls == [
+        ("untrained", "form", num_pairs[0]),
+        ("after_form", "task", num_pairs[1]),
+        ("after_task", "spread", num_pairs[2]),
+    ]
+    assert trained.name == "after_spread"
+
+
 @pytest.mark.integration
-def test_the_script_warm_starts_a_model_with_the_trainer_itself(tmp_path):
+def test_the_script_warm_starts_a_model_with_the_trainer_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_model, "STAGES", tiny_model.STAGES[:1])
     output = tmp_path / "tiny"
     result = CliRunner().invoke(tiny_model.main, ["--output", str(output), "--scale", "0.003"])
     assert result.exit_code == 0, result.output

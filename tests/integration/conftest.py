@@ -1,7 +1,12 @@
+import json
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from private_cluster import PrivateCluster
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +17,32 @@ def ray_cluster() -> Iterator[str]:
         yield cluster.address
     finally:
         cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a random model that every command takes."""
+    from tiny_models import make_model
+
+    return make_model(tmp_path_factory.mktemp("tiny-model"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A few one-digit sums, as JSONL."""
+    file = tmp_path_factory.mktemp("questions") / "questions.jsonl"
+    lines = [json.dumps({"input": f"{n}+2=", "answer": str(n + 2)}) for n in range(8)]
+    file.write_text("\n".join(lines) + "\n")
+    return str(file)
+
+
+@pytest.fixture(scope="session")
+def sevens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward adapter, as a user names it: the share of sevens."""
+    file = tmp_path_factory.mktemp("rewards") / "sevens.py"
+    file.write_text(
+        "def sevens(sample, **_):\n"
+        "    output = sample['output']\n"
+        "    return {'reward': output.count('7') / max(len(output), 1)}\n"
+    )
+    return f"{file}:sevens"

@@ -35,8 +35,7 @@ class PrivateCluster:
             sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block",
             f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self._folder}",
             f"--num-cpus={num_cpus}", f"--object-store-memory={256 << 20}",
-            "--node-ip-address=127.0.0.1",
-            "--include-dashboard=false", "--disable-usage-stats",
+            "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
         ]  # fmt: skip
         self._log = Path(self._folder) / "start.log"
         with self._log.open("w") as log:
@@ -47,13 +46,13 @@ class PrivateCluster:
         self._wait_until_up()
 
     def stop(self) -> None:
-        """End every process of the cluster, and remove its folder."""
+        """End every process of the cluster, and remove its folder; once is enough."""
         family = sessions_of({self._head.pid})
         for number in (signal.SIGTERM, signal.SIGKILL):
             for pid in family:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            _wait_until(lambda: not any(map(is_running, family)), timeout_s=STOP_TIMEOUT_S)
+            _wait_until_ended(family)
             family |= sessions_of({self._head.pid})
         self._head.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -107,6 +106,10 @@ def _processes():  # (pid, (parent, session))
 def _stat(pid: int) -> list[str]:
     """State, parent, group, session, ... of /proc/PID/stat; the name before may hold anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _wait_until_ended(pids: set[int]) -> None:
+    _wait_until(lambda: not any(map(is_running, pids)), timeout_s=STOP_TIMEOUT_S)
 
 
 def _wait_until(condition, *, timeout_s: float) -> bool:

@@ -22,6 +22,7 @@ STATUS = PipelineStatus(
     training=32,
     done=0,
     output_tokens=0,
+    answers=7,
     reward_sum=1.0,
     reward_count=4,
     problem="waiting for a logprob worker",

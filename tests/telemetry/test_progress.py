@@ -14,6 +14,7 @@ STATUS = PipelineStatus(
     training=1,
     done=10,
     output_tokens=0,
+    answers=7,
     reward_sum=1.5,
     reward_count=6,
     workers={"generation": 2},

@@ -148,8 +148,7 @@ async def start_loading(worker, version):
 
     worker._scorer.load = slow
     loading = asyncio.create_task(worker.load_weights(snapshot(version)))
-    while not started.is_set():
-        await asyncio.sleep(0.001)
+    assert await asyncio.to_thread(started.wait, 60)
     return loading, finish
 
 

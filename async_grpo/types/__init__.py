@@ -1,0 +1,70 @@
+"""The records that travel between rooms: frozen and slotted, `dataclasses.replace` adds fields.
+
+A file a subject; everybody imports them from here.
+"""
+
+from async_grpo.types.requests import (
+    GenerationRequest,
+    LogprobRequest,
+    VerificationRequest,
+)
+from async_grpo.types.samples import (
+    Completion,
+    FinishReason,
+    Group,
+    Question,
+    Sample,
+    SamplingContract,
+    TrainingPair,
+    Verdict,
+    VerdictStatus,
+)
+from async_grpo.types.training import (
+    EndOfStep,
+    Minibatch,
+    PackedMinibatch,
+    StreamItem,
+)
+from async_grpo.types.weights import (
+    PublishReport,
+    TensorMeta,
+    VersionSpan,
+    WeightsAck,
+    WeightsBucket,
+    WeightsSnapshot,
+    WeightsVersion,
+)
+from async_grpo.types.workers import (
+    Lease,
+    PipelineStatus,
+    WorkerInfo,
+)
+
+__all__ = [
+    "Completion",
+    "EndOfStep",
+    "FinishReason",
+    "GenerationRequest",
+    "Group",
+    "Lease",
+    "LogprobRequest",
+    "Minibatch",
+    "PackedMinibatch",
+    "PipelineStatus",
+    "PublishReport",
+    "Question",
+    "Sample",
+    "SamplingContract",
+    "StreamItem",
+    "TensorMeta",
+    "TrainingPair",
+    "Verdict",
+    "VerdictStatus",
+    "VerificationRequest",
+    "VersionSpan",
+    "WeightsAck",
+    "WeightsBucket",
+    "WeightsSnapshot",
+    "WeightsVersion",
+    "WorkerInfo",
+]

@@ -1,0 +1,51 @@
+"""What workers and verifiers are asked.
+
+Legend: P prompt tokens, L output tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.types.samples import Completion, Question, SamplingContract
+from async_grpo.types.weights import WeightsVersion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One question to one worker: `num_samples` outputs that share the prompt's cache."""
+
+    ordinal: int
+    attempt: int
+    input_token_ids: NDArray[np.int32]  # [P]
+    num_samples: int
+    sampling: SamplingContract
+    seed: int | None = None  # None: the engine's own, faster, random state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerificationRequest:
+    """One output to grade: everything of the question, and the text."""
+
+    ordinal: int
+    index: int
+    question: Question
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobRequest:
+    """The outputs of one group, to be scored by the reference model."""
+
+    prompt_token_ids: NDArray[np.int32]  # [P]
+    output_token_ids: tuple[NDArray[np.int32], ...]  # [L] each
+    temperature: float
+    version: WeightsVersion  # exactly these weights, no later ones
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the packed forward that answers it: every output repeats the prompt."""
+        return sum(len(self.prompt_token_ids) + len(ids) for ids in self.output_token_ids)

@@ -1,0 +1,85 @@
+"""Which weights made a token, and how a full set of them travels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class WeightsVersion(NamedTuple):
+    """Which weights: the run's incarnation, and how many batches it had completed with them."""
+
+    incarnation: int
+    batches: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.batches}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightsVersion:
+        """The inverse of `str`.
+
+        >>> WeightsVersion.parse("2.17")
+        WeightsVersion(incarnation=2, batches=17)
+        """
+        incarnation, batches = text.split(".")
+        return cls(int(incarnation), int(batches))
+
+
+class VersionSpan(NamedTuple):
+    """Output tokens [start, stop) of a completion were sampled with `version`."""
+
+    version: WeightsVersion
+    start: int
+    stop: int
+
+
+class TensorMeta(NamedTuple):
+    """Where one parameter lies in a bucket of bytes."""
+
+    name: str
+    dtype: str  # as torch names it: "float32", "bfloat16"
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsBucket:
+    """Some whole parameters as one run of bytes in the object store."""
+
+    tensors: tuple[TensorMeta, ...]
+    data: Any  # ObjectRef of a [size_bytes] uint8 array, owned by trainer rank 0
+    size_bytes: int
+    checksum: int  # xxh3_64 of the bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsSnapshot:
+    """A full set of weights that any worker can load, now or when it joins later."""
+
+    version: WeightsVersion
+    buckets: tuple[WeightsBucket, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(bucket.size_bytes for bucket in self.buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAck:
+    """A worker serves `version`; what the change cost it."""
+
+    worker_id: str
+    version: WeightsVersion
+    seconds: float  # receiving, verifying and loading
+    pause_seconds: float  # generation stood still
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """Who serves a snapshot, and who was fenced because it could not."""
+
+    version: WeightsVersion
+    acks: tuple[WeightsAck, ...]
+    failures: Mapping[str, str]  # worker id -> reason

@@ -1,0 +1,55 @@
+"""Who works, under which lease, and what every stage is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from async_grpo.types.weights import WeightsVersion
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it registers."""
+
+    worker_id: str
+    role: Literal["generation", "logprob"]
+    node_id: str
+    pid: int
+    model_path: str
+    vocab_size: int
+    capacity: float  # sequences for generation, tokens for log-probabilities
+    overhead: float  # accepted beyond the capacity, same unit
+    max_model_len: int
+    temperature: float | None = None  # None: whatever the trainer asks for
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """The right to send one piece of work straight to one worker."""
+
+    lease_id: int
+    worker_id: str
+    handle: Any  # the worker's Ray actor handle
+    cost: float
+    version: WeightsVersion
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStatus:
+    """What every stage is doing right now, for people; counts are of samples."""
+
+    batch: int  # the oldest batch that is not completed
+    generating: int
+    verifying: int
+    in_reference: int
+    ready: int  # finished, waiting for a round
+    training: int  # sent to trainers in the current gradient step
+    done: int  # reached a fate since the start of the run
+    output_tokens: int  # received since the start of the run
+    answers: int  # of workers and verifiers, since the start of the run: a run that moves gets some
+    reward_sum: float  # over reward_count graded samples since the start of the current batch
+    reward_count: int
+    workers: Mapping[str, int] = field(default_factory=dict)  # healthy workers by role
+    problem: str = ""  # what the pipeline is waiting for, when it cannot move

@@ -1,0 +1,177 @@
+"""Run by torchrun: a batch streamed from a real batcher to real ranks, its gradients kept.
+
+    streamed_gradient.py host:port story.pt result.pt
+
+The services behind the batcher are Ray actors that follow a story: which completions each question
+gets, how they are graded, and who fails. Nothing is ever updated, so that every step of the batch
+has the gradient of the model in the folder.
+"""
+
+import asyncio
+import random
+import sys
+from dataclasses import dataclass
+
+import ray
+import torch
+
+from async_grpo import cluster
+from async_grpo.batching.batcher import ExperienceBatcher
+from async_grpo.batching.pipeline import Services
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import WorkerError
+from async_grpo.model.policy import hf_named_parameters
+from async_grpo.routing.registry import WorkerRegistry
+from async_grpo.training.learner import Learner
+from async_grpo.training.ranks import Ranks
+from async_grpo.training.stream import RankStream
+from async_grpo.types import (
+    Completion,
+    EndOfStep,
+    Question,
+    SamplingContract,
+    Verdict,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
+
+VERSION = WeightsVersion(1, 0)
+TIMEOUT_S = 120.0
+LATENCY_S = 0.3
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happens to each question; its ordinal is its index."""
+
+    config: TrainConfig
+    questions: tuple[Question, ...]
+    completions: tuple[tuple[Completion, ...], ...]
+    verdicts: tuple[tuple[Verdict, ...], ...]
+    references: tuple[tuple[object, ...], ...]
+    unlucky: frozenset[int]  # the first try to generate these fails
+
+
+class Actor:
+    """Every service of a run; answers after a random time, so in a random order."""
+
+    def __init__(self, worker_id: str, stories: list[Story]) -> None:
+        self.worker_id, self.stories = worker_id, stories
+        self.story, self.failed = stories[0], set()
+
+    async def tell(self, number):
+        self.story, self.failed = self.stories[number], set()
+
+    async def ping(self):
+        return "well"
+
+    async def load_weights(self, snapshot):
+        return WeightsAck(self.worker_id, snapshot.version, 0.0, 0.0)
+
+    async def generate(self, request):
+        await asyncio.sleep(random.random() * LATENCY_S)
+        if request.ordinal in self.story.unlucky - self.failed:
+            self.failed.add(request.ordinal)
+            raise WorkerError("the story wants it")
+        return self.story.completions[request.ordinal]
+
+    async def verify(self, requests):
+        await asyncio.sleep(random.random() * LATENCY_S)
+        return self.story.verdicts[requests[0].ordinal]
+
+    async def logprobs(self, request):
+        await asyncio.sleep(random.random() * LATENCY_S)
+        asked = [ids.tobytes() for ids in request.output_token_ids]
+        for completions, scores in zip(self.story.completions, self.story.references, strict=True):
+            if [completion.token_ids.tobytes() for completion in completions] == asked:
+                return scores
+        raise WorkerError("these outputs are not in the story")
+
+
+def start_registry(role, workers):
+    """A real registry whose members serve the version."""
+    registry = ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000).remote(role)
+    for name, handle in workers.items():
+        info = WorkerInfo(name, role, "node", 0, "model", 64, capacity=8.0, overhead=8.0,
+                          max_model_len=256)  # fmt: skip
+        ray.get(registry.register.remote(info, handle), timeout=TIMEOUT_S)
+    ray.get(registry.publish.remote(WeightsSnapshot(VERSION, ()), 30.0), timeout=TIMEOUT_S)
+    return registry
+
+
+def start_services(stories):
+    """What a run needs, and the actors behind it."""
+    actor = ray.remote(Actor).options(num_cpus=0, max_concurrency=1000)
+    actors = {name: actor.remote(name, stories) for name in ("first", "second")}
+    generation = start_registry("generation", actors)
+    reference = start_registry("logprob", {"third": actors["first"]})
+    return Services(generation, actors["second"], reference), actors
+
+
+def start_batcher(number, story, services, num_ranks):
+    plan = BatcherPlan(
+        config=story.config,
+        questions=story.questions,
+        held_out=(),
+        order=lambda ordinal: ordinal,
+        seed_of=None,
+        sampling=SamplingContract(story.config.temperature, (1,), 64),
+        num_ranks=num_ranks,
+        incarnation=VERSION.incarnation,
+    )
+    if not story.config.needs_reference:
+        services = Services(services.generation, services.verifiers, None)
+    options = ray.remote(ExperienceBatcher).options(
+        name=f"batcher-{number}", num_cpus=0, max_concurrency=1000
+    )
+    batcher = options.remote(plan, services)
+    ray.get(batcher.published.remote(VERSION), timeout=TIMEOUT_S)
+    return batcher
+
+
+def stream_batch(learner, stream):
+    """[(gradient, end of step, samples of each minibatch of this rank)] of one batch."""
+    steps, sizes = [], []
+    for item in stream:
+        if isinstance(item, EndOfStep):
+            steps.append((gradient(learner, item), item, sizes))
+            sizes = []
+            if item.is_last_of_batch:
+                break
+        else:
+            learner.accumulate(item)
+            sizes.append(len(item.samples))
+    return steps
+
+
+def gradient(learner, end):
+    """Collective: the whole gradient of the step, which is then forgotten."""
+    summed = {name: p.grad.full_tensor() for name, p in hf_named_parameters(learner.policy)}
+    learner.step.discard()
+    return {name: value / learner.denominator(end) for name, value in summed.items()}
+
+
+def main(address, story_path, result_path):
+    stories = torch.load(story_path, weights_only=False)
+    cluster.connect(address, namespace="streamed-gradient")
+    ranks = Ranks.start(timeout_s=TIMEOUT_S)
+    services, actors = start_services(stories) if ranks.is_main else (None, {})
+    results, batchers = [], []  # a batcher ends with the last handle of rank 0
+    for number, story in enumerate(stories):
+        if ranks.is_main:
+            ray.get([actor.tell.remote(number) for actor in actors.values()], timeout=TIMEOUT_S)
+            batchers.append(start_batcher(number, story, services, ranks.world_size))
+        torch.distributed.barrier()
+        batcher = cluster.find_actor(f"batcher-{number}")
+        stream = RankStream(batcher, rank=ranks.rank, stall_timeout_s=TIMEOUT_S)
+        results.append(stream_batch(Learner.build(story.config, ranks), stream))
+        torch.distributed.barrier()
+    torch.save(results, f"{result_path}.{ranks.rank}")
+    ranks.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,125 @@
+"""Dispatchers and trainers come, go and are killed; what is left is clean, and the rest works."""
+
+import os
+import signal
+
+import pytest
+import ray
+from commands import dispatcher, trainer, wait_until
+from private_cluster import environment, is_running
+
+from async_grpo import cluster
+
+pytestmark = pytest.mark.integration
+NAMESPACE = ("--namespace", "lifecycle")
+READY_S = 180
+
+
+@pytest.fixture(scope="module")
+def connected(ray_cluster):
+    """This process as a driver in the namespace of the commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", environment()["RAY_AUTH_MODE"])
+        cluster.connect(ray_cluster, namespace="lifecycle")
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def generation(ray_cluster, connected, tiny_model, sevens):
+    options = ("--reward-fns", sevens, "--max-num-seqs", 16, *NAMESPACE)
+    with dispatcher(ray_cluster, tiny_model, *options) as command:
+        command.wait_for("registered", timeout_s=READY_S)
+        yield command
+
+
+def start_logprob(ray_cluster, tiny_model):
+    return dispatcher(
+        ray_cluster, tiny_model, "--mode", "logprob", "--max-tokens-per-gpu", 512, *NAMESPACE
+    )
+
+
+def members(role):
+    registry = cluster.find_actor(cluster.registry_name(role))
+    return cluster.wait(registry.members.remote(), timeout_s=30, who="the registry")
+
+
+def train(ray_cluster, tiny_model, questions, output, *options, batches, ranks=0):
+    options = ("--num-training-batches", batches, *options, *NAMESPACE)
+    return trainer(ray_cluster, tiny_model, questions, output, *options, ranks=ranks)
+
+
+def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
+    ray_cluster, generation, tiny_model, questions, tmp_path
+):
+    common = (ray_cluster, tiny_model, questions)
+    with train(*common, tmp_path / "a", batches=10_000, ranks=2) as first:
+        first.wait_for("step 1 ", timeout_s=READY_S)
+        with train(*common, tmp_path / "b", batches=1) as second:
+            assert second.wait(timeout_s=READY_S) == 1
+            assert second.err.splitlines()[-1].startswith("error: another trainer uses these")
+            assert not (tmp_path / "b").exists()
+        num_steps = first.err.count("step ")
+        wait_until(lambda: first.err.count("step ") > num_steps, timeout_s=30)
+        first.send(signal.SIGTERM)
+        assert first.wait(timeout_s=60) != 0
+        assert first.family() == set()
+        assert first.err.count("interrupted") == 1
+    assert cluster.find_actor(cluster.BATCHER) is None
+    with train(*common, tmp_path / "c", batches=1) as third:
+        assert third.wait(timeout_s=READY_S) == 0, third.err
+        assert "Traceback" not in third.err
+    assert len(members("generation")) == 1
+
+
+def test_workers_outlive_a_trainer_that_is_killed(
+    ray_cluster, generation, tiny_model, questions, tmp_path
+):
+    common = (ray_cluster, tiny_model, questions)
+    with train(*common, tmp_path / "a", batches=10_000) as killed:
+        killed.wait_for("step 1 ", timeout_s=READY_S)
+        killed.send(signal.SIGKILL)
+        killed.wait(timeout_s=10)
+    with start_logprob(ray_cluster, tiny_model) as late:
+        late.wait_for("registered", timeout_s=READY_S)
+        options = ("--kl-coefficient", 0.1)
+        with train(*common, tmp_path / "b", *options, batches=1, ranks=2) as again:
+            assert again.wait(timeout_s=READY_S) == 0, again.err
+        assert (len(members("generation")), len(members("logprob"))) == (1, 1)
+        late.send(signal.SIGTERM)
+        assert late.wait(timeout_s=30) == 0
+        assert late.out.endswith("registered\nstopped\n")
+        assert "Traceback" not in late.err
+    assert members("logprob") == ()
+
+
+def test_a_dispatcher_says_why_its_worker_was_lost(ray_cluster, connected, tiny_model):
+    with start_logprob(ray_cluster, tiny_model) as command:
+        command.wait_for("registered", timeout_s=READY_S)
+        (worker,) = members("logprob")
+        os.kill(worker.pid, signal.SIGKILL)
+        assert command.wait(timeout_s=60) == 1
+        assert command.err.splitlines()[-1].startswith(f"error: worker {worker.worker_id} ")
+        assert "Traceback" not in command.err
+
+
+def test_ctrl_c_ends_a_dispatcher_and_its_engine(ray_cluster, generation, tiny_model):
+    (worker,) = members("generation")
+    engine = {worker.pid, *children_of(worker.pid)}
+    assert len(engine) > 1
+    with start_logprob(ray_cluster, tiny_model) as loading:  # in no phase does it matter
+        loading.wait_for("loading", timeout_s=READY_S)
+        loading.send(signal.SIGINT)
+        generation.send(signal.SIGINT)
+        assert (loading.wait(timeout_s=30), generation.wait(timeout_s=30)) == (0, 0)
+        assert "Traceback" not in loading.err + generation.err
+        assert (loading.family(), generation.family()) == (set(), set())
+    wait_until(lambda: not any(map(is_running, engine)), timeout_s=10)
+    assert members("generation") == ()
+
+
+def children_of(pid):
+    tasks = f"/proc/{pid}/task"
+    for task in os.listdir(tasks):
+        with open(f"{tasks}/{task}/children") as file:
+            yield from map(int, file.read().split())

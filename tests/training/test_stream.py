@@ -1,0 +1,55 @@
+"""A rank's stream gives up when nothing moves, and only then."""
+
+import pytest
+
+from async_grpo.errors import DeadlineError
+from async_grpo.training import stream
+from async_grpo.types import Minibatch, PipelineStatus
+
+IDLE = {name: 0 for name in ("batch", "generating", "verifying", "in_reference", "ready")} | {
+    name: 0 for name in ("training", "done", "output_tokens", "reward_sum", "reward_count")
+}
+
+
+class Remote:
+    def __init__(self, name):
+        self.name = name
+
+    def remote(self, *arguments):
+        return (self.name, *arguments)
+
+
+class ScriptedBatcher:
+    """Answers items when `delay` waits have passed; `answers` grow as scripted."""
+
+    def __init__(self, monkeypatch, *, delay, answers):
+        self.delay, self.answers, self.hungry_at = delay, iter(answers), []
+        self.next_item, self.hungry, self.status = map(Remote, ("next_item", "hungry", "status"))
+        monkeypatch.setattr(stream.cluster, "wait", self.wait)
+        monkeypatch.setattr(stream.ray, "wait", lambda refs, timeout: ([], refs))
+
+    def wait(self, reference, *, timeout_s, who):
+        if reference[0] == "status":
+            return PipelineStatus(**IDLE, answers=next(self.answers), problem="no worker is free")
+        if self.delay:
+            self.delay -= 1
+            raise DeadlineError(f"{who} did not answer within {timeout_s:g} s")
+        return Minibatch(reference[2], ())
+
+
+def test_items_come_in_order_and_are_asked_for_one_ahead(monkeypatch):
+    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
+    items = stream.RankStream(batcher, rank=1, stall_timeout_s=5)
+    assert [next(items).round_index for _ in range(3)] == [0, 1, 2]
+    assert items._next == ("next_item", 1, 3)
+
+
+def test_a_slow_pipeline_that_moves_is_waited_for(monkeypatch):
+    batcher = ScriptedBatcher(monkeypatch, delay=3, answers=[1, 5, 6])
+    assert next(stream.RankStream(batcher, rank=0, stall_timeout_s=5)).round_index == 0
+
+
+def test_a_pipeline_that_stands_still_ends_the_run_with_its_reason(monkeypatch):
+    batcher = ScriptedBatcher(monkeypatch, delay=9, answers=[4, 5, 5])
+    with pytest.raises(DeadlineError, match="--stall-timeout-s 5: no worker is free"):
+        next(stream.RankStream(batcher, rank=0, stall_timeout_s=5))
