@@ -201,6 +201,13 @@ def free_here() -> dict[str, float]:
     return dict(available_resources_per_node().get(node, {}))
 
 
+def logs_folder() -> str:
+    """Where Ray keeps what the actors of this node have said."""
+    import ray
+
+    return str(ray._private.worker._global_node.get_logs_dir_path())
+
+
 def wait(reference: Any, *, timeout_s: float, who: str) -> Any:
     """The value of an object reference; raises `DeadlineError` naming `who`.
 
@@ -262,8 +269,10 @@ async def _as_coroutine(reference: Awaitable[T]) -> T:
 
 def _translated(error: Any, who: str) -> Exception:
     """What a Ray error means in this package."""
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+    if isinstance(error, ActorUnavailableError):
+        return WorkerError(f"{who} cannot be reached: its node or the Ray cluster has ended")
     if isinstance(error, RayActorError):
         reason = _last_line(error).partition(" Some common causes")[0]  # for an essay on memory
         return WorkerError(f"{who} died: {reason}")

@@ -83,9 +83,12 @@ class Fleet:
             if time.monotonic() > deadline:
                 raise WorkerError(
                     f"worker {name} was not ready within {timeout_s:g} s: raise --start-timeout-s "
-                    "or see its log in Ray's session folder"
+                    f"or see its log in {cluster.logs_folder()}"
                 )
-        info = cluster.wait(loaded, timeout_s=CALL_TIMEOUT_S, who=f"worker {name}")
+        try:
+            info = cluster.wait(loaded, timeout_s=CALL_TIMEOUT_S, who=f"worker {name}")
+        except WorkerError as error:
+            raise self._lost(name, error) from None
         admitted = self._registry.register.remote(info, handle)
         cluster.wait(admitted, timeout_s=timeout_s, who="the registry")
 
@@ -96,18 +99,19 @@ class Fleet:
             try:
                 cluster.wait(handle.ping.remote(), timeout_s=CALL_TIMEOUT_S, who=f"worker {name}")
             except AsyncGrpoError as error:
-                raise WorkerError(self._why_lost(name) or str(error)) from None
+                raise self._lost(name, error) from None
 
     def _keep_shared(self) -> None:
         """Also while workers load: a registry without members ends itself after a time."""
         for who, handle in self._shared.items():
             cluster.wait(handle.touch.remote(), timeout_s=CALL_TIMEOUT_S, who=who)
 
-    def _why_lost(self, name: str) -> str:
-        """Why the registry has excluded a worker; empty when it has not."""
+    def _lost(self, name: str, error: AsyncGrpoError) -> WorkerError:
+        """Why a worker is lost: the registry knows best, when it is the one who excluded it."""
         fenced = self._registry.fenced.remote()
         reason = cluster.wait(fenced, timeout_s=CALL_TIMEOUT_S, who="the registry").get(name)
-        return f"worker {name} was excluded: {reason}" if reason else ""
+        what = f"worker {name} was excluded: {reason}" if reason else str(error)
+        return WorkerError(f"{what} (its log is in {cluster.logs_folder()})")
 
     def _check_room(self, each: dict[str, float], *, num_workers: int) -> None:
         """Raise unless this node can hold the workers: Ray would wait for room without a word."""

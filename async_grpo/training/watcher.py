@@ -15,6 +15,7 @@ from async_grpo.telemetry.console import Console
 logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 5.0  # the thread is a daemon: a batcher that hangs holds up nobody's end
 
 
 @contextmanager
@@ -29,7 +30,7 @@ def watch_pipeline(batcher: Any, console: Console) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        watcher.join(TIMEOUT_S)
+        watcher.join(JOIN_TIMEOUT_S)
 
 
 def _watch(batcher: Any, console: Console, stop: threading.Event) -> None:

@@ -1,3 +1,4 @@
+import tempfile
 import time
 
 import numpy as np
@@ -17,9 +18,19 @@ PING_INTERVAL_S = 0.2
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, namespace="registry")
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=100 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
 
 
 def get(reference):
@@ -28,8 +39,8 @@ def get(reference):
 
 def worker_class():
     class FakeWorker:  # local: Ray then sends its code, instead of a name that it cannot import
-        def __init__(self, fails_with, seconds):
-            self._fails_with, self._seconds = fails_with, seconds
+        def __init__(self, fails_with):
+            self._fails_with = fails_with
             self._calls = []
 
         async def load_weights(self, snapshot):
@@ -37,7 +48,6 @@ def worker_class():
                 raise WeightSyncError(self._fails_with)
             for bucket in snapshot.buckets:
                 await cluster.fetch_bytes(bucket)
-            time.sleep(self._seconds)
             self._calls.append(str(snapshot.version))
             return WeightsAck("", snapshot.version, 0.0, 0.0)
 
@@ -58,9 +68,9 @@ def make_registry(**options):
     return actor.remote("generation", ping_interval_s=PING_INTERVAL_S, **options)
 
 
-def join(registry, name, *, capacity=2.0, fails_with="", seconds=0.0):
+def join(registry, name, *, capacity=2.0, fails_with=""):
     actor = ray.remote(worker_class()).options(num_cpus=0, max_concurrency=1000)
-    worker = actor.remote(fails_with, seconds)
+    worker = actor.remote(fails_with)
     info = WorkerInfo(name, "generation", "node", 1, "model", 128, capacity, 0.0, 512)
     get(registry.register.remote(info, worker))
     return worker

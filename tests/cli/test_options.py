@@ -1,0 +1,94 @@
+import dataclasses
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli.options import CONTEXT, options_of
+from async_grpo.cli.train import main as train
+from async_grpo.cli.worker import main as worker
+from async_grpo.config.option import flag, option, required
+from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
+
+REPOSITORY = Path(__file__).parents[2]
+HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "accelerate", "numpy")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Options:
+    some_path: str = required("where it is")
+    num_things: int = option(3, "how many")
+    rate: float = option(0.5, "how fast")
+    with_care: bool = option(False, "take care")
+    colour_of_it: str = option("dark_red", "how it looks", choices=("dark_red", "blue"))
+
+
+def parse(*arguments):
+    found = []
+
+    @click.command(context_settings=CONTEXT)
+    @options_of(Options)
+    def command(**options):
+        found.append(Options(**options))
+
+    return CliRunner().invoke(command, arguments), *found
+
+
+def test_dashes_and_underscores_are_the_same():
+    _, dashed = parse("--some-path", "p_q", "--num-things", "4", "--with-care")
+    _, underscored = parse("--some_path", "p_q", "--num_things", "4", "--with_care")
+    assert dashed == underscored == Options(some_path="p_q", num_things=4, with_care=True)
+
+
+def test_defaults_are_those_of_the_class_and_values_keep_their_underscores():
+    _, options = parse("--some-path=x", "--no-with-care", "--colour-of-it", "dark_red")
+    assert options == Options(some_path="x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "Missing option '--some-path'"),
+        (("--num-things", "many"), "'many' is not a valid integer"),
+        (("--rate", "high"), "'high' is not a valid float"),
+        (("--colour-of-it", "green"), "'green' is not one of dark_red, blue"),
+        (("--unknown", "1"), "No such option '--unknown'"),
+    ],
+)
+def test_what_cannot_be_parsed_is_a_usage_error(arguments, complaint):
+    (result,) = parse(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
+
+
+@pytest.mark.parametrize(("command", "config"), [(train, TrainConfig), (worker, WorkerConfig)])
+def test_every_option_is_explained(command, config):
+    result = CliRunner().invoke(command, ["--help"], terminal_width=100)
+    assert result.exit_code == 0
+    shown = "".join(result.stdout.split())  # lines are wrapped at dashes too
+    for field in dataclasses.fields(config):
+        assert flag(field.name) in shown
+        assert "".join(field.metadata["help"].split()) in shown, field.name
+
+
+@pytest.mark.parametrize("script", ["trainer_core.py", "worker_dispatcher.py"])
+def test_help_answers_at_once_because_nothing_heavy_is_imported(script):
+    code = (
+        f"import runpy, sys; sys.argv = [{script!r}, '--help']\n"
+        f"try: runpy.run_path({script!r}, run_name='__main__')\n"
+        f"finally: print('heavy:', sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    finished = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert finished.stdout.startswith("Usage:")
+    assert finished.stdout.endswith("heavy: []\n")
+    # Of the processor, not of the clock: the machine may be busy.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0

@@ -1,0 +1,90 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli import torchrun
+from async_grpo.cli.train import main
+
+REQUIRED = ("--model-name-or-path", "model", "--data-path", "data.jsonl")
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--batch-size", "0"), "--batch-size must be positive, got 0: give a positive number"),
+        (("--temperature", "0"), "--temperature must be positive for training, got 0.0"),
+        (("--train-minibatch-size", "5"), "--train-minibatch-size must divide --batch-size (32)"),
+        (("--samples-per-question", "1"), "--samples-per-question must be at least 2"),
+        (
+            ("--max-tokens-per-gpu", "512"),
+            "--max-tokens-per-gpu must exceed --max-generation-tokens (512) plus a prompt, got 512",
+        ),
+        (("--learning-rate", "nan"), "--learning-rate must be positive"),
+        (("--aggregation", "constant"), "--constant-length-samples goes with"),
+    ],
+)
+def test_options_that_cannot_work_are_one_sentence_before_anything_is_imported(options, sentence):
+    result = CliRunner().invoke(main, [*REQUIRED, *options])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--batch-size", "0"), "error: --batch-size must be positive, got 0"),
+        (("--batch-size", "x"), "error: Invalid value for '--batch-size': 'x' is not a valid int"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_speaks_and_all_leave_the_cause_for_torchrun(
+    rank, options, sentence, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(torchrun, "OTHERS_WAIT_S", 0.0)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    result = CliRunner().invoke(main, [*REQUIRED, *options])
+    assert result.exit_code != 0
+    assert bool(result.stderr) == (rank == 0)
+    cause = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert cause["message"].startswith(sentence)
+    assert int(cause["extraInfo"]["timestamp"]) > 0
+
+
+WAITING_THREAD = """
+import threading
+from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.torchrun import ends_at_once, one_voice
+from async_grpo.errors import WorkerError
+threading.Thread(target=threading.Event().wait).start()
+with ends_at_once(), command_boundary(), one_voice():
+    raise {error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last_line"),
+    [
+        ("WorkerError('no worker is left')", 1, "error: no worker is left"),
+        ("KeyboardInterrupt", 130, "interrupted"),
+        ("ValueError('a bug')", 1, "ValueError: a bug"),
+    ],
+)
+def test_no_thread_keeps_a_failed_rank_alive(error, code, last_line):
+    finished = subprocess.run(
+        [sys.executable, "-c", WAITING_THREAD.format(error=error)],
+        cwd=REPOSITORY,
+        env=os.environ | {"RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == code
+    assert finished.stderr.splitlines()[-1] == last_line

@@ -1,0 +1,66 @@
+import logging
+
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli import interrupts, worker
+from async_grpo.errors import WorkerError
+
+MODEL = ("--model_path", "model")
+
+
+@pytest.fixture(autouse=True)
+def own_signals_and_logging(monkeypatch):
+    monkeypatch.setattr(interrupts, "interrupt_once", lambda: None)
+    level = logging.getLogger("async_grpo").level
+    yield
+    logging.getLogger("async_grpo").setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--num-workers", "0"), "--num-workers must be at least 1, got 0"),
+        (("--reward_fns", " , "), "--reward-fns must name at least one adapter"),
+        (("--verifier-timeout-s", "0"), "--verifier-timeout-s must be positive, got 0.0"),
+        (("--temperature", "-1"), "--temperature must not be negative, got -1.0"),
+    ],
+)
+def test_options_that_cannot_work_are_one_sentence(options, sentence):
+    result = CliRunner().invoke(worker.main, [*MODEL, *options])
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {sentence}")
+
+
+def test_the_flags_of_the_predecessor_are_understood(monkeypatch):
+    served = []
+    monkeypatch.setattr(worker, "serve", served.append)
+    flags = (
+        "--model_path m --mode logprob --tensor_parallel_size 2 --max_num_seqs 3 --overhead_seqs 4 "
+        "--write_failed_generation_samples --reward_fns a,b --global_num_verifiers 5 "
+        "--temperature 0.5 --max_tokens_per_gpu 6 --enable_prefix_caching"
+    )
+    assert CliRunner().invoke(worker.main, flags.split()).exit_code == 0
+    (config,) = served
+    assert (config.model_path, config.mode, config.reward_names) == ("m", "logprob", ("a", "b"))
+    assert (config.tensor_parallel_size, config.max_num_seqs, config.overhead_seqs) == (2, 3, 4)
+    assert (config.global_num_verifiers, config.max_tokens_per_gpu) == (5, 6)
+    assert (config.temperature, config.enable_prefix_caching) == (0.5, True)
+    assert config.write_failed_generation_samples
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (KeyboardInterrupt(), 0, "stopped\n"),
+        (WorkerError("worker x was excluded: late"), 1, "error: worker x was excluded: late\n"),
+    ],
+)
+def test_ctrl_c_is_how_a_dispatcher_is_meant_to_end(end, code, said, monkeypatch):
+    def serve(_config):
+        raise end
+
+    monkeypatch.setattr(worker, "serve", serve)
+    result = CliRunner().invoke(worker.main, MODEL)
+    assert (result.exit_code, result.output) == (code, said)

@@ -1,0 +1,77 @@
+import os
+
+import pytest
+from ray._private import services
+
+from async_grpo import cluster
+from async_grpo.errors import ClusterError
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_by_chance(monkeypatch, tmp_path):
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    yield
+    os.environ.pop("RAY_AUTH_MODE", None)  # what was set before is put back after this
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("127.0.0.1:1", r"no Ray cluster answers at 127.0.0.1:1 \(Connection refused\): start one"),
+        ("no.such.host.invalid:6379", r"no Ray cluster answers at no.such.host.invalid:6379"),
+        ("localhost", r"must be host:port or auto, got 'localhost'"),
+        ("ray://127.0.0.1:10001", r"must be host:port or auto, got 'ray://127.0.0.1:10001'"),
+        (":6379", r"must be host:port or auto"),
+    ],
+)
+def test_an_address_where_no_cluster_is_told_at_once(address, sentence):
+    with pytest.raises(ClusterError, match=sentence):
+        cluster.connect(address, namespace="n")
+
+
+@pytest.mark.parametrize(
+    ("running", "sentence"),
+    [
+        ((), "no Ray cluster runs on this machine: start one with `ray start"),
+        (("10.0.0.1:2", "10.0.0.1:1"), "choose one with --ray-address, of 10.0.0.1:1, 10.0.0.1:2"),
+        (("127.0.0.1:1",), "no Ray cluster answers at 127.0.0.1:1"),
+    ],
+)
+def test_auto_takes_the_only_cluster_of_the_machine(running, sentence, monkeypatch):
+    monkeypatch.setattr(services, "find_gcs_addresses", lambda: set(running))
+    with pytest.raises(ClusterError, match=sentence):
+        cluster.connect("auto", namespace="n")
+
+
+def test_auto_obeys_ray_address(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:2")
+    with pytest.raises(ClusterError, match=r"answers at 127.0.0.1:2"):
+        cluster.connect("auto", namespace="n")
+    with pytest.raises(ClusterError, match=r"answers at 127.0.0.1:1"):
+        cluster.connect("127.0.0.1:1", namespace="n")
+
+
+def test_a_token_is_used_where_there_is_one(monkeypatch, tmp_path):
+    cluster.settle_authentication()
+    assert "RAY_AUTH_MODE" not in os.environ
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    cluster.settle_authentication()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+@pytest.mark.parametrize("place", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
+def test_a_token_may_come_from_the_environment(place, monkeypatch, tmp_path):
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv(place, str(tmp_path / "token"))
+    cluster.settle_authentication()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_mode_that_the_user_has_set_stays(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    cluster.settle_authentication()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
