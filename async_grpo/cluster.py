@@ -7,10 +7,8 @@ import logging
 import os
 import re
 import signal
-import socket
 import threading
 from collections.abc import Awaitable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo.errors import (
@@ -21,6 +19,7 @@ from async_grpo.errors import (
     WeightSyncError,
     WorkerError,
 )
+from async_grpo.head import find_head, refusal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,12 +33,7 @@ Places = tuple[tuple[str, int], ...]  # host and port of each
 
 VERIFIER_POOL = "verifier-pool"
 BATCHER = "experience-batcher"
-PROBE_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 300.0
-NO_CLUSTER = (
-    "start one with `ray start --head --include-dashboard=false`, or name a running one with "
-    "--ray-address host:port"
-)
 
 
 def registry_name(role: str) -> str:
@@ -52,13 +46,11 @@ def connect(address: str, *, namespace: str) -> None:
 
     Raises `ClusterError` within seconds when there is none, or when it refuses this machine.
     """
-    settle_authentication()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    found = _resolve(address)
+    found = find_head(address)
     import ray
     from ray.exceptions import RayError
 
-    _probe(found)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -77,79 +69,6 @@ def connect(address: str, *, namespace: str) -> None:
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place of the command's
 
 
-def settle_authentication() -> None:
-    """Use Ray's token when this machine has one; Ray itself looks for it only when told to.
-
-    A cluster that wants none takes a client with a token too.
-    """
-    if "RAY_AUTH_MODE" in os.environ:
-        return
-    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    if os.environ.get("RAY_AUTH_TOKEN") or token_file.is_file():
-        os.environ["RAY_AUTH_MODE"] = "token"
-
-
-def _resolve(address: str) -> str:
-    """The host:port of a cluster's head, after looking that something listens there."""
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or "auto"
-    if address == "auto":
-        address = _only_cluster_here()
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdigit():
-        raise ClusterError(
-            f"--ray-address (or RAY_ADDRESS) must be host:port or auto, got {address!r}: give what "
-            "`ray start` printed"
-        )
-    problem = _refusal(host, int(port))
-    if problem:
-        raise ClusterError(f"no Ray cluster answers at {address} ({problem}): {NO_CLUSTER}")
-    return address
-
-
-def _only_cluster_here() -> str:
-    from ray._private.services import find_gcs_addresses
-
-    addresses = sorted(find_gcs_addresses())
-    if not addresses:
-        raise ClusterError(f"no Ray cluster runs on this machine: {NO_CLUSTER}")
-    if len(addresses) > 1:
-        raise ClusterError(
-            f"several Ray clusters run on this machine: choose one with --ray-address, of "
-            f"{', '.join(addresses)}"
-        )
-    return str(addresses[0])
-
-
-def _refusal(host: str, port: int) -> str:
-    """Why nothing can be sent there; empty when something listens."""
-    try:
-        socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
-def _probe(address: str) -> None:
-    """One call to the head, which says at once what `ray.init` would retry for 20 s."""
-    import grpc
-    from ray._private.gcs_utils import create_gcs_channel
-
-    with create_gcs_channel(address) as channel:
-        get_cluster_id = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
-        try:
-            get_cluster_id(b"", timeout=PROBE_TIMEOUT_S)
-        except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                raise ClusterError(
-                    f"the Ray cluster at {address} wants another authentication token: copy "
-                    "~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN"
-                ) from None
-            raise ClusterError(
-                f"what answers at {address} is no Ray cluster ({error.code().name}): {NO_CLUSTER}"
-            ) from None
-
-
 def endpoints() -> Places:
     """Where the cluster's head and this node's raylet listen, for `has_ended`."""
     import ray
@@ -162,7 +81,7 @@ def endpoints() -> Places:
 
 def has_ended(places: Places) -> bool:
     """Whether the cluster, or its part on this machine, listens no more."""
-    return any(_refusal(host, port) for host, port in places)
+    return any(refusal(host, port) for host, port in places)
 
 
 def find_actor(name: str) -> Any | None:

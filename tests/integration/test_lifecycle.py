@@ -72,6 +72,25 @@ def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
     assert len(members("generation")) == 1
 
 
+def test_a_reference_that_nobody_serves_is_told_with_its_remedy(
+    ray_cluster, generation, tiny_model, questions, tmp_path
+):
+    options = ("--kl-coefficient", 0.1, "--worker-timeout-s", 1)
+    common = (ray_cluster, tiny_model, questions, tmp_path / "run")
+    with train(*common, *options, batches=1) as command:
+        assert command.wait(timeout_s=60) == 1
+        error = command.err.splitlines()[-1]
+        assert "a logprob worker (the KL coefficient is not 0), start one with `python" in error
+        assert not (tmp_path / "run").exists()
+
+
+def test_workers_of_one_run_grade_alike(ray_cluster, generation, tiny_model):
+    with dispatcher(ray_cluster, tiny_model, "--reward-fns", "countdown", *NAMESPACE) as command:
+        assert command.wait(timeout_s=60) == 1
+        (error,) = command.err.splitlines()
+        assert error.startswith("error: --reward-fns and --reward-registry must agree within a run")
+
+
 def test_workers_outlive_a_trainer_that_is_killed(
     ray_cluster, generation, tiny_model, questions, tmp_path
 ):

@@ -5,6 +5,7 @@ from ray._private import services
 
 from async_grpo import cluster
 from async_grpo.errors import ClusterError
+from async_grpo.head import settle_authentication
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +55,11 @@ def test_auto_obeys_ray_address(monkeypatch):
 
 
 def test_a_token_is_used_where_there_is_one(monkeypatch, tmp_path):
-    cluster.settle_authentication()
+    settle_authentication()
     assert "RAY_AUTH_MODE" not in os.environ
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
-    cluster.settle_authentication()
+    settle_authentication()
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
@@ -66,12 +67,12 @@ def test_a_token_is_used_where_there_is_one(monkeypatch, tmp_path):
 def test_a_token_may_come_from_the_environment(place, monkeypatch, tmp_path):
     (tmp_path / "token").write_text("secret")
     monkeypatch.setenv(place, str(tmp_path / "token"))
-    cluster.settle_authentication()
+    settle_authentication()
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
 def test_a_mode_that_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    cluster.settle_authentication()
+    settle_authentication()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"

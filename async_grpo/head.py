@@ -1,0 +1,93 @@
+"""Finds the head of a Ray cluster, and says within seconds why there is none to talk to."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from async_grpo.errors import ClusterError
+
+PROBE_TIMEOUT_S = 5.0
+NO_CLUSTER = (
+    "start one with `ray start --head --include-dashboard=false`, or name a running one with "
+    "--ray-address host:port"
+)
+
+
+def settle_authentication() -> None:
+    """Use Ray's token when this machine has one; Ray itself looks for it only when told to.
+
+    A cluster that wants none takes a client with a token too.
+    """
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+    if os.environ.get("RAY_AUTH_TOKEN") or token_file.is_file():
+        os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def find_head(address: str) -> str:
+    """The host:port of the head that an address means; a cluster of Ray's listens there.
+
+    Raises `ClusterError`, also when the cluster does not know this machine's token.
+    """
+    settle_authentication()
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or "auto"
+    if address == "auto":
+        address = _only_cluster_here()
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise ClusterError(
+            f"--ray-address (or RAY_ADDRESS) must be host:port or auto, got {address!r}: give what "
+            "`ray start` printed"
+        )
+    problem = refusal(host, int(port))
+    if problem:
+        raise ClusterError(f"no Ray cluster answers at {address} ({problem}): {NO_CLUSTER}")
+    _probe(address)
+    return address
+
+
+def _only_cluster_here() -> str:
+    from ray._private.services import find_gcs_addresses
+
+    addresses = sorted(find_gcs_addresses())
+    if not addresses:
+        raise ClusterError(f"no Ray cluster runs on this machine: {NO_CLUSTER}")
+    if len(addresses) > 1:
+        raise ClusterError(
+            f"several Ray clusters run on this machine: choose one with --ray-address, of "
+            f"{', '.join(addresses)}"
+        )
+    return str(addresses[0])
+
+
+def refusal(host: str, port: int) -> str:
+    """Why nothing can be sent there; empty when something listens."""
+    try:
+        socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _probe(address: str) -> None:
+    """One call to the head, which says at once what `ray.init` would retry for 20 s."""
+    import grpc
+    from ray._private.gcs_utils import create_gcs_channel
+
+    with create_gcs_channel(address) as channel:
+        get_cluster_id = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            get_cluster_id(b"", timeout=PROBE_TIMEOUT_S)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+                raise ClusterError(
+                    f"the Ray cluster at {address} wants another authentication token: copy "
+                    "~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN"
+                ) from None
+            raise ClusterError(
+                f"what answers at {address} is no Ray cluster ({error.code().name}): {NO_CLUSTER}"
+            ) from None
