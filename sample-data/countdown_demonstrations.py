@@ -18,7 +18,6 @@ LIMITS = CountDownRange(min_numbers=3, max_numbers=3, max_number=9, operators="+
 NUM_TASKS = 2000
 NUM_HELD_OUT = 100
 QUICKSTART_SEED = 0  # its held-out questions are in no demonstration
-CHANCES_OF_WRONG_LINES = (0.7, 0.2, 0.1)  # of 0, 1 and 2 wrong attempts before the last one
 
 
 def split_tasks() -> tuple[list[CountDownTask], list[CountDownTask]]:
@@ -27,12 +26,20 @@ def split_tasks() -> tuple[list[CountDownTask], list[CountDownTask]]:
 
 
 def demonstrations(
-    tasks: Sequence[CountDownTask], *, count: int, share_right: float, rng: random.Random
+    tasks: Sequence[CountDownTask],
+    *,
+    count: int,
+    share_right: float,
+    num_lines: Sequence[float],
+    rng: random.Random,
 ) -> Iterator[dict[str, str]]:
-    """`count` pairs of a prompt and an answer; `share_right` of the answers are right."""
+    """`count` pairs of a prompt and an answer; `share_right` of the answers are right.
+
+    `num_lines` are the chances of 1, 2, ... lines; those before the last are wrong.
+    """
     for _ in range(count):
         task = rng.choice(tasks)
-        (num_wrong,) = rng.choices(range(len(CHANCES_OF_WRONG_LINES)), CHANCES_OF_WRONG_LINES)
+        (num_wrong,) = rng.choices(range(len(num_lines)), num_lines)
         lines = [attempt(task, is_right=False, rng=rng) for _ in range(num_wrong)]
         lines.append(attempt(task, is_right=rng.random() < share_right, rng=rng))
         yield {

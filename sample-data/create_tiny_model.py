@@ -44,12 +44,13 @@ class Stage:
     batch_size: int  # pairs
     learning_rate: float
     share_right: float  # of the answers
+    num_lines: tuple[float, ...]  # chances of answers of 1, 2, ... lines
 
 
 STAGES = (
-    Stage("form", num_steps=1000, batch_size=32, learning_rate=2e-3, share_right=0.1),
-    Stage("task", num_steps=3000, batch_size=64, learning_rate=2e-3, share_right=1.0),
-    Stage("spread", num_steps=60, batch_size=32, learning_rate=5e-4, share_right=0.25),
+    Stage("form", 800, 32, learning_rate=2e-3, share_right=0.1, num_lines=(0.5, 0.3, 0.2)),
+    Stage("task", 2000, 64, learning_rate=2e-3, share_right=1.0, num_lines=(0.7, 0.2, 0.1)),
+    Stage("spread", 60, 32, learning_rate=5e-4, share_right=0.4, num_lines=(0.7, 0.2, 0.1)),
 )
 
 
@@ -137,6 +138,7 @@ def warm_start(
             tasks,
             count=stage.num_steps * stage.batch_size,
             share_right=stage.share_right,
+            num_lines=stage.num_lines,
             rng=random.Random(f"{run['seed']} {stage.name}"),
         )
         write_jsonl(data, rows=pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Any
 
 import click
@@ -32,7 +33,10 @@ def main(**options: Any) -> None:
     config = TrainConfig(**options)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(message)s")
+    # Progress is what this command puts out; errors go to stderr.
+    logging.basicConfig(
+        level="WARNING", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
+    )
     if is_main_rank():
         interrupts.interrupt_once()
         logging.getLogger("async_grpo").setLevel(config.logging_level)

@@ -4,6 +4,7 @@ import functools
 import importlib
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,11 @@ TASK = demonstrations.CountDownTask((2, 9, 8), 15, "8-2+9")
 
 def demonstrate(tasks, *, count, share_right, seed=0):
     rng = random.Random(seed)
-    return list(demonstrations.demonstrations(tasks, count=count, share_right=share_right, rng=rng))
+    return list(
+        demonstrations.demonstrations(
+            tasks, count=count, share_right=share_right, num_lines=(0.5, 0.3, 0.2), rng=rng
+        )
+    )
 
 
 @PATIENT
@@ -59,6 +64,12 @@ def test_the_share_of_right_answers_is_the_one_asked_for():
     rows = demonstrate([TASK], count=2000, share_right=0.25)
     right = sum(row["completion"].endswith("=15") for row in rows)
     assert right / 2000 == pytest.approx(0.25, abs=0.03)
+
+
+def test_answers_have_one_to_three_lines_with_the_chances_asked_for():
+    rows = demonstrate([TASK], count=2000, share_right=1.0)
+    counts = Counter(len(row["completion"].split("\n")) for row in rows)
+    assert [counts[n] / 2000 for n in (1, 2, 3)] == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
 
 
 def test_demonstrations_depend_on_the_seed_alone():

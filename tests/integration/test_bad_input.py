@@ -17,9 +17,8 @@ def only_error(command):
     """The one sentence that a command has failed with, all that it printed."""
     with command:
         assert command.wait(timeout_s=TIMEOUT_S) == 1, command.err
-        lines = [line for line in command.err.splitlines() if " INFO " not in line]
-        assert command.out == ""
-        (line,) = lines
+        (line,) = [line for line in command.err.splitlines() if not line.startswith("INFO ")]
+        assert all(" INFO " in line for line in command.out.splitlines())
         assert line.startswith("error: ")
         assert command.family() == set()
         return line
@@ -50,7 +49,6 @@ def nothing(_model, tmp_path):
     ("command", "spoilt", "sentence"),
     [
         ("dispatcher", nothing, r"'.*nothing' is not a folder"),
-        ("dispatcher", no_weights, r"must hold weights"),
         ("trainer", no_weights, r"must hold weights"),
         ("trainer", small_vocabulary, r"tokenizer .* must not know more tokens .* \(50\), got 78"),
     ],
@@ -69,7 +67,6 @@ def test_a_model_that_cannot_be_used(command, spoilt, sentence, tiny_model, ques
     [
         (None, (), r"data path must be an existing file"),
         ('{"input": 7}', (), r"line 2, column 'input': expected non-empty text, got 7"),
-        ("no JSON", (), r"line 2"),
         (
             '{"input": "1234567890"}',
             ("--max-tokens-per-gpu", 25),

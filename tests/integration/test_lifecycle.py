@@ -33,6 +33,13 @@ def generation(ray_cluster, connected, tiny_model, sevens):
         yield command
 
 
+@pytest.fixture(scope="module")
+def logprob(ray_cluster, connected, tiny_model):
+    with start_logprob(ray_cluster, tiny_model) as command:
+        command.wait_for("registered", timeout_s=READY_S)
+        yield command
+
+
 def start_logprob(ray_cluster, tiny_model):
     return dispatcher(
         ray_cluster, tiny_model, "--mode", "logprob", "--max-tokens-per-gpu", 512, *NAMESPACE
@@ -59,8 +66,8 @@ def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
             assert second.wait(timeout_s=READY_S) == 1
             assert second.err.splitlines()[-1].startswith("error: another trainer uses these")
             assert not (tmp_path / "b").exists()
-        num_steps = first.err.count("step ")
-        wait_until(lambda: first.err.count("step ") > num_steps, timeout_s=30)
+        num_steps = first.out.count("step ")
+        wait_until(lambda: first.out.count("step ") > num_steps, timeout_s=30)
         first.send(signal.SIGTERM)
         assert first.wait(timeout_s=60) != 0
         assert first.family() == set()
@@ -92,34 +99,32 @@ def test_workers_of_one_run_grade_alike(ray_cluster, generation, tiny_model):
 
 
 def test_workers_outlive_a_trainer_that_is_killed(
-    ray_cluster, generation, tiny_model, questions, tmp_path
+    ray_cluster, generation, logprob, tiny_model, questions, tmp_path
 ):
-    common = (ray_cluster, tiny_model, questions)
-    with train(*common, tmp_path / "a", batches=10_000) as killed:
+    common, kl = (ray_cluster, tiny_model, questions), ("--kl-coefficient", 0.1)
+    with train(*common, tmp_path / "a", *kl, batches=10_000) as killed:
         killed.wait_for("step 1 ", timeout_s=READY_S)
         killed.send(signal.SIGKILL)
         killed.wait(timeout_s=10)
-    with start_logprob(ray_cluster, tiny_model) as late:
+    with start_logprob(ray_cluster, tiny_model) as late:  # the weights that it should load are lost
         late.wait_for("registered", timeout_s=READY_S)
-        options = ("--kl-coefficient", 0.1)
-        with train(*common, tmp_path / "b", *options, batches=1, ranks=2) as again:
+        with train(*common, tmp_path / "b", *kl, batches=1, ranks=2) as again:
             assert again.wait(timeout_s=READY_S) == 0, again.err
-        assert (len(members("generation")), len(members("logprob"))) == (1, 1)
+        assert (len(members("generation")), len(members("logprob"))) == (1, 2)
         late.send(signal.SIGTERM)
         assert late.wait(timeout_s=30) == 0
         assert late.out.endswith("registered\nstopped\n")
         assert "Traceback" not in late.err
+    assert len(members("logprob")) == 1
+
+
+def test_a_dispatcher_says_why_its_worker_was_lost(logprob):
+    (worker,) = members("logprob")
+    os.kill(worker.pid, signal.SIGKILL)
+    assert logprob.wait(timeout_s=60) == 1
+    assert logprob.err.splitlines()[-1].startswith(f"error: worker {worker.worker_id} ")
+    assert "Traceback" not in logprob.err
     assert members("logprob") == ()
-
-
-def test_a_dispatcher_says_why_its_worker_was_lost(ray_cluster, connected, tiny_model):
-    with start_logprob(ray_cluster, tiny_model) as command:
-        command.wait_for("registered", timeout_s=READY_S)
-        (worker,) = members("logprob")
-        os.kill(worker.pid, signal.SIGKILL)
-        assert command.wait(timeout_s=60) == 1
-        assert command.err.splitlines()[-1].startswith(f"error: worker {worker.worker_id} ")
-        assert "Traceback" not in command.err
 
 
 def test_ctrl_c_ends_a_dispatcher_and_its_engine(ray_cluster, generation, tiny_model):

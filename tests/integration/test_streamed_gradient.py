@@ -141,7 +141,6 @@ def streamed(model, ray_cluster, tmp_path_factory):
         ],
         env=environment(), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    Path("/tmp/sg.err").write_text(finished.stderr)
     assert finished.returncode == 0, finished.stderr[-3000:]
     ranks = [torch.load(folder / f"result.{rank}", weights_only=False) for rank in range(2)]
     return {
