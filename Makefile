@@ -17,8 +17,8 @@ setup: ## .venv with everything that a run needs (PYTHON=..., DEVICE=cpu|gpu)
 dev: ## .venv with the tools of tests and lint too
 	@PYTHON="$(PYTHON)" DEVICE="$(DEVICE)" tools/setup_env.sh dev
 
-quickstart: setup ## watch a tiny model learn arithmetic puzzles
-	@$(BIN)/async-grpo quickstart
+quickstart: setup ## watch a tiny model learn arithmetic puzzles (ARGS="--seed 1")
+	@$(BIN)/async-grpo quickstart $(ARGS)
 
 # Tests never ask a model hub, and share the cores: a thread each is fastest.
 test test-fast test-all: export HF_HUB_OFFLINE = 1

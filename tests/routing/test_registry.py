@@ -1,7 +1,9 @@
+import os
 import tempfile
 import time
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -77,14 +79,19 @@ def join(registry, name, *, capacity=2.0, fails_with=""):
 
 
 def trainer_class():
+    @ray.remote(num_cpus=0)
+    def small_array():  # too small for the shared store, where bytes may outlive their owner
+        return np.zeros(10, dtype=np.uint8)
+
     class Trainer:
         """Owns the bytes of the weights, which are lost with it."""
 
-        def snapshot(self, version, num_bytes):
-            data = np.zeros(num_bytes, dtype=np.uint8)
-            return WeightsSnapshot(
-                version, (WeightsBucket((), ray.put(data), data.nbytes, checksum=0),)
-            )
+        def snapshot(self, version):
+            bucket = WeightsBucket((), small_array.remote(), size_bytes=10, checksum=0)
+            return WeightsSnapshot(version, (bucket,))
+
+        def pid(self):
+            return os.getpid()
 
     return Trainer
 
@@ -93,10 +100,17 @@ def make_trainer():
     return ray.remote(trainer_class()).options(num_cpus=0).remote()
 
 
+def kill(trainer):
+    """End the process; Ray says that it is dead while it still answers."""
+    pid = get(trainer.pid.remote())
+    ray.kill(trainer)
+    wait_until(lambda: not psutil.pid_exists(pid))
+
+
 def publish(registry, version, *, trainer=None):
     snapshot = WeightsSnapshot(version, ())
     if trainer is not None:
-        snapshot = get(trainer.snapshot.remote(version, 1 << 20))
+        snapshot = get(trainer.snapshot.remote(version))
     return get(registry.publish.remote(snapshot, 30.0))
 
 
@@ -188,7 +202,7 @@ def test_weights_that_died_with_their_trainer_keep_no_newcomer_out():
     registry, trainer = make_registry(), make_trainer()
     early = join(registry, "early")
     publish(registry, FIRST, trainer=trainer)
-    ray.kill(trainer)
+    kill(trainer)
     late = join(registry, "late")
     assert get(late.calls.remote()) == []
     assert len(get(registry.members.remote())) == 2
@@ -200,9 +214,8 @@ def test_weights_that_died_with_their_trainer_keep_no_newcomer_out():
 def test_a_trainer_that_dies_while_it_publishes_costs_no_worker():
     registry, trainer = make_registry(), make_trainer()
     join(registry, "one")
-    snapshot = get(trainer.snapshot.remote(FIRST, 1 << 20))
-    ray.kill(trainer)
-    time.sleep(0.5)
+    snapshot = get(trainer.snapshot.remote(FIRST))
+    kill(trainer)
     report = get(registry.publish.remote(snapshot, 30.0))
     assert (report.acks, set(report.failures)) == ((), {"one"})
     assert len(get(registry.members.remote())) == 1
