@@ -64,9 +64,8 @@ class SlotPipeline:
         self._services = services
         self._advantage = advantage
         self._timeout_s = timeout_s
-        self._num_answers = 0
         self.stages: Counter[str] = Counter()
-        self.answers = 0  # of workers and verifiers, good or bad
+        self.answers = 0  # good ones, of workers and verifiers
         self.problem = ""  # why work is being tried again; empty when all is well
 
     async def run(
@@ -127,6 +126,7 @@ class SlotPipeline:
                 )
             except AsyncGrpoError as error:
                 raise SlotFailed("verification", str(error)) from error
+        self.answers += 1
         for verdict in verdicts:
             if verdict.status == "error":
                 raise SlotFailed("verification", f"{verdict.adapter}: {verdict.reason}")
@@ -171,7 +171,7 @@ class SlotPipeline:
             except AsyncGrpoError as error:
                 answer, reason = None, str(error)
             if await self._release(registry, stage, lease) and answer is not None:
-                self._num_answers += 1
+                self.answers += 1
                 self.problem = ""
                 return answer
             if answer is not None:
@@ -186,7 +186,7 @@ class SlotPipeline:
     ) -> Lease:
         """A lease. The line may be longer than the deadline as long as it moves."""
         while True:
-            num_answers = self._num_answers
+            num_answers = self.answers
             try:
                 lease: Lease = await cluster.call(
                     registry.acquire.remote(cost, version, self._timeout_s),
@@ -194,7 +194,7 @@ class SlotPipeline:
                     who=f"the {stage} registry",
                 )
             except DeadlineError:
-                if self._num_answers == num_answers:
+                if self.answers == num_answers:
                     raise
             else:
                 return lease
@@ -230,7 +230,6 @@ class SlotPipeline:
             yield
         finally:
             self.stages[stage] -= num_samples
-            self.answers += 1
 
 
 def _check_answer(

@@ -11,6 +11,7 @@ from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError
 
+FAILED_SAMPLES = "failed_samples.jsonl"
 CALL_TIMEOUT_S = 60.0
 POOL_START_TIMEOUT_S = 120.0
 
@@ -29,6 +30,7 @@ def make_verifier_pool(config: WorkerConfig) -> Any:
     from async_grpo.verification.config import VerifierConfig
     from async_grpo.verification.pool import VerifierPool
 
+    keeps_failed = config.write_failed_generation_samples
     wanted = VerifierConfig(
         reward_names=config.reward_names,
         registry=config.reward_registry,
@@ -36,8 +38,11 @@ def make_verifier_pool(config: WorkerConfig) -> Any:
         timeout_s=config.verifier_timeout_s,
         memory_mib=config.verifier_memory_mib,
         search_paths=(os.getcwd(),),
+        failed_samples=os.path.abspath(FAILED_SAMPLES) if keeps_failed else "",
     )
-    pool = _shared_actor(VerifierPool, cluster.VERIFIER_POOL).remote(wanted)
+    here = cluster.on_this_node()  # where the files are that the options name
+    actor = _shared_actor(VerifierPool, cluster.VERIFIER_POOL, scheduling_strategy=here)
+    pool = actor.remote(wanted)
     running = cluster.wait(pool.config.remote(), timeout_s=CALL_TIMEOUT_S, who="the verifier pool")
     wanted.require_same_rewards(running)
     try:
@@ -62,9 +67,14 @@ def resources(config: WorkerConfig) -> dict[str, float]:
     return {"CPU": 1.0, "GPU": float(num_gpus) if on_gpu else 0.0}
 
 
-def _shared_actor(actor_class: type[Any], name: str) -> Any:
+def _shared_actor(actor_class: type[Any], name: str, **options: Any) -> Any:
     return ray.remote(actor_class).options(
-        name=name, get_if_exists=True, lifetime="detached", num_cpus=0, max_concurrency=10_000
+        name=name,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=10_000,
+        **options,
     )
 
 

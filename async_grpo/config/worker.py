@@ -35,7 +35,7 @@ class WorkerConfig:
     verifier_timeout_s: float = option(10.0, "seconds one verification may take")
     verifier_memory_mib: int = option(4096, "address space of one verifier process in MiB")
     write_failed_generation_samples: bool = option(
-        False, "append samples that could not be generated or verified to failed_samples.jsonl"
+        False, "append samples whose verification failed to failed_samples.jsonl, here"
     )
     ray_address: str = option("auto", "host:port of the Ray cluster; auto: the one on this machine")
     namespace: str = option("async-grpo", "Ray namespace that the run's actors share")

@@ -10,12 +10,14 @@ unblocked by  a verdict, or the kill of a process that overran; it ends itself w
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -56,6 +58,19 @@ def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
         "output_token_ids": completion.token_ids.tolist(),
         "finish_reason": completion.finish_reason,
     }
+
+
+def append_failed(
+    path: Path, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]
+) -> None:
+    """Append a line of JSON for every sample that could not be graded, to find out why."""
+    failed = [(r, v) for r, v in zip(requests, verdicts, strict=True) if v.status == "error"]
+    if not failed:
+        return
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        for request, verdict in failed:
+            line = adapter_sample(request) | {"adapter": verdict.adapter, "reason": verdict.reason}
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
 
 
 class VerifierPool:
@@ -103,6 +118,8 @@ class VerifierPool:
             self._verifying -= len(requests)
             self._called.set()
         self._done.update(verdict.status for verdict in verdicts)
+        if self._config.failed_samples:
+            append_failed(Path(self._config.failed_samples), requests, verdicts)
         return tuple(verdicts)
 
     async def status(self) -> PoolStatus:

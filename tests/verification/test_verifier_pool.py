@@ -1,3 +1,4 @@
+import json
 import time
 from pathlib import Path
 
@@ -5,9 +6,9 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import ConfigError
-from async_grpo.types import Completion, Question, VerificationRequest
+from async_grpo.types import Completion, Question, Verdict, VerificationRequest
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.pool import VerifierPool, adapter_sample
+from async_grpo.verification.pool import VerifierPool, adapter_sample, append_failed
 
 REPOSITORY = str(Path(__file__).parents[2])
 
@@ -18,6 +19,16 @@ def request(output, *, ordinal=0, columns=None):
     logprobs, mask = np.zeros(2, np.float32), np.ones(2, bool)
     completion = Completion(np.array([7, 1], np.int32), logprobs, (), mask, "stop", output)
     return VerificationRequest(ordinal, 0, question, completion)
+
+
+def test_samples_that_could_not_be_graded_are_kept_with_the_reason(tmp_path):
+    path = tmp_path / "failed.jsonl"
+    graded = Verdict("scored", 0.0, None, "mine", "", 0.1)
+    failed = Verdict("error", 0.0, None, "mine", "it crashed", 0.1)
+    append_failed(path, [request("fine"), request("bad")], [graded, failed])
+    append_failed(path, [request("fine")], [graded])
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert (line["output"], line["adapter"], line["reason"]) == ("bad", "mine", "it crashed")
 
 
 def test_adapters_see_every_column_and_the_run_goes_before_columns_of_the_same_name():
