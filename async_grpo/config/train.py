@@ -206,5 +206,15 @@ class TrainConfig:
         return "on_policy" if on_policy else "behaviour"
 
     @property
+    def ratio_in_words(self) -> str:
+        """What the policy ratio compares with, and what its clip does."""
+        if self.denominator == "on_policy":
+            return "the policy ratio's denominator is the policy itself, so its clip is inert"
+        return (
+            "the policy ratio's denominator is what the engine recorded, clipped to "
+            f"[{1 - self.clip_low:g}, {1 + self.clip_high:g}]"
+        )
+
+    @property
     def tracker_names(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in self.trackers.split(",") if name.strip())

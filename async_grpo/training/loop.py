@@ -34,6 +34,9 @@ def train_grpo(config: TrainConfig, ranks: Ranks) -> None:
     """One whole run on one rank; rank 0 also owns the batcher, the report and the exports."""
     run = ranks.on_main(lambda: open_run(config, num_ranks=ranks.world_size))
     batcher = run.batcher if run else _find_batcher(config)
+    if run:
+        logger.info("outputs end with token ids %s", run.plan.sampling.stop_token_ids)
+        logger.info("%s", config.ratio_in_words)
     learner = Learner.build(config, ranks)
     with ExitStack() as stack:
         if run:
