@@ -1,14 +1,12 @@
-import os
 import tempfile
 import time
 
 import numpy as np
-import psutil
 import pytest
 import ray
 
 from async_grpo import cluster
-from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
+from async_grpo.errors import ClusterError, DeadlineError, WeightSyncError, WorkerError
 from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import WeightsAck, WeightsBucket, WeightsSnapshot, WeightsVersion, WorkerInfo
 
@@ -16,6 +14,7 @@ pytestmark = pytest.mark.integration
 FIRST, SECOND = WeightsVersion(7, 0), WeightsVersion(7, 1)
 NEXT_RUN = WeightsVersion(8, 0)
 PING_INTERVAL_S = 0.2
+NUM_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,19 +78,13 @@ def join(registry, name, *, capacity=2.0, fails_with=""):
 
 
 def trainer_class():
-    @ray.remote(num_cpus=0)
-    def small_array():  # too small for the shared store, where bytes may outlive their owner
-        return np.zeros(10, dtype=np.uint8)
-
     class Trainer:
         """Owns the bytes of the weights, which are lost with it."""
 
         def snapshot(self, version):
-            bucket = WeightsBucket((), small_array.remote(), size_bytes=10, checksum=0)
+            data = ray.put(np.zeros(NUM_BYTES, dtype=np.uint8))
+            bucket = WeightsBucket((), data, size_bytes=NUM_BYTES, checksum=0)
             return WeightsSnapshot(version, (bucket,))
-
-        def pid(self):
-            return os.getpid()
 
     return Trainer
 
@@ -100,17 +93,25 @@ def make_trainer():
     return ray.remote(trainer_class()).options(num_cpus=0).remote()
 
 
-def kill(trainer):
-    """End the process; Ray says that it is dead while it still answers."""
-    pid = get(trainer.pid.remote())
+def kill(trainer, snapshot):
+    """End a trainer; its bytes outlive it for a moment, on the same machine."""
     ray.kill(trainer)
-    wait_until(lambda: not psutil.pid_exists(pid))
+
+    def is_lost():
+        try:
+            get(snapshot.buckets[0].data)
+        except ClusterError:
+            return True
+        return False
+
+    wait_until(is_lost)
 
 
-def publish(registry, version, *, trainer=None):
-    snapshot = WeightsSnapshot(version, ())
-    if trainer is not None:
-        snapshot = get(trainer.snapshot.remote(version))
+def publish(registry, version):
+    return announce(registry, WeightsSnapshot(version, ()))
+
+
+def announce(registry, snapshot):
     return get(registry.publish.remote(snapshot, 30.0))
 
 
@@ -155,7 +156,10 @@ def test_who_waits_is_served_in_order_as_workers_become_free():
     join(registry, "one", capacity=1.0)
     publish(registry, FIRST)
     held = get(acquire(registry, FIRST))
-    waiting = [acquire(registry, FIRST, timeout_s=30.0) for _ in range(3)]
+    waiting = []
+    for _ in range(3):  # calls that are under way together may overtake each other
+        waiting.append(acquire(registry, FIRST, timeout_s=30.0))
+        get(registry.members.remote())
     for reference in waiting:
         assert ray.wait([reference], timeout=0.05)[0] == []
         assert get(registry.release.remote(held.lease_id))
@@ -201,12 +205,14 @@ def test_after_a_run_has_ended_a_newcomer_loads_nothing():
 def test_weights_that_died_with_their_trainer_keep_no_newcomer_out():
     registry, trainer = make_registry(), make_trainer()
     early = join(registry, "early")
-    publish(registry, FIRST, trainer=trainer)
-    kill(trainer)
+    snapshot = get(trainer.snapshot.remote(FIRST))
+    announce(registry, snapshot)
+    kill(trainer, snapshot)
     late = join(registry, "late")
     assert get(late.calls.remote()) == []
     assert len(get(registry.members.remote())) == 2
-    publish(registry, NEXT_RUN, trainer=make_trainer())
+    successor = make_trainer()
+    announce(registry, get(successor.snapshot.remote(NEXT_RUN)))
     assert get(late.calls.remote()) == [str(NEXT_RUN)]
     assert get(early.calls.remote()) == [str(FIRST), str(NEXT_RUN)]
 
@@ -215,8 +221,8 @@ def test_a_trainer_that_dies_while_it_publishes_costs_no_worker():
     registry, trainer = make_registry(), make_trainer()
     join(registry, "one")
     snapshot = get(trainer.snapshot.remote(FIRST))
-    kill(trainer)
-    report = get(registry.publish.remote(snapshot, 30.0))
+    kill(trainer, snapshot)
+    report = announce(registry, snapshot)
     assert (report.acks, set(report.failures)) == ((), {"one"})
     assert len(get(registry.members.remote())) == 1
     assert get(registry.fenced.remote()) == {}
