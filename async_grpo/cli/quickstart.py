@@ -185,7 +185,14 @@ def _trainer(plan: Plan, environment: dict[str, str]) -> Process:
         *("--infinite-sampler-seed", str(plan.seed), "--run-name", "quickstart"),
     ]
     log = plan.logs / "trainer.log"
-    return Process("the trainer", command, log=log, environment=environment, shows_output=True)
+    return Process(
+        "the trainer",
+        command,
+        log=log,
+        environment=environment,
+        shows_output=True,
+        stop_timeout_s=8.0,  # its ranks are gone at once, torchrun itself takes its time
+    )
 
 
 def _plot(plan: Plan) -> None:
