@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
 # Modules are searched for doctests too.
-PYTEST := $(BIN)/python -m pytest tests async_grpo sample-data
+PYTEST := $(BIN)/python -m pytest tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev quickstart test test-fast test-all lint types imports
@@ -30,8 +30,9 @@ test: dev ## all tests that need no GPU
 test-fast: dev ## tests that start no Ray, vLLM or second process
 	$(PYTEST) -m "not gpu and not integration"
 
-test-all: dev ## all tests
-	$(PYTEST)
+test-all: export PROOFS = full
+test-all: dev ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates
+	$(PYTEST) -o timeout=3600
 
 lint: dev ## style and format
 	$(BIN)/ruff check $(SOURCES)

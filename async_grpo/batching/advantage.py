@@ -55,10 +55,16 @@ def group_advantages(
     return advantages_G
 
 
+def has_variance(rewards_G: ArrayLike) -> bool:
+    """Whether any two rewards differ, by exact equality."""
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    return bool((rewards != rewards[:1]).any())
+
+
 def _advantages(rewards_V: NDArray[np.float64], method: str, eps: float) -> NDArray[np.float64]:
     if method not in get_args(AdvantageMethod):
         raise ValueError(f"advantage must be one of {get_args(AdvantageMethod)}, got {method!r}")
-    if len(rewards_V) == 0 or (rewards_V == rewards_V[0]).all():
+    if not has_variance(rewards_V):
         return np.zeros_like(rewards_V)
     centred_V = rewards_V - rewards_V.mean()
     if method == "grpo":

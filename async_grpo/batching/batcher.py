@@ -9,11 +9,13 @@ unblocked by: a finished group, a rank's request, a published batch
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from pathlib import Path
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.evaluation import evaluate
+from async_grpo.batching.groups import GroupRules
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
@@ -25,7 +27,6 @@ from async_grpo.batching.statistics import StepSums
 from async_grpo.errors import WorkerError
 from async_grpo.types import (
     EndOfStep,
-    GenerationRequest,
     Group,
     Minibatch,
     PipelineStatus,
@@ -46,8 +47,12 @@ class ExperienceBatcher:
         config = plan.config
         self._plan = plan
         self._services = services
+        self._rules = GroupRules(config)
         self._pipeline = SlotPipeline(
-            services, advantage=config.advantage, timeout_s=config.stall_timeout_s
+            services,
+            rules=self._rules,
+            timeout_s=config.stall_timeout_s,
+            max_staleness=config.max_staleness,
         )
         self._window = AdmissionWindow(
             config.batch_size,
@@ -64,7 +69,7 @@ class ExperienceBatcher:
             deterministic=config.deterministic,
         )
         self._outbox = Outbox(plan.num_ranks)
-        self._sums = StepSums()
+        self._sums = StepSums(max_staleness=config.max_staleness)
         self._samples: dict[tuple[int, int], Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._num_training = 0
@@ -78,6 +83,7 @@ class ExperienceBatcher:
     async def published(self, version: WeightsVersion) -> None:
         """Weights are out: the staleness window moves, and slots start."""
         self._newest = version
+        await self._pipeline.published(version)
         if version.batches:
             self._window.batch_published(version.batches)
         for ordinal in self._window.admissible():
@@ -136,56 +142,53 @@ class ExperienceBatcher:
         slot.add_done_callback(self._stop_on_failure)
 
     async def _run_slot(self, ordinal: int, step: StepKey) -> None:
-        plan, config = self._plan, self._plan.config
-        question = plan.questions[plan.order(ordinal)]
-        request = GenerationRequest(
-            ordinal,
-            0,
-            question.input_token_ids,
-            config.samples_per_question,
-            plan.sampling,
-            plan.seed_of(ordinal) if plan.seed_of else None,
-        )
-        oldest = self._window.oldest_weights(ordinal)
-        period = config.num_batches_per_ref_model_update
-        reference = oldest._replace(batches=oldest.batches // period * period)
         try:
-            group = await self._pipeline.run(question, request, oldest=oldest, reference=reference)
+            group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
             self._settle_failure(ordinal, failure)
         else:
-            self._settle_group(group, step)
+            fates = tuple(self._settle_sample(sample, step) for sample in group.samples)
+            self._log.write(group, batch=step.batch, fates=fates)
         self._unsettled[step] -= 1
         if not self._unsettled[step]:
             del self._unsettled[step]
             self._rounds.step_complete(step)
 
-    def _settle_group(self, group: Group, step: StepKey) -> None:
+    async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
+        """The group that the slot trains; those that it replaces are counted on the way."""
+        oldest = self._window.oldest_weights(ordinal)
+        period = self._plan.config.num_batches_per_ref_model_update
+        reference = oldest._replace(batches=oldest.batches // period * period)
+        for attempt in itertools.count():
+            question, request = self._plan.draw(ordinal, attempt=attempt)
+            group = await self._pipeline.run(question, request, oldest=oldest, reference=reference)
+            self._receive(group, step)
+            if not group.is_replaced:
+                break
+            self._replace(group, step)
+        return group
+
+    def _receive(self, group: Group, step: StepKey) -> None:
         self._failures_in_a_row = 0
         for sample in group.samples:
             self._ledger.receive_tokens(len(sample.completion.token_ids))
-        fates = tuple(self._settle_sample(sample, step) for sample in group.samples)
-        batch = self._window.batch_of(group.ordinal)
-        self._sums.add(step, group.samples, batch=batch)
-        self._log.write(group.samples, batch=batch, fates=fates)
+        self._sums.add(step, group, batch=step.batch)
+
+    def _replace(self, group: Group, step: StepKey) -> None:
+        num_samples = len(group.samples)
+        self._ledger.reissue(group.ordinal, fate="replaced", num_samples=num_samples)
+        self._log.write(group, batch=step.batch, fates=("replaced",) * num_samples)
 
     def _settle_sample(self, sample: Sample, step: StepKey) -> str:
-        if self._contributes(sample):
-            key = (sample.ordinal, sample.index)
+        if self._rules.contributes(sample):
+            key, num_tokens = (sample.ordinal, sample.index), sample.num_tokens
             self._samples[key] = sample
-            item = Item(key, sample.num_tokens, estimate_cost(sample.num_tokens))
-            self._rounds.offer(step, item=item)
+            cost = estimate_cost(num_tokens, attention_ratio=self._plan.attention_ratio)
+            self._rounds.offer(step, item=Item(key, num_tokens, cost))
             return "trained"
         self._ledger.settle(sample.ordinal, fate="zero_contribution", num_samples=1)
         self._sums.count_denominator(step, sample)
         return "zero_contribution"
-
-    def _contributes(self, sample: Sample) -> bool:
-        """False only where the gradient of the sample is exactly zero, whatever the policy."""
-        every_term_has_advantage = not self._plan.config.needs_reference
-        if sample.num_trained_tokens == 0:
-            return False
-        return not (every_term_has_advantage and sample.advantage == 0.0)
 
     def _settle_failure(self, ordinal: int, failure: SlotFailed) -> None:
         """The group is dropped whole and counted; a run in which nothing works is ended."""

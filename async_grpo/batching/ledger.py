@@ -94,7 +94,12 @@ class Ledger:
             del self._open[ordinal]
 
     def reissue(
-        self, ordinal: int, *, fate: Literal["replaced", "discarded"], num_samples: int, reason: str
+        self,
+        ordinal: int,
+        *,
+        fate: Literal["replaced", "discarded"],
+        num_samples: int,
+        reason: str = "",
     ) -> None:
         """All samples in flight of an open slot are given up, `num_samples` new ones admitted.
 

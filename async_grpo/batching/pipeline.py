@@ -9,16 +9,19 @@ unblocked by: free workers of each role
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from async_grpo import cluster
-from async_grpo.batching.advantage import group_advantages
+from async_grpo.batching.groups import GroupRules, Samples, with_scores
+from async_grpo.batching.lag import covers_output
 from async_grpo.errors import AsyncGrpoError, DeadlineError, StaleAnswerError, WorkerError
 from async_grpo.types import (
     Completion,
@@ -34,6 +37,7 @@ from async_grpo.types import (
 )
 
 logger = logging.getLogger(__name__)
+Scores = NDArray[np.float32]  # [L]
 # Seconds before each try. A dead worker is the least loaded one until its registry's next ping has
 # missed it, so that tries in a row would all go to it: the last one waits for longer than that.
 TRIES_AFTER_S = (0.0, 1.0, 8.0)
@@ -60,13 +64,24 @@ class Services:
 class SlotPipeline:
     """Runs slots; holds nothing between them but the counts of samples in each stage."""
 
-    def __init__(self, services: Services, *, advantage: str, timeout_s: float) -> None:
+    def __init__(
+        self, services: Services, *, rules: GroupRules, timeout_s: float, max_staleness: int = 0
+    ) -> None:
         self._services = services
-        self._advantage = advantage
+        self._max_staleness = max_staleness
+        self._batches_published = 0
+        self._has_published = asyncio.Condition()
+        self._rules = rules
         self._timeout_s = timeout_s
         self.stages: Counter[str] = Counter()
         self.answers = 0  # good ones, of workers and verifiers
         self.problem = ""  # why work is being tried again; empty when all is well
+
+    async def published(self, version: WeightsVersion) -> None:
+        """The trainer has completed another batch, and whatever was due with it is served."""
+        async with self._has_published:
+            self._batches_published = version.batches
+            self._has_published.notify_all()
 
     async def run(
         self,
@@ -76,20 +91,26 @@ class SlotPipeline:
         oldest: WeightsVersion,
         reference: WeightsVersion,
     ) -> Group:
-        """The finished group of one slot. Raises `SlotFailed` naming the stage that lost it."""
+        """The group of one slot at one attempt, finished or to be replaced by another question.
+
+        Raises `SlotFailed` naming the stage that lost it.
+        """
+        rules, temperature = self._rules, request.sampling.temperature
         completions = await self.generate(request, oldest=oldest)
         verdicts = await self.verify(request.ordinal, question, completions)
-        rewards = [verdict.reward for verdict in verdicts]
-        advantages = group_advantages(rewards, method=self._advantage)
         samples = tuple(
-            Sample(request.ordinal, index, question, completion, verdict, float(advantage))
-            for index, (completion, verdict, advantage) in enumerate(
-                zip(completions, verdicts, advantages, strict=True)
-            )
+            Sample(request.ordinal, index, question, completion, verdict, advantage=0.0)
+            for index, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True))
         )
-        if self._services.reference is not None:
-            samples = await self._score(samples, request.sampling.temperature, reference)
-        return Group(request.ordinal, request.attempt, samples)
+        scored = await self._score(
+            rules.to_score_before_advantages(samples), temperature, reference
+        )
+        samples = rules.graded(with_scores(samples, scored))
+        if rules.is_drawn_again(samples, attempt=request.attempt):
+            return Group(request.ordinal, request.attempt, samples, is_replaced=True)
+        samples = rules.masked(samples)
+        scored = await self._score(rules.to_score_for_loss(samples), temperature, reference)
+        return Group(request.ordinal, request.attempt, with_scores(samples, scored))
 
     async def generate(
         self, request: GenerationRequest, *, oldest: WeightsVersion
@@ -133,8 +154,11 @@ class SlotPipeline:
         return verdicts
 
     async def _score(
-        self, samples: tuple[Sample, ...], temperature: float, version: WeightsVersion
-    ) -> tuple[Sample, ...]:
+        self, samples: Samples, temperature: float, version: WeightsVersion
+    ) -> Samples:
+        """The samples with their reference log-probabilities; none are asked for no samples."""
+        if not samples:
+            return ()
         request = LogprobRequest(
             samples[0].question.input_token_ids,
             tuple(sample.completion.token_ids for sample in samples),
@@ -142,21 +166,34 @@ class SlotPipeline:
             version,
         )
 
-        async def work(lease: Lease) -> tuple[Any, ...]:
-            answer: tuple[Any, ...] = await cluster.call(
+        async def work(lease: Lease) -> tuple[Scores, ...]:
+            scores: tuple[Scores, ...] = await cluster.call(
                 lease.handle.logprobs.remote(request),
                 timeout_s=self._timeout_s,
                 who=f"logprob worker {lease.worker_id}",
             )
-            return answer
+            _check_scores(request, scores)
+            return scores
 
         registry = self._services.reference
         with self._in_stage("in_reference", len(samples)):
+            await self._until_reference_is_due(version)
             scores = await self._leased(registry, "reference", request.num_tokens, version, work)
         return tuple(
-            dataclasses.replace(sample, reference_logprobs=score)
+            replace(sample, reference_logprobs=score)
             for sample, score in zip(samples, scores, strict=True)
         )
+
+    async def _until_reference_is_due(self, version: WeightsVersion) -> None:
+        """Version v comes when v + S batches are completed: older batches need the one before.
+
+        No deadline of its own: what it waits for is the trainer, which needs nothing of this slot
+        for these batches, may compute for as long as it likes, and takes the batcher along when it
+        ends.
+        """
+        due = version.batches + self._max_staleness if version.batches else 0
+        async with self._has_published:
+            await self._has_published.wait_for(lambda: self._batches_published >= due)
 
     async def _leased(
         self, registry: Any, stage: str, cost: float, version: WeightsVersion, work: Any
@@ -240,8 +277,19 @@ def _check_answer(
     for completion in completions:
         if completion.finish_reason == "abort":
             raise WorkerError("the worker gave up the request before it was finished")
+        if not covers_output(completion):
+            raise WorkerError("the worker did not say of every token which weights sampled it")
         for span in completion.weights_versions:
             if span.version < oldest or span.version.incarnation != oldest.incarnation:
                 raise StaleAnswerError(
                     f"tokens of weights {span.version} came back, {oldest} or later were asked"
                 )
+
+
+def _check_scores(request: LogprobRequest, scores: tuple[Scores, ...]) -> None:
+    lengths = [len(score) for score in scores]
+    asked = [len(ids) for ids in request.output_token_ids]
+    if lengths != asked:
+        raise WorkerError(f"scores of outputs of {lengths} tokens came back, {asked} were asked")
+    if not all(np.isfinite(score).all() for score in scores):
+        raise WorkerError("reference log-probabilities must be finite, and are not")

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.train import TrainConfig
-from async_grpo.types import Question, SamplingContract
+from async_grpo.types import GenerationRequest, Question, SamplingContract
+
+
+class Replacement(Protocol):
+    """Index of the question that `slot` draws at its `attempt`-th replacement, from 1."""
+
+    def __call__(self, slot: int, *, attempt: int) -> int: ...
+
+
+class SeedOf(Protocol):
+    """The engine's seed for the samples of a slot at one attempt, from 0."""
+
+    def __call__(self, *, ordinal: int, attempt: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,10 +31,26 @@ class BatcherPlan:
     questions: tuple[Question, ...]
     held_out: tuple[Question, ...]  # graded by `evaluate`; may be empty
     order: Callable[[int], int]  # ordinal -> index of its question
-    seed_of: Callable[[int], int] | None  # ordinal -> engine seed; None: engines draw their own
+    replacement: Replacement  # asked with dynamic sampling only
+    seed_of: SeedOf | None  # None: engines draw their own
     sampling: SamplingContract
     num_ranks: int
     incarnation: int
+    attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
+
+    def draw(self, ordinal: int, *, attempt: int) -> tuple[Question, GenerationRequest]:
+        """The question of a slot at one attempt, from 0, and what is asked of an engine."""
+        index = self.replacement(ordinal, attempt=attempt) if attempt else self.order(ordinal)
+        question = self.questions[index]
+        request = GenerationRequest(
+            ordinal,
+            attempt,
+            question.input_token_ids,
+            self.config.samples_per_question,
+            self.sampling,
+            self.seed_of(ordinal=ordinal, attempt=attempt) if self.seed_of else None,
+        )
+        return question, request
 
 
 @dataclass(frozen=True, slots=True)

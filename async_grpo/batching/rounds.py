@@ -5,8 +5,9 @@ A round goes out as soon as one of these holds:
 - the step's samples are complete: what is left drains in as few rounds as packing finds;
 - it is well filled: the ready tokens reach `fill_target` of all ranks' budgets (or more wait than
   fit, which leaves every round more than half full);
-- trainers have been idle: the fill that is asked for falls linearly from `fill_target` to any
-  sample at all within `patience_s`. The budget is a ceiling, not a target that starves trainers.
+- trainers have been idle beside samples that wait: the fill that is asked for falls linearly from
+  `fill_target` to any sample at all within `patience_s`. The budget is a ceiling, not a target that
+  starves trainers.
 
 Steps go out one after the other, each closed by `StepMarker`; early finishers of later steps wait.
 """
@@ -106,11 +107,11 @@ class RoundFormer:
         >>> former.next_round(8.5, hungry=False)
         StepMarker(step=StepKey(batch=0, step_in_batch=0))
         """
-        if not hungry:
+        ready = self._ready.get(self._step, [])
+        if not (hungry and ready):
             self._hungry_since_s = None
         elif self._hungry_since_s is None:
             self._hungry_since_s = now_s
-        ready = self._ready.get(self._step, [])
         if self._step in self._complete:
             return self._form(ready) if ready else self._end_step()
         if not ready or self._deterministic:

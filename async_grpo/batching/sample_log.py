@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types import Sample
+from async_grpo.types import Group, Sample
 
 
 class SampleLog:
@@ -17,23 +17,24 @@ class SampleLog:
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def write(self, samples: tuple[Sample, ...], *, batch: int, fates: tuple[str, ...]) -> None:
+    def write(self, group: Group, *, batch: int, fates: tuple[str, ...]) -> None:
         """`fates` says of each sample what became of it."""
         if self._path is None:
             return
         lines = [
-            json.dumps(_line(sample, batch, fate), ensure_ascii=False) + "\n"
-            for sample, fate in zip(samples, fates, strict=True)
+            json.dumps(_line(sample, group.attempt, batch, fate), ensure_ascii=False) + "\n"
+            for sample, fate in zip(group.samples, fates, strict=True)
         ]
         with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write("".join(lines))
 
 
-def _line(sample: Sample, batch: int, fate: str) -> dict[str, object]:
+def _line(sample: Sample, attempt: int, batch: int, fate: str) -> dict[str, object]:
     verdict, completion = sample.verdict, sample.completion
     return {
         "batch": batch,
         "ordinal": sample.ordinal,
+        "attempt": attempt,
         "index": sample.index,
         "fate": fate,
         "input": sample.question.input,
@@ -41,6 +42,8 @@ def _line(sample: Sample, batch: int, fate: str) -> dict[str, object]:
         "answer": sample.question.answer,
         "reward": verdict.reward,
         "format_reward": verdict.format_reward,
+        "overlong_penalty": sample.overlong_penalty,
+        "kl_penalty": sample.kl_penalty,
         "advantage": sample.advantage,
         "verdict": verdict.status,
         "adapter": verdict.adapter,

@@ -4,72 +4,122 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.types import Sample
+from async_grpo.batching.lag import tokens_by_lag
+from async_grpo.types import Group, Sample
+
+Sums = dict[str, float]
+
+
+@dataclass(slots=True)
+class _Step:
+    # By (ordinal, attempt), and added up in that order: the last bit of a metric does not tell
+    # which group was faster.
+    sums: dict[tuple[int, int], Sums] = field(default_factory=dict)
+    lag_max: int = 0
+    num_samples: int = 0  # D
+    num_tokens: int = 0
 
 
 class StepSums:
     """Numerators and denominators of the open steps. Order of arrival does not matter."""
 
-    def __init__(self) -> None:
-        self._sums: dict[StepKey, Counter[str]] = {}
-        self._maxima: dict[StepKey, dict[str, float]] = {}
-        self._denominators: dict[StepKey, Counter[str]] = {}
+    def __init__(self, *, max_staleness: int) -> None:
+        self._max_staleness = max_staleness
+        self._steps: dict[StepKey, _Step] = {}
 
-    def add(self, step: StepKey, samples: Sequence[Sample], *, batch: int) -> None:
-        """A finished group; `batch` is its own, so that lag counts batches behind it."""
-        sums, maxima = group_sums(samples, batch=batch)
-        self._sums.setdefault(step, Counter()).update(sums)
-        known = self._maxima.setdefault(step, {})
-        for name, value in maxima.items():
-            known[name] = max(value, known.get(name, value))
+    def add(self, step: StepKey, group: Group, *, batch: int) -> None:
+        """A group came back, to be trained or replaced; `batch` is that of its slot.
+
+        Raises `StalenessError` for a token that is older than the run allows.
+        """
+        lags = [
+            tokens_by_lag(sample.completion, batch=batch, max_staleness=self._max_staleness)
+            for sample in group.samples
+        ]
+        opened = self._steps.setdefault(step, _Step())
+        if group.is_replaced:
+            opened.sums[group.ordinal, group.attempt] = replaced_sums(group.samples)
+            return
+        lag_sums = _lag_sums(lags, self._max_staleness)
+        opened.sums[group.ordinal, group.attempt] = group_sums(group.samples) | lag_sums
+        opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
 
     def count_denominator(self, step: StepKey, sample: Sample) -> None:
         """The sample belongs to D: it was trained, or contributes exactly zero."""
-        counts = self._denominators.setdefault(step, Counter())
-        counts["samples"] += 1
-        counts["tokens"] += sample.num_trained_tokens
+        opened = self._steps.setdefault(step, _Step())
+        opened.num_samples += 1
+        opened.num_tokens += sample.num_trained_tokens
 
     def current_reward(self) -> tuple[float, float]:
         """(sum, number of samples) of the oldest open step, for people who watch."""
-        if not self._sums:
+        if not self._steps:
             return 0.0, 0.0
-        sums = self._sums[min(self._sums)]
-        return sums["reward_sum"], sums["num_samples"]
+        sums = _total(self._steps[min(self._steps)])
+        return sums.get("reward_sum", 0.0), sums.get("num_samples", 0.0)
 
-    def close(self, step: StepKey) -> tuple[int, int, dict[str, float]]:
+    def close(self, step: StepKey) -> tuple[int, int, Sums]:
         """(D in samples, D in tokens, all sums) of a step; forgets it."""
-        counts = self._denominators.pop(step, Counter())
-        sums = {**self._sums.pop(step, Counter()), **self._maxima.pop(step, {})}
-        return counts["samples"], counts["tokens"], sums
+        closed = self._steps.pop(step, _Step())
+        return closed.num_samples, closed.num_tokens, _total(closed)
 
 
-def group_sums(
-    samples: Sequence[Sample], *, batch: int
-) -> tuple[dict[str, float], dict[str, float]]:
-    """(sums, maxima) of one finished group."""
+def group_sums(samples: Sequence[Sample]) -> Sums:
+    """What the samples of one group that counts add to their step."""
     rewards = [sample.verdict.reward for sample in samples]
     formats = [s.verdict.format_reward for s in samples if s.verdict.format_reward is not None]
-    lags = [batch - _oldest(sample, batch) for sample in samples]
-    sums = {
+    return {
         "num_samples": len(samples),
         "num_groups": 1,
         "reward_sum": sum(rewards),
         "max_reward_in_group_sum": max(rewards),
         "format_reward_sum": sum(formats),
         "format_reward_samples": len(formats),
+        "overlong_penalty_sum": sum(sample.overlong_penalty for sample in samples),
+        "kl_penalty_sum": sum(sample.kl_penalty for sample in samples),
         "output_tokens": sum(len(sample.completion.token_ids) for sample in samples),
         "prompt_tokens": sum(len(sample.question.input_token_ids) for sample in samples),
         "truncated_samples": sum(s.completion.finish_reason == "length" for s in samples),
+        "masked_samples": sum(sample.num_trained_tokens == 0 for sample in samples),
         "zero_advantage_samples": sum(sample.advantage == 0.0 for sample in samples),
         "unscorable_samples": sum(s.verdict.status == "unscorable" for s in samples),
-        "lag_sum": sum(lags),
+        "num_replacements": 0,
+        "replaced_tokens": 0,
     }
-    return sums, {"lag_max": max(lags)}
 
 
-def _oldest(sample: Sample, batch: int) -> int:
-    """Batches in the weights that sampled the sample's first tokens."""
-    spans = sample.completion.weights_versions
-    return min((span.version.batches for span in spans), default=batch)
+def replaced_sums(samples: Sequence[Sample]) -> Sums:
+    """What a group adds whose slot draws another question."""
+    return {
+        "num_replacements": 1,
+        "replaced_samples": len(samples),
+        "replaced_reward_sum": sum(sample.verdict.reward for sample in samples),
+        "replaced_tokens": sum(len(sample.completion.token_ids) for sample in samples),
+    }
+
+
+def _lag_sums(lags: Sequence[Counter[int]], max_staleness: int) -> Sums:
+    """Samples by the lag of their oldest token, and tokens by their own; zeros are named too."""
+    samples, tokens = Counter(map(_oldest, lags)), sum(lags, Counter[int]())
+    bins = range(max_staleness + 1)
+    return {
+        "lag_sum": sum(lag * count for lag, count in samples.items()),
+        "token_lag_sum": sum(lag * count for lag, count in tokens.items()),
+        **{f"lag_{lag}_samples": samples[lag] for lag in bins},
+        **{f"lag_{lag}_tokens": tokens[lag] for lag in bins},
+    }
+
+
+def _oldest(tokens: Counter[int]) -> int:
+    return max(tokens, default=0)
+
+
+def _total(step: _Step) -> Sums:
+    total: Counter[str] = Counter()
+    for key in sorted(step.sums):
+        total.update(step.sums[key])
+    if not total:
+        return {}
+    return {**total, "lag_max": step.lag_max} if total["num_groups"] else dict(total)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
-from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
+from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, Item, estimate_cost, pack_rounds
 from async_grpo.errors import DataError
 from async_grpo.types import (
     Completion,
@@ -39,11 +39,13 @@ def supervised_stream(
     num_ranks: int,
     rank: int,
     max_tokens: int,
+    attention_ratio: float = DEFAULT_ATTENTION_RATIO,
 ) -> Iterator[StreamItem]:
     """One rank's minibatches and step ends for `num_batches` batches of pairs.
 
     `stream_index(ordinal)` is the index into `pairs` of a slot of the run. Pairs are checked
     before anything is streamed: `DataError` names one that is empty or exceeds `max_tokens`.
+    Ranks are balanced by `packing.estimate_cost` with the model's `attention_ratio`.
     """
     _check_pairs(pairs, max_tokens)
     window = AdmissionWindow(
@@ -58,9 +60,10 @@ def supervised_stream(
             step = window.step_of(first)
             ordinals = window.ordinals_of(step)
             samples = {(o, 0): _sample(o, pairs[stream_index(o)]) for o in ordinals}
+            lengths = {key: sample.num_tokens for key, sample in samples.items()}
             items = [
-                Item(key, sample.num_tokens, estimate_cost(sample.num_tokens))
-                for key, sample in samples.items()
+                Item(key, n, estimate_cost(n, attention_ratio=attention_ratio))
+                for key, n in lengths.items()
             ]
             rounds = pack_rounds(items, num_ranks=num_ranks, max_tokens=max_tokens)
             for index, bins in enumerate(rounds):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from async_grpo.config.option import flag
 
@@ -24,16 +25,31 @@ def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callab
     """A decorator that gives a click command one option for each field of `config_class`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for field in reversed(dataclasses.fields(config_class)):
+        fields = sorted(dataclasses.fields(config_class), key=lambda field: not _is_required(field))
+        for field in reversed(fields):
             function = _click_option(config_class, field)(function)
         return function
 
     return decorate
 
 
+def given_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of a running command's `options` that the user typed."""
+    context = click.get_current_context()
+    return {
+        name: value
+        for name, value in options.items()
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING
+
+
 def _click_option(config_class: type[Any], field: dataclasses.Field[Any]) -> Any:
     annotation = typing.get_type_hints(config_class)[field.name]
-    is_required = field.default is dataclasses.MISSING
+    is_required = _is_required(field)
     default: dict[str, Any] = {} if is_required else {"default": field.default}
     choices = field.metadata["choices"]
     if annotation is bool:
@@ -59,7 +75,7 @@ class _Choice(click.ParamType):
         self.choices = choices
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return "[" + "|".join(self.choices) + "]"
+        return "[" + "|".join(filter(None, self.choices)) + "]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in self.choices:

@@ -63,6 +63,11 @@ class Process:
         self._signal(signal.SIGKILL)
         self._child.wait()
 
+    @property
+    def pid(self) -> int:
+        """Of the child, which leads a session of its own."""
+        return self._child.pid
+
     def wait_for(self, text: str, *, timeout_s: float) -> None:
         """Until the log holds `text`. Raises with the log's end when the child ends before."""
         deadline = time.monotonic() + timeout_s

@@ -11,7 +11,7 @@ import click
 
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.options import CONTEXT, options_of
+from async_grpo.cli.options import CONTEXT, given_options, options_of
 from async_grpo.cli.torchrun import RankCommand, ends_at_once, is_main_rank, one_voice
 from async_grpo.config.train import TrainConfig
 
@@ -30,7 +30,7 @@ QUIET = {
 @one_voice()
 def main(**options: Any) -> None:
     """Train a causal language model with GRPO (or SFT) on every rank that torchrun starts."""
-    config = TrainConfig(**options)
+    config = TrainConfig.from_options(given_options(options))
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     # Progress is what this command puts out; errors go to stderr.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
+from async_grpo.config.objective import ObjectiveConfig, check_objective
 from async_grpo.config.option import option, require, required
+from async_grpo.config.presets import with_preset
 
 POSITIVE = (
     "batch_size",
@@ -26,7 +31,14 @@ NOT_NEGATIVE = (
     "clip_low",
     "clip_high",
     "constant_length_samples",
+    "correction_low",
+    "correction_high",
+    "entropy_coefficient",
+    "overlong_buffer_tokens",
+    "overlong_penalty",
+    "dynamic_sampling",
     "num_warmup_steps",
+    "num_warmup_samples",
     "weight_decay",
     "max_grad_norm",
     "min_samples_per_checkpoint",
@@ -35,8 +47,8 @@ NOT_NEGATIVE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Options of the trainer, in the order of the data's path."""
+class TrainConfig(ObjectiveConfig):
+    """Options of the trainer in the order of the data's path; those of the update are inherited."""
 
     model_name_or_path: str = required("Hugging Face folder of a causal language model")
     data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
@@ -63,22 +75,9 @@ class TrainConfig:
     max_generation_tokens: int = option(512, "longest output in tokens")
     temperature: float = option(1.0, "sampling temperature, also of every log-probability")
     max_staleness: int = option(
-        0, "batches that generation may run ahead of published weights; 0: strictly on-policy"
+        1, "batches that generation may run ahead of published weights; 0: strictly on-policy"
     )
 
-    advantage: str = option("grpo", "baseline of a group", choices=("grpo", "dr", "rloo"))
-    aggregation: str = option(
-        "sample-mean",
-        "weight of a token in the loss",
-        choices=("sample-mean", "token-mean", "constant"),
-    )
-    constant_length_samples: int = option(
-        0, "divisor in tokens of --aggregation constant (Dr. GRPO)"
-    )
-    kl_coefficient: float = option(0.0, "weight of the KL penalty to the reference model")
-    kl_estimator: str = option("k3", "estimator of the KL penalty", choices=("k2", "k3"))
-    clip_low: float = option(0.2, "lower clip of the policy ratio")
-    clip_high: float = option(0.2, "upper clip of the policy ratio")
     num_batches_per_ref_model_update: int = option(
         1_000_000, "batches between updates of the reference model with the policy's weights"
     )
@@ -86,10 +85,16 @@ class TrainConfig:
     learning_rate: float = option(1e-6, "peak learning rate of AdamW")
     lr_scheduler: str = option(
         "constant_with_warmup",
-        "learning-rate schedule over gradient steps",
+        "learning-rate schedule",
         choices=("constant", "constant_with_warmup", "linear", "cosine"),
     )
+    schedule_clock: str = option(
+        "steps",
+        "what the schedule counts: gradient steps taken, or the samples trained in them",
+        choices=("steps", "samples"),
+    )
     num_warmup_steps: int = option(0, "gradient steps of linear warm-up")
+    num_warmup_samples: int = option(0, "samples of linear warm-up, for --schedule-clock samples")
     adam_beta1: float = option(0.9, "first moment decay of AdamW")
     adam_beta2: float = option(0.95, "second moment decay of AdamW")
     adam_epsilon: float = option(1e-8, "epsilon of AdamW")
@@ -102,11 +107,22 @@ class TrainConfig:
         "auto", "compute type; master weights are float32", choices=("auto", "no", "bf16")
     )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    use_torch_compile: bool = option(False, "compile the decoder layers")
+    use_torch_compile: bool = option(False, "compile decoder layers and log-probabilities")
+    defer_gradient_sync: bool = option(
+        False,
+        "reduce gradients over ranks once a step instead of once a minibatch; costs a whole "
+        "gradient in memory on each rank",
+    )
     deterministic: bool = option(
         False, "form rounds in ordinal order from complete steps; needs --max-staleness 0"
     )
 
+    weight_transport: str = option(
+        "object_store",
+        "how weights travel to generation workers: Ray's object store, or vLLM's engines for "
+        "NVIDIA devices",
+        choices=("object_store", "nccl", "ipc"),
+    )
     min_samples_per_checkpoint: int = option(
         0, "samples trained between exports to hf_format/; 0: only at the end"
     )
@@ -124,6 +140,12 @@ class TrainConfig:
     stall_timeout_s: float = option(900.0, "seconds without progress after which the run ends")
     logging_level: str = option("INFO", "log detail", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> Self:
+        """The options that were given, over those of the preset that they name."""
+        longest = given.get("max_generation_tokens", _default("max_generation_tokens"))
+        return cls(**with_preset(given, max_generation_tokens=longest))
+
     def __post_init__(self) -> None:
         for name in POSITIVE:
             value = getattr(self, name)
@@ -131,6 +153,7 @@ class TrainConfig:
         for name in NOT_NEGATIVE:
             value = getattr(self, name)
             require(value >= 0, name, "must not be negative", value, "give 0 or more")
+        self._check_warmup()
         if self.objective == "grpo":
             self._check_grpo()
         require(
@@ -139,6 +162,22 @@ class TrainConfig:
             f"must divide --batch-size ({self.batch_size})",
             self.train_minibatch_size,
             "choose a divisor, or 0 for one gradient step a batch",
+        )
+
+    def _check_warmup(self) -> None:
+        require(
+            self.schedule_clock == "samples" or self.num_warmup_samples == 0,
+            "num_warmup_samples",
+            "goes with --schedule-clock samples",
+            self.num_warmup_samples,
+            "set the clock, or use --num-warmup-steps",
+        )
+        require(
+            self.schedule_clock == "steps" or self.num_warmup_steps == 0,
+            "num_warmup_steps",
+            "goes with --schedule-clock steps",
+            self.num_warmup_steps,
+            "set the clock, or use --num-warmup-samples",
         )
 
     def _check_grpo(self) -> None:
@@ -157,27 +196,13 @@ class TrainConfig:
             "8 is usual",
         )
         require(
-            (self.aggregation == "constant") == (self.constant_length_samples > 0),
-            "constant_length_samples",
-            "goes with --aggregation constant, and only with it",
-            self.constant_length_samples,
-            "set both, for example to --max-generation-tokens, or neither",
-        )
-        require(
             self.max_generation_tokens < self.max_tokens_per_gpu,
             "max_tokens_per_gpu",
             f"must exceed --max-generation-tokens ({self.max_generation_tokens}) plus a prompt",
             self.max_tokens_per_gpu,
             "raise it or lower --max-generation-tokens",
         )
-        moves = self.num_batches_per_ref_model_update < self.num_training_batches
-        require(
-            not (self.needs_reference and self.max_staleness and moves),
-            "num_batches_per_ref_model_update",
-            "must not be reached within the run when --max-staleness and --kl-coefficient are set",
-            self.num_batches_per_ref_model_update,
-            "batches in flight still need the older reference: drop one of the three",
-        )
+        check_objective(self, mode=self.mode, max_generation_tokens=self.max_generation_tokens)
         require(
             not (self.deterministic and self.max_staleness),
             "max_staleness",
@@ -196,25 +221,20 @@ class TrainConfig:
         return self.batch_size // self.questions_per_step
 
     @property
-    def needs_reference(self) -> bool:
-        return self.objective == "grpo" and self.kl_coefficient > 0
+    def mode(self) -> str:
+        """`on_policy`, `behaviour` or `decoupled`: the ratio's denominator (design, section 4).
 
-    @property
-    def denominator(self) -> str:
-        """`on_policy` or `behaviour`: the policy in the ratio's denominator (design, section 4)."""
+        A matter of configuration alone: a measured lag never changes the objective.
+        """
+        if self.ratio_mode != "auto":
+            return self.ratio_mode
         on_policy = self.max_staleness == 0 and self.steps_per_batch == 1
         return "on_policy" if on_policy else "behaviour"
 
     @property
-    def ratio_in_words(self) -> str:
-        """What the policy ratio compares with, and what its clip does."""
-        if self.denominator == "on_policy":
-            return "the policy ratio's denominator is the policy itself, so its clip is inert"
-        return (
-            "the policy ratio's denominator is what the engine recorded, clipped to "
-            f"[{1 - self.clip_low:g}, {1 + self.clip_high:g}]"
-        )
-
-    @property
     def tracker_names(self) -> tuple[str, ...]:
         return tuple(name.strip() for name in self.trackers.split(",") if name.strip())
+
+
+def _default(name: str) -> Any:
+    return next(f.default for f in dataclasses.fields(TrainConfig) if f.name == name)

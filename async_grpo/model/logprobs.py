@@ -1,14 +1,22 @@
 """Log-probabilities of chosen tokens from hidden states, without ever holding a [N, V] tensor.
 
+Logits are float32 (float64 for a float64 model), also those of bf16 hidden states and weights.
+
 Legend: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# exp() of it is 0 in every type, while its products with numbers near 1 stay finite: in place of
+# -inf it makes 0 * log 0 = 0.
+LEAST_LOGPROB = -1e4
 
 
 class TokenLogprobs(NamedTuple):
@@ -29,19 +37,27 @@ def token_logprobs(
     temperature: float,
     chunk_size: int,
     bias: Tensor | None = None,
+    compile: bool = False,
 ) -> TokenLogprobs:
     """Log-softmax of `(hidden @ head_weight.T + bias) / temperature` at `target_ids`.
 
-    hidden [N, H], head_weight [V, H], target_ids [N] int64, bias [V]. At most a few [C, V] tensors
-    live at a time, forward and backward: the backward pass recomputes the logits of each chunk.
+    hidden [N, H], head_weight [V, H], target_ids [N] int64, bias [V], where -inf excludes a token.
+    At most a few [C, V] tensors live at a time, forward and backward: the backward pass recomputes
+    the logits of each chunk. `compile`: fuse what is done with each chunk's logits.
     Raises ValueError when `chunk_size` or `temperature` is not positive.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}: 1024 is usual")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: 1.0 is usual")
-    values = _ChunkedLogprobs.apply(hidden, head_weight, bias, target_ids, temperature, chunk_size)
-    return TokenLogprobs(*values)
+    setting = _Setting(temperature, chunk_size, compile)
+    return TokenLogprobs(*_ChunkedLogprobs.apply(hidden, head_weight, bias, target_ids, setting))
+
+
+class _Setting(NamedTuple):
+    temperature: float
+    chunk_size: int
+    compile: bool
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -54,42 +70,55 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        chunk_size: int,
+        setting: _Setting,
     ) -> tuple[Tensor, Tensor]:
+        statistics_of = _compiled(_statistics) if setting.compile else _statistics
         statistics = [
-            _statistics(_logits(hidden[rows], weight, bias, temperature), targets[rows])
-            for rows in _chunks(len(targets), chunk_size)
+            statistics_of(
+                hidden[rows], weight, bias, targets=targets[rows], temperature=setting.temperature
+            )
+            for rows in _chunks(len(targets), setting.chunk_size)
         ]
         columns = zip(*statistics, strict=True)
         logprobs, log_normaliser, entropy = (torch.cat(column) for column in columns)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.setting = setting
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logprobs, grad_entropy = grads
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
+        grad_chosen = torch.zeros_like(entropy) if grads[0] is None else grads[0]
+        grad_entropy = grads[1]
+        gradient_of = _compiled(_grad_logits) if ctx.setting.compile else _grad_logits
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=log_normaliser.dtype)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=log_normaliser.dtype)
-        for rows in _chunks(len(targets), ctx.chunk_size):
-            grad = _logits(hidden[rows], weight, bias, ctx.temperature)
-            grad = _grad_logits_(
-                grad.sub_(log_normaliser[rows, None]),
-                targets[rows],
-                grad_logprobs[rows],
-                grad_entropy[rows],
-                entropy[rows],
-            ).div_(ctx.temperature)
+        for rows in _chunks(len(targets), ctx.setting.chunk_size):
+            grad = gradient_of(
+                hidden[rows],
+                weight,
+                bias,
+                targets=targets[rows],
+                temperature=ctx.setting.temperature,
+                log_normaliser=log_normaliser[rows],
+                entropy=entropy[rows],
+                grad_chosen=grad_chosen[rows],
+                grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+            )
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
-            grad_weight += grad.T @ hidden[rows]
+            grad_weight += _product(grad.T, hidden[rows])
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
@@ -98,31 +127,64 @@ def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, num_tokens)) for start in starts]
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right`, whose sums are float32 inside, without rounding them to bf16."""
+    if left.dtype in (torch.float32, torch.float64):
+        return left @ right
+    if left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """[C, V] logits over temperature, in at least float32: a fresh tensor."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _product(hidden, weight.T)
+    if bias is not None:
+        logits += bias
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log-probability of the targets, log-normaliser and entropy, each [C]. Overwrites `logits`."""
-    log_normaliser = torch.logsumexp(logits, dim=-1)
+def _log_softmax_(logits: Tensor, log_normaliser: Tensor, bias: Tensor | None) -> Tensor:
+    """[C, V] in the place of `logits`; finite where a bias of -inf excludes a token."""
     logprobs = logits.sub_(log_normaliser[:, None])
-    chosen = logprobs.gather(-1, targets[:, None]).squeeze(-1)
+    return logprobs if bias is None else logprobs.clamp_(min=LEAST_LOGPROB)
+
+
+def _statistics(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log-probability of the targets, log-normaliser and entropy, each [C]."""
+    logits = _logits(hidden, weight, bias, temperature)
+    log_normaliser = torch.logsumexp(logits, dim=-1)
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser
+    logprobs = _log_softmax_(logits, log_normaliser, bias)
     entropy = -torch.linalg.vecdot(logprobs.exp(), logprobs)
     return chosen, log_normaliser, entropy
 
 
-def _grad_logits_(
-    logprobs: Tensor, targets: Tensor, grad_chosen: Tensor, grad_entropy: Tensor, entropy: Tensor
+def _grad_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    targets: Tensor,
+    temperature: float,
+    log_normaliser: Tensor,
+    entropy: Tensor,
+    grad_chosen: Tensor,
+    grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient with respect to the [C, V] scaled logits, whose log-softmax is `logprobs`.
+    """Gradient with respect to the [C, V] logits before the temperature.
 
     d logprob_target / d logit_j = [j = target] - p_j
     d entropy / d logit_j = -p_j (logprob_j + entropy)
     """
-    probabilities = logprobs.exp()
-    logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_chosen[:, None])
-    grad = probabilities.mul_(logprobs).neg_()
-    return grad.scatter_add_(-1, targets[:, None], grad_chosen[:, None])
+    logprobs = _log_softmax_(_logits(hidden, weight, bias, temperature), log_normaliser, bias)
+    grad = logprobs.exp()
+    if grad_entropy is None:
+        grad.mul_(-grad_chosen[:, None])
+    else:
+        logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_chosen[:, None])
+        grad.mul_(logprobs).neg_()
+    grad.scatter_add_(-1, targets[:, None], grad_chosen[:, None])
+    return grad if temperature == 1.0 else grad.div_(temperature)

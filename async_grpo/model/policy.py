@@ -23,6 +23,7 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.compile_logprobs = False  # what is done with each chunk's logits
 
     def forward(
         self, packed: PackedMinibatch, *, temperature: float, chunk_size: int
@@ -45,6 +46,7 @@ class PolicyModel(nn.Module):
             temperature=temperature,
             chunk_size=chunk_size,
             bias=getattr(head, "bias", None),
+            compile=self.compile_logprobs,
         )
 
     @property

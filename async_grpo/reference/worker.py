@@ -122,11 +122,14 @@ class LogprobWorker:
             WeightSyncError: refused or incomplete; the old weights serve on.
         """
         started_at = time.monotonic()
-        data = [await cluster.fetch_bytes(bucket) for bucket in snapshot.buckets]
+        is_alias = self._version is not None and snapshot.equals(self._version)
+        buckets = () if is_alias else snapshot.buckets
+        data = [await cluster.fetch_bytes(bucket) for bucket in buckets]
         async with self._model:
             if self._version is None or snapshot.version > self._version:
-                tensors = itertools.chain.from_iterable(map(unpack_bucket, snapshot.buckets, data))
-                await asyncio.to_thread(self._scorer.load, tensors)
+                if not is_alias:
+                    tensors = itertools.chain.from_iterable(map(unpack_bucket, buckets, data))
+                    await asyncio.to_thread(self._scorer.load, tensors)
                 self._version = snapshot.version
             seconds = time.monotonic() - started_at
             return WeightsAck(self._worker_id, self._version, seconds, 0.0)

@@ -8,24 +8,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterable, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams
-from vllm.config import ModelConfig
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo.rollout.cached_tokens import cached_tokens
 from async_grpo.rollout.completions import read_completion
+from async_grpo.rollout.engine_args import engine_args
+from async_grpo.rollout.replay import CanaryReplay
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.types import (
@@ -39,16 +43,20 @@ from async_grpo.types import (
 T = TypeVar("T")
 Fetch = Callable[[WeightsBucket], Awaitable[NDArray[np.uint8]]]
 
-EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
-TRANSFER_BACKEND = "staged_file"
-CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
-CPU_KV_CACHE_BYTES = 256 << 20
-CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
-KV_BLOCK_TOKENS = 128  # vLLM's largest block; a sequence may waste one, and vLLM keeps one
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
 STAGE_TIMEOUT_S = 120.0  # verifying one bucket, with a step of generation before it
 APPLY_TIMEOUT_S = 300.0
 MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What an update cost the engine, and how it scores the update's canary."""
+
+    pause_seconds: float  # generation stood still
+    recomputed_tokens: int  # of running requests, whose KV cache was thrown away
+    canary: tuple[NDArray[np.float32], ...]
+    canary_problem: str  # why there is no canary; the weights serve all the same
 
 
 class EngineBrokenError(WorkerError):
@@ -59,12 +67,14 @@ class Engine:
     """One vLLM engine with its own processes."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._llm = AsyncLLM.from_engine_args(_engine_args(config))
+        self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._request_ids = itertools.count()
         self._running: set[str] = set()
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
         self.vocab_size: int = model_config.get_vocab_size()
+        self.dtype: str = str(model_config.dtype).removeprefix("torch.")
+        self._shares_prompts = config.enable_prefix_caching
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
         """Sample `request.num_samples` outputs; their `text` is left empty.
@@ -104,8 +114,8 @@ class Engine:
                 "lower --max-generation-tokens"
             )
 
-    async def load(self, snapshot: WeightsSnapshot, fetch: Fetch) -> float:
-        """Serve other weights from now on; returns the seconds that generation stood still.
+    async def load(self, snapshot: WeightsSnapshot, fetch: Fetch) -> Loaded:
+        """Serve other weights from now on, and score the canary with them.
 
         The buckets are fetched, staged and verified while generation goes on, then loaded in one
         step; running requests continue with the new weights, their caches recomputed.
@@ -125,7 +135,44 @@ class Engine:
             except BaseException:  # cancelled too: the next update must find the engine ready
                 await self._discard()
                 raise
-            return await self._apply(snapshot.version)
+            return await self._apply(snapshot)
+
+    async def devices(self) -> tuple[str, ...]:
+        """The identities of the NVIDIA devices that the engine's processes use, in their order."""
+        found = await self._transfer("device_id", self._llm.collective_rpc("device_id"))
+        return tuple(device for device in found if device)
+
+    async def open_route(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
+        """Meet the trainer's device, for `receive`; generation waits meanwhile.
+
+        Raises:
+            WeightSyncError: the two cannot meet; the old weights serve on.
+            EngineBrokenError: the engine is still waiting.
+        """
+        request = WeightTransferInitRequest(init_info=init_info)
+        call = self._llm.init_weight_transfer_engine(request)
+        await self._transfer("init_weight_transfer_engine", call, timeout_s=timeout_s)
+
+    async def receive(
+        self, snapshot: WeightsSnapshot, updates: AsyncIterable[dict[str, Any]], *, timeout_s: float
+    ) -> Loaded:
+        """As `load`, with updates that come from the trainer's device straight into the model.
+
+        Generation stands still from the first to the last, and there is no way back after it.
+
+        Raises:
+            WeightSyncError: another model's parameters; the old weights serve on.
+            EngineBrokenError: the loading itself failed, or did not end in time.
+        """
+        tensors = [list(meta) for bucket in snapshot.buckets for meta in bucket.tensors]
+        call = self._llm.collective_rpc("expect_weights", args=(tensors,))
+        await self._transfer("expect_weights", call)
+        return await self._apply(snapshot, updates=updates, timeout_s=timeout_s)
+
+    async def _load_each(self, updates: AsyncIterable[dict[str, Any]]) -> None:
+        await self._llm.start_weight_update()
+        async for update in updates:
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
 
     async def _stage(
         self, bucket: WeightsBucket, data: NDArray[np.uint8], *, file: SharedFile, is_last: bool
@@ -141,29 +188,57 @@ class Engine:
         request = WeightTransferUpdateRequest(update_info=info)
         await self._transfer("update_weights", self._llm.update_weights(request))
 
-    async def _apply(self, version: WeightsVersion) -> float:
-        paused_at = time.monotonic()
+    async def _apply(
+        self,
+        snapshot: WeightsSnapshot,
+        *,
+        updates: AsyncIterable[dict[str, Any]] | None = None,
+        timeout_s: float = APPLY_TIMEOUT_S,
+    ) -> Loaded:
+        replay, paused_at = CanaryReplay(self._llm, snapshot.canary), time.monotonic()
         try:
-            async with asyncio.timeout(APPLY_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 # The caches belong to the old weights and must not outlive them.
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
-                await self._llm.finish_weight_update(weight_version=str(version))
+                states = self._llm.output_processor.request_states.values()
+                recomputed = cached_tokens(states, shares_prompts=self._shares_prompts)
+                if updates is not None:
+                    await self._load_each(updates)
+                await self._llm.finish_weight_update(weight_version=str(snapshot.version))
+                await replay.queue()  # before the others go on, or it would wait for a place
                 await self._llm.resume_generation()
         except BaseException as error:  # half-loaded weights must never serve, whatever happened
-            raise EngineBrokenError(f"loading weights {version} failed: {error!r}") from error
-        return time.monotonic() - paused_at
+            raise EngineBrokenError(
+                f"loading weights {snapshot.version} failed: {error!r}"
+            ) from error
+        pause_seconds = time.monotonic() - paused_at
+        try:
+            scores = await replay.scores()
+        except EngineDeadError as error:
+            raise EngineBrokenError(f"the engine died: {error}") from error
+        return Loaded(pause_seconds, recomputed, scores, replay.problem)
+
+    async def rename(self, version: WeightsVersion) -> None:
+        """What is served is called `version` from now on: weights and caches stay.
+
+        Raises:
+            EngineBrokenError: the engine died, or does not answer.
+        """
+        await self._transfer("update_weight_version", self._llm.update_weight_version(str(version)))
 
     async def _discard(self) -> None:
         await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
 
-    async def _transfer(self, what: str, call: Awaitable[T]) -> T:
+    async def _transfer(
+        self, what: str, call: Awaitable[T], *, timeout_s: float = STAGE_TIMEOUT_S
+    ) -> T:
         try:
-            return await asyncio.wait_for(call, STAGE_TIMEOUT_S)
+            return await asyncio.wait_for(call, timeout_s)
         except EngineDeadError as error:
             raise EngineBrokenError(f"the engine died: {error}") from error
         except TimeoutError:
             raise EngineBrokenError(
-                f"the engine did not answer {what} within {STAGE_TIMEOUT_S:g} s"
+                f"the engine did not answer {what} within {timeout_s:g} s"
             ) from None
         except Exception as error:  # the engine's process sends its errors as bare text
             raise WeightSyncError(str(error).rpartition("method failed: ")[2]) from error
@@ -187,54 +262,6 @@ class Engine:
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown()
-
-
-def _engine_args(config: EngineConfig) -> AsyncEngineArgs:
-    on_cpu = current_platform.is_cpu()
-    dtype = config.dtype
-    if dtype == "auto":  # vLLM's own choice would round a float32 model
-        dtype = "float32" if on_cpu else "bfloat16"
-    args = AsyncEngineArgs(
-        model=config.model_path,
-        dtype=dtype,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len or None,
-        tensor_parallel_size=config.tensor_parallel_size,
-        enable_prefix_caching=config.enable_prefix_caching,
-        seed=config.seed,
-        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,
-        generation_config="vllm",  # nothing of the sampling comes from the model's folder
-        logprobs_mode="processed_logprobs",  # at the sampling temperature
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        # Left alone, vLLM may take Ray's executor inside an actor, and its own placement with it.
-        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
-        worker_extension_cls=EXTENSION,
-        weight_transfer_config={"backend": TRANSFER_BACKEND},
-    )
-    return _for_cpu(args) if on_cpu else args
-
-
-def _for_cpu(args: AsyncEngineArgs) -> AsyncEngineArgs:
-    args.enforce_eager = True
-    # A seeded request whose prompt is cut in two winds back its generator, which a CPU generator
-    # cannot: the engine would die of it.
-    args.enable_chunked_prefill = False
-    longest_prompt = args.create_model_config().max_model_len
-    args.max_num_batched_tokens = max(longest_prompt, CPU_BATCHED_TOKENS)
-    if args.tensor_parallel_size == 1:
-        args.distributed_executor_backend = CPU_EXECUTOR
-    if args.kv_cache_memory_bytes is None:  # vLLM would take nearly all of the memory
-        longest = _longest_sequence_bytes(args.create_model_config())
-        args.kv_cache_memory_bytes = max(CPU_KV_CACHE_BYTES, longest)
-    return args
-
-
-def _longest_sequence_bytes(model: ModelConfig) -> int:
-    """KV cache that one sequence of the longest length needs; vLLM refuses to start with less."""
-    num_layers = model.hf_text_config.num_hidden_layers
-    per_token = 2 * num_layers * model.get_total_num_kv_heads() * model.get_head_size()
-    return (model.max_model_len + 2 * KV_BLOCK_TOKENS) * per_token * model.dtype.itemsize
 
 
 def _sampling_params(request: GenerationRequest) -> SamplingParams:

@@ -12,14 +12,15 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ray
 
 from async_grpo import cluster
 from async_grpo.errors import WorkerError
+from async_grpo.rollout.feed import UpdateFeed
 from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.types import (
     Completion,
@@ -28,9 +29,13 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
+    canary_complaint,
 )
 
 __all__ = ["EngineConfig", "GenerationWorker", "worker_environment"]
+
+if TYPE_CHECKING:
+    from async_grpo.rollout.engine import Loaded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,6 +65,8 @@ class GenerationWorker:
         self._engine = Engine(config)
         self._version: WeightsVersion | None = None
         self._loading = asyncio.Lock()
+        self._ack: WeightsAck | None = None  # of the version served
+        self._transport = ""  # of the open route
 
     async def info(self) -> WorkerInfo:
         """Who this worker is; answers once its engine runs."""
@@ -74,6 +81,7 @@ class GenerationWorker:
             overhead=float(self._overhead_seqs),
             max_model_len=self._engine.max_model_len,
             temperature=self._temperature,
+            devices=await self._alive(self._engine.devices()),
         )
 
     async def ping(self) -> str:
@@ -113,14 +121,86 @@ class GenerationWorker:
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
         """
-        started_at, pause_seconds = time.monotonic(), 0.0
+        return await self._serve(snapshot, lambda: self._engine.load(snapshot, cluster.fetch_bytes))
+
+    async def open_route(self, info: dict[str, Any], timeout_s: float) -> None:
+        """Meet the trainer's device; the first of vLLM's four calls of a device transport.
+
+        Raises:
+            WeightSyncError: the two cannot meet.
+        """
         async with self._loading:
+            await self._alive(self._engine.open_route(info, timeout_s=timeout_s))
+            self._transport = info["transport"]
+
+    async def begin_update(self, snapshot: WeightsSnapshot, timeout_s: float) -> None:
+        """Stand still for updates; unless all have come within `timeout_s`, this process ends.
+
+        Raises:
+            WeightSyncError: another model's weights, or not newer ones; nothing has changed.
+        """
+        feed = self._feed = UpdateFeed()
+        self._receiving = asyncio.create_task(
+            self._serve(
+                snapshot,
+                lambda: self._engine.receive(snapshot, feed, timeout_s=timeout_s),
+                transport=self._transport,
+            ),
+            name=f"receive-{snapshot.version}",
+        )
+        await feed.until_wanted(self._receiving)
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        """Load some parameters."""
+        await self._feed.put(update_info)
+
+    async def finish_update(self) -> None:
+        """All parameters have come: serve them."""
+        self._feed.close()
+        await self._receiving
+
+    async def _serve(
+        self,
+        snapshot: WeightsSnapshot,
+        load: Callable[[], Coroutine[Any, Any, Loaded]],
+        *,
+        transport: str = "object_store",
+    ) -> WeightsAck:
+        started_at = time.monotonic()
+        async with self._loading:
+            ack = WeightsAck(self._worker_id, snapshot.version, 0.0, 0.0, dtype=self._engine.dtype)
             if self._version is None or snapshot.version > self._version:
-                pause_seconds = await self._alive(self._engine.load(snapshot, cluster.fetch_bytes))
+                ack = replace(await self._change(snapshot, ack, load), transport=transport)
                 self._version = snapshot.version
+            elif self._ack is not None and self._ack.version == snapshot.version:
+                return self._ack  # the announcement of what a device transport has brought ahead
             seconds = time.monotonic() - started_at
             logger.info("serves weights %s after %.2f s", self._version, seconds)
-            return WeightsAck(self._worker_id, self._version, seconds, pause_seconds)
+            self._ack = replace(ack, version=self._version, seconds=seconds)
+            return self._ack
+
+    async def _change(
+        self,
+        snapshot: WeightsSnapshot,
+        ack: WeightsAck,
+        load: Callable[[], Coroutine[Any, Any, Loaded]],
+    ) -> WeightsAck:
+        """The acknowledgement, with what the change cost; equal weights are only renamed."""
+        if self._version is not None and snapshot.equals(self._version):
+            await self._alive(self._engine.rename(snapshot.version))
+            return ack
+        loaded = await self._alive(load())
+        if complaint := loaded.canary_problem or canary_complaint(
+            snapshot.canary, loaded.canary, dtype=ack.dtype
+        ):
+            logger.warning("worker %s: %s", self._worker_id, complaint)
+        return replace(
+            ack,
+            pause_seconds=loaded.pause_seconds,
+            recomputed_tokens=loaded.recomputed_tokens,
+            canary=loaded.canary,
+            canary_problem=loaded.canary_problem,
+        )
 
     async def abort_all(self) -> None:
         """End every running request, for a caller that is gone."""

@@ -155,6 +155,10 @@ class WorkerRegistry:
         await self.touch()
         return tuple(member.info for member in self._members.values())
 
+    async def receivers(self) -> tuple[tuple[WorkerInfo, Any], ...]:
+        """Everyone admitted, with its handle: weights that come over devices go there directly."""
+        return tuple((member.info, member.handle) for member in self._members.values())
+
     async def fenced(self) -> dict[str, str]:
         """The latest workers that were excluded, with the reason."""
         return dict(self._fenced)

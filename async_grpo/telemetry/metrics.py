@@ -16,6 +16,7 @@ from async_grpo.telemetry.schema import METRICS, Metric
 
 Sums = Mapping[str, float]
 Row = dict[str, float | int | None]
+LAG_BIN = re.compile(r"lag_\d+_(samples|tokens)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +28,22 @@ class StepFacts:
     total_samples_accumulated: int
     total_tokens: int
     optimizer_steps: int
+    optimizer_samples: int = 0
+    skipped_steps_no_samples: int = 0
+    skipped_steps_non_finite: int = 0
     loss_denominator: float  # D of the aggregation
     grad_norm: float | None
     learning_rate: float
     seconds: float
     seconds_waiting: float
     seconds_publishing: float
+    sync_batches: int | None = None  # of the latest finished sync, as all below
+    sync_seconds: float | None = None
+    sync_pause_seconds: float | None = None
+    sync_bytes: int | None = None
+    recomputed_tokens: int | None = None
+    canary_max: float | None = None
+    canary_mean: float | None = None
 
 
 def merge_sums(a: Sums, b: Sums) -> dict[str, float]:
@@ -55,13 +66,35 @@ def merge_sums(a: Sums, b: Sums) -> dict[str, float]:
 def metrics_row(
     *, step: StepFacts, pipeline_sums: Sums, trainer_sums: Sums, fates: Mapping[str, int]
 ) -> Row:
-    """One line of the metrics file: every metric of the schema, then `fate_<name>` counts.
+    """One line of the metrics file: every metric of the schema, then counts that it cannot list.
 
+    These are `fate_<name>`, and `lag_<n>_samples` and `lag_<n>_tokens` from the pipeline's sums.
     A metric without its sums, with a denominator of 0, or that is not finite is None.
     """
-    known: dict[str, float | None] = {**pipeline_sums, **trainer_sums, **asdict(step)}
+    known: dict[str, float | None] = {
+        **pipeline_sums,
+        **trainer_sums,
+        "effective_tokens": effective_tokens(trainer_sums),
+        **asdict(step),
+    }
     row: Row = {metric.name: _value(metric, known) for metric in METRICS}
-    return row | _fate_counts(fates)
+    return row | _fate_counts(fates) | _lag_histogram(pipeline_sums)
+
+
+def effective_tokens(trainer_sums: Sums) -> float | None:
+    """Tokens that weigh as much as all with their importance ratios (Kish's sample size).
+
+    (sum of ratios) squared by the sum of squares, out of sums over all ranks: a mean of the ranks'
+    own values would be another number. None without them.
+
+    >>> effective_tokens({"mismatch_ratio_sum": 1 + 1 + 4, "mismatch_ratio_square_sum": 1 + 1 + 16})
+    2.0
+    """
+    squares = trainer_sums.get("mismatch_ratio_square_sum")
+    if not squares:
+        return None
+    ratio_sum = trainer_sums["mismatch_ratio_sum"]
+    return ratio_sum * (ratio_sum / squares)
 
 
 def _value(metric: Metric, known: Mapping[str, float | None]) -> float | int | None:
@@ -72,6 +105,15 @@ def _value(metric: Metric, known: Mapping[str, float | None]) -> float | int | N
     if not math.isfinite(numerator) or not math.isfinite(denominator):
         return None
     return int(numerator) if metric.is_count else float(numerator / denominator)
+
+
+def _lag_histogram(sums: Sums) -> dict[str, int]:
+    """Samples and tokens by lag: as many keys as --max-staleness allows.
+
+    >>> _lag_histogram({"lag_0_samples": 6.0, "lag_1_tokens": 40.0, "lag_sum": 3.0, "lag_max": 1.0})
+    {'lag_0_samples': 6, 'lag_1_tokens': 40}
+    """
+    return {key: int(value) for key, value in sums.items() if LAG_BIN.fullmatch(key)}
 
 
 def _fate_counts(fates: Mapping[str, int]) -> dict[str, int]:

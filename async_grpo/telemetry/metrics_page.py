@@ -23,7 +23,10 @@ unknown is `null`; `NaN` is never written. Window *step*: since the previous lin
 start of the run, resumed parts included.
 
 Samples that reached a fate in the step are counted as `fate_trained`, `fate_zero_contribution`,
-`fate_replaced`, `fate_failed_<reason>` and `fate_discarded_<reason>`.
+`fate_replaced`, `fate_failed` and `fate_discarded`. Of the samples that count in the step,
+`lag_<n>_samples` are those whose oldest token came from weights n versions before the batch's own,
+and `lag_<n>_tokens` are output tokens by their own lag; n goes from 0 to `--max-staleness`, and a
+larger one ends the run as a bug. Drift between the gradient steps of one batch is no lag.
 
 This page is made by `python -m async_grpo.telemetry.metrics_page docs/metrics.md`.
 """

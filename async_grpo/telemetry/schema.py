@@ -11,10 +11,12 @@ from typing import Literal
 
 Unit = Literal[
     "", "fraction", "samples", "questions", "tokens", "batches", "steps", "minibatches",
-    "seconds", "nats", "1/s",
+    "seconds", "nats", "bytes", "1/s",
 ]  # fmt: skip
 Window = Literal["step", "run"]
-COUNT_UNITS = frozenset({"samples", "questions", "tokens", "batches", "steps", "minibatches"})
+COUNT_UNITS = frozenset(
+    {"samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,17 @@ STEP_METRICS = (
     _plain("step", "steps", "Gradient step", "gradient steps of the run so far", window="run"),
     _plain("iteration", "batches", "Batch", "the batch that the step belongs to", window="run"),
     _plain("total_samples_accumulated", "samples", "Samples",
-           "samples counted in gradients since the start of the run", window="run"),
+           "samples of the gradient steps so far, taken or skipped", window="run"),
     _plain("total_tokens", "tokens", "Tokens",
            "unmasked output tokens of these samples", window="run"),
     _plain("optimizer_steps", "steps", "Optimizer steps",
-           "optimizer steps really taken: a step without samples is skipped", window="run"),
+           "gradient steps really taken: the clock of --schedule-clock steps", window="run"),
+    _plain("optimizer_samples", "samples", "Samples in optimizer steps",
+           "samples counted in these: the clock of --schedule-clock samples", window="run"),
+    _plain("skipped_steps_no_samples", "steps", "Steps without samples",
+           "gradient steps skipped because no sample counted", window="run"),
+    _plain("skipped_steps_non_finite", "steps", "Steps not finite",
+           "gradient steps skipped because a loss or the gradient was not finite", window="run"),
     _plain("grad_norm", "", "Gradient norm", "global gradient norm before clipping"),
     _plain("learning_rate", "", "Learning rate", "learning rate that the step used"),
     _plain("seconds", "seconds", "Time per step", "wall clock since the previous step ended"),
@@ -57,6 +65,21 @@ STEP_METRICS = (
     _plain("seconds_publishing", "seconds", "Publishing", "of these, rank 0 published weights"),
     Metric("trainer_idle_fraction", "seconds_waiting", "seconds", "fraction", "Trainer idle",
            "share of the step in which rank 0 waited for samples"),
+    _plain("sync_batches", "batches", "Latest sync",
+           "batches in the weights whose sync was the latest to finish: what follows is of it",
+           window="run"),
+    _plain("sync_seconds", "seconds", "Sync",
+           "from announcing new weights to the last worker's acknowledgement; training goes on"),
+    _plain("sync_pause_seconds", "seconds", "Generation paused",
+           "of these, generation stood still, on the worker where it did so for longest"),
+    _plain("sync_bytes", "bytes", "Weights sent",
+           "what each worker loaded; 0 where it had the same weights already"),
+    _plain("recomputed_tokens", "tokens", "Recomputed tokens",
+           "tokens of running requests whose KV cache the sync threw away, over all workers"),
+    _plain("canary_max", "nats", "Largest canary mismatch",
+           "largest difference in log-probability between engine and trainer on fixed tokens, "
+           "scored with the same weights right after the sync: no staleness in it"),
+    _plain("canary_mean", "nats", "Canary mismatch", "mean of these differences"),
 )
 
 # Sums of the batcher over all samples of the step: trained and zero contribution.
@@ -64,29 +87,48 @@ PIPELINE_METRICS = (
     _plain("num_samples", "samples", "Samples per step", "samples that count in the step"),
     _plain("num_groups", "questions", "Questions per step", "questions that count in the step"),
     Metric("avg_reward", "reward_sum", "num_samples", "", "Mean reward",
-           "reward of a sample"),
+           "reward of a sample, as its verifier gave it"),
     Metric("avg_max_reward_in_group", "max_reward_in_group_sum", "num_groups", "",
            "Best reward of a group", "best reward among the samples of a question"),
     Metric("avg_format_reward", "format_reward_sum", "format_reward_samples", "",
            "Format reward", "format reward of the samples whose verifier gives one"),
+    Metric("avg_overlong_penalty", "overlong_penalty_sum", "num_samples", "",
+           "Overlong penalty", "taken from a sample's reward for its length, before advantages"),
+    Metric("avg_kl_penalty", "kl_penalty_sum", "num_samples", "",
+           "KL penalty", "taken from a sample's reward for its k1 to the reference model"),
     Metric("avg_output_tokens", "output_tokens", "num_samples", "tokens", "Output length",
            "length of an output"),
     Metric("avg_prompt_tokens", "prompt_tokens", "num_samples", "tokens", "Prompt length",
            "length of a sample's prompt"),
     Metric("perc_truncated_samples", "truncated_samples", "num_samples", "fraction",
            "Truncated samples", "share (0 to 1) of samples cut at the longest output"),
+    Metric("perc_masked_samples", "masked_samples", "num_samples", "fraction", "Masked samples",
+           "share (0 to 1) of samples without a trained token, as --mask-truncated-samples makes "
+           "those cut: in the baseline and in D, with 0 tokens"),
     Metric("perc_with_0_advantage", "zero_advantage_samples", "num_samples", "fraction",
            "Samples without advantage", "share (0 to 1) of samples whose advantage is exactly 0"),
     Metric("perc_unscorable_samples", "unscorable_samples", "num_samples", "fraction",
            "Unscorable samples", "share (0 to 1) of samples in which no answer was found"),
     Metric("avg_lag", "lag_sum", "num_samples", "batches", "Mean lag",
            "age of a sample's oldest token, in versions of the weights"),
+    Metric("avg_token_lag", "token_lag_sum", "output_tokens", "batches", "Mean lag of a token",
+           "age of an output token, in versions of the weights"),
     Metric("max_lag", "lag_max", "", "batches", "Largest lag",
            "age of the oldest token of any sample, in versions of the weights"),
     Metric("tokens_per_second", "output_tokens", "seconds", "1/s", "Output tokens",
            "output tokens of the step's samples by wall clock"),
     Metric("samples_per_second", "num_samples", "seconds", "1/s", "Samples",
            "samples of the step by wall clock"),
+)
+
+# Sums of the batcher over the groups that dynamic sampling replaced, within the same step.
+REPLACEMENT_METRICS = (
+    _plain("num_replacements", "questions", "Replacements",
+           "questions drawn because a group had no variance in its rewards"),
+    _plain("replaced_tokens", "tokens", "Replaced tokens",
+           "output tokens of the samples replaced: generated, and not trained"),
+    Metric("avg_replaced_reward", "replaced_reward_sum", "replaced_samples", "",
+           "Reward of replaced samples", "reward of a sample that was replaced"),
 )
 
 # Sums of the trainer ranks over the tokens trained: samples of zero contribution are never sent.
@@ -105,6 +147,14 @@ TRAINER_METRICS = (
            "KL (k3) between engine and trainer on the sampled tokens, a token"),
     Metric("mismatch_max", "mismatch_max", "", "nats", "Largest engine mismatch",
            "largest difference in log-probability between the two, of any token"),
+    Metric("mismatch_ratio_max", "mismatch_ratio_max", "", "", "Largest engine ratio",
+           "largest probability of a token under the trainer by that under the engine"),
+    Metric("effective_sample_size", "effective_tokens", "trained_tokens", "fraction",
+           "Effective sample size",
+           "(sum of that ratio) squared by the sum of its squares, as a share of the tokens"),
+    Metric("corrected_fraction", "corrected_tokens", "trained_tokens", "fraction",
+           "Corrected tokens",
+           "share of tokens whose importance weight was truncated or masked"),
     _plain("trained_samples", "samples", "Trained samples", "samples sent to trainers"),
     _plain("trained_tokens", "tokens", "Trained tokens", "unmasked output tokens of these"),
     _plain("num_minibatches", "minibatches", "Minibatches",
@@ -131,10 +181,14 @@ EVALUATION_METRICS = (
 SECTIONS = (
     ("Facts of the gradient step, as trainer rank 0 knows them", STEP_METRICS),
     ("Over all samples of the step: trained and of zero contribution", PIPELINE_METRICS),
+    (
+        "Over the groups that dynamic sampling replaced: no other metric holds them",
+        REPLACEMENT_METRICS,
+    ),
     ("Over the tokens trained: samples of zero contribution are never sent", TRAINER_METRICS),
     ("Held-out questions, in evaluation_metrics.jsonl", EVALUATION_METRICS),
 )
-METRICS = STEP_METRICS + PIPELINE_METRICS + TRAINER_METRICS
+METRICS = STEP_METRICS + PIPELINE_METRICS + REPLACEMENT_METRICS + TRAINER_METRICS
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS + EVALUATION_METRICS}
 SUM_KEYS = frozenset(key for m in METRICS for key in (m.numerator, m.denominator) if key)
 
@@ -150,5 +204,6 @@ def axis_label(name: str) -> str:
         return name
     if metric.unit == "1/s":
         return f"{metric.label} per second"
-    shown = metric.unit in ("tokens", "batches", "seconds", "nats") and metric.window == "step"
+    has_unit = metric.unit in ("tokens", "batches", "seconds", "nats", "bytes")
+    shown = has_unit and metric.window == "step"
     return f"{metric.label} ({metric.unit})" if shown else metric.label

@@ -1,8 +1,15 @@
-"""Sharding the policy over the trainer ranks, and getting whole parameters back."""
+"""Sharding the policy over the trainer ranks, and getting whole parameters back.
+
+Where gradients have which type: with `mixed_precision` off everything is the model's own float32.
+With bf16, one backward pass makes a minibatch's gradient in bf16 (the head's in float32, cast at
+its end); from there on, summing over ranks and over minibatches is in float32, whether each
+minibatch is reduced or whole gradients wait on their rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -33,10 +40,12 @@ def shard(
     """Shard `policy` in place over a 1-D mesh: each decoder layer, then the rest with the root.
 
     Master weights keep their type (float32); gradients are *summed* over ranks, in float32. Works
-    on one rank as on many. Names of parameters do not change.
+    on one rank as on many. Names of parameters do not change. `compile`: the layers, and what
+    becomes of logits.
     """
     if activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.compile_logprobs = compile
     precision = _precision(mixed_precision, torch.device(mesh.device_type))
     for layer in policy.layers:
         if compile:
@@ -47,14 +56,51 @@ def shard(
     return policy.train()
 
 
+def reshard(policy: PolicyModel) -> None:
+    """Drop gathered parameters: after a forward without backward the root is still whole, and cast.
+
+    Without this a change of the shards would not be seen.
+    """
+    for module in _sharded_modules(policy):
+        module.reshard()
+
+
+@contextmanager
+def deferred_gradients(policy: PolicyModel, *, defer: bool) -> Iterator[None]:
+    """With `defer`, backward passes in this block add to whole, unreduced gradients of this rank.
+
+    The next backward pass outside of it reduces them together with its own. In between they cost
+    4 bytes a parameter of the whole model.
+    """
+    if not defer or not isinstance(policy, FSDPModule):
+        yield
+        return
+    # `set_is_last_backward` stays on: it only lets FSDP forget its order of prefetching, which
+    # would otherwise lead from one minibatch's first layer into the previous one's last.
+    policy.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        policy.set_requires_gradient_sync(True)
+
+
+def drop_local_gradients(policy: PolicyModel) -> None:
+    """Forget the unreduced gradients of this rank, which `zero_grad` does not reach."""
+    for module in _sharded_modules(policy):
+        for group in module._get_fsdp_state()._fsdp_param_groups:  # there is no public way
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
 def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     """Gather whole parameters one at a time, in the model's order, under their checkpoint names.
 
     Collective: every rank must exhaust it. Rank 0 receives (name, CPU tensor), valid until the next
     optimizer step; the others receive nothing.
     """
-    for module in _sharded_modules(policy):
-        module.reshard()  # after a forward without backward the root is still whole, and cast
+    reshard(policy)
     is_receiver = not dist.is_initialized() or dist.get_rank() == 0
     for name, parameter in hf_named_parameters(policy):
         full = parameter.detach()

@@ -11,14 +11,16 @@ from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel
+from async_grpo.training.anchor import BatchStart, needs_batch_start
 from async_grpo.training.fsdp import compute_dtype, shard
 from async_grpo.training.ranks import Ranks
+from async_grpo.training.replay import Replay
+from async_grpo.training.schedule import Scheduler
 from async_grpo.training.step import (
     GradientStep,
     StepResult,
     make_loss,
     make_optimizer,
-    make_scheduler,
 )
 from async_grpo.types import EndOfStep, Minibatch
 
@@ -31,6 +33,7 @@ class Learner:
     device: torch.device
     policy: PolicyModel
     step: GradientStep
+    replay: Replay
 
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
@@ -52,16 +55,20 @@ class Learner:
         step = GradientStep(
             policy,
             optimizer=optimizer,
-            scheduler=make_scheduler(optimizer, config),
+            scheduler=Scheduler(optimizer, config),
             loss=make_loss(config),
             temperature=config.temperature if config.objective == "grpo" else 1.0,
             chunk_size=config.loss_chunksize,
             max_grad_norm=config.max_grad_norm,
+            batch_start=BatchStart(policy) if needs_batch_start(config) else None,
+            defer_gradient_sync=config.defer_gradient_sync,
         )
-        return cls(config, ranks.device, policy, step)
+        replay = Replay(config.output_dir, rank=ranks.rank)
+        return cls(config, ranks.device, policy, step, replay)
 
     def accumulate(self, minibatch: Minibatch) -> None:
         """Back-propagate one minibatch's plain sum; a filler when it is empty."""
+        self.replay.keep(minibatch)
         packed = collate(
             minibatch.samples,
             aggregation=self.aggregation,
@@ -75,8 +82,13 @@ class Learner:
         )
 
     def update(self, end: EndOfStep) -> StepResult:
-        """Divide by D, once, and step."""
-        return self.step.finish(self.denominator(end))
+        """Divide by D, once, and step; what made a step impossible is kept for replay."""
+        result = self.step.finish(self.denominator(end), num_samples=end.num_samples)
+        step = end.batch * self.config.steps_per_batch + end.step_in_batch + 1
+        self.replay.end_step(step, suspects=result.suspects)
+        if end.is_last_of_batch:
+            self.step.begin_batch()
+        return result
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
+from async_grpo.config.words import objective_in_words
 from async_grpo.errors import ClusterError
 from async_grpo.training.exports import Exports
 from async_grpo.training.learner import Learner
@@ -36,7 +37,8 @@ def train_grpo(config: TrainConfig, ranks: Ranks) -> None:
     batcher = run.batcher if run else _find_batcher(config)
     if run:
         logger.info("outputs end with token ids %s", run.plan.sampling.stop_token_ids)
-        logger.info("%s", config.ratio_in_words)
+        for sentence in objective_in_words(config):
+            logger.info("%s", sentence)
     learner = Learner.build(config, ranks)
     with ExitStack() as stack:
         if run:
@@ -44,7 +46,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks) -> None:
         report = stack.enter_context(Report(config)) if run else None
         if report:
             stack.enter_context(watch_pipeline(batcher, report.console))
-        sync = WeightSync(learner, run)
+        sync = WeightSync(learner, run, on_synced=report.synced if report else None)
         stack.callback(sync.close)
         exports = Exports(config, learner)
         sync.publish(0)

@@ -1,42 +1,61 @@
 """The objectives, as plain sums over tokens; nothing here divides by a count of a minibatch.
 
     gradient = (1 / D) * d/dθ  Σ_i Σ_t  w_i * loss_it        (design, section 4)
+    loss_it  = f(old / b) * policy_it + β * kl_it - c * entropy_it
 
-Legend: N trained tokens of a minibatch, `lp` the policy's log-probability, `b` the engine's,
-`ref` the reference's, A the advantage, sg stop-gradient.
+Legend: N trained tokens of a minibatch, `lp` the policy's log-probability, `b` the engine's, `old`
+the one that the policy ratio compares with, sg stop-gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from async_grpo.config.train import TrainConfig
+from async_grpo.training.ratios import (
+    cispo_policy_loss,
+    clipped_policy_loss,
+    correction_weights,
+    kl_penalty,
+    policy_ratio,
+)
 from async_grpo.types import PackedMinibatch
 
+MODES = ("on_policy", "behaviour", "decoupled")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Which terms the GRPO loss has."""
+    """Which terms the GRPO loss has; `config/objective.py` says what each field means."""
 
-    denominator: str  # on_policy: sg(lp); behaviour: b
-    clip_low: float
-    clip_high: float
-    kl_coefficient: float
-    kl_estimator: str  # k2 or k3
+    mode: str  # on_policy: old = sg(lp); behaviour: old = b; decoupled: old is given, or sg(lp)
+    ratio_level: str = "token"
+    policy_loss: str = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+    importance_correction: str = "none"
+    correction_level: str = "token"
+    correction_low: float = 0.5
+    correction_high: float = 2.0
+    kl_coefficient: float = 0.0  # of the loss: 0 where the penalty is part of the reward
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES}, got {self.mode!r}: see --ratio-mode")
 
     @classmethod
     def from_config(cls, config: TrainConfig) -> Objective:
-        return cls(
-            denominator=config.denominator,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            kl_coefficient=config.kl_coefficient,
-            kl_estimator=config.kl_estimator,
-        )
+        values = {field.name: getattr(config, field.name) for field in fields(cls)}
+        if not config.kl_in_loss:
+            values["kl_coefficient"] = 0.0
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,32 +68,41 @@ class LossSums:
 
 
 def grpo_loss(
-    logprobs: Tensor, entropy: Tensor, packed: PackedMinibatch, *, objective: Objective
+    logprobs: Tensor,
+    entropy: Tensor,
+    packed: PackedMinibatch,
+    *,
+    objective: Objective,
+    old_logprobs: Tensor | None = None,
 ) -> LossSums:
-    """Clipped policy gradient with a KL penalty (DeepSeekMath, arXiv 2402.03300, eq. 3 and 19).
+    """Policy gradient with its penalties (DeepSeekMath, arXiv 2402.03300, eq. 3 and 19).
 
-    logprobs, entropy [N]. The population of every sum is the minibatch's N trained tokens;
-    `policy_loss_sum`, `kl_sum` and `loss_sum` are weighted like the loss, the others are not.
+    logprobs, entropy [N]; `old_logprobs` [N] is for the mode `decoupled` alone, where None says
+    that the policy has not moved since the start of the batch. The population of every sum is the
+    minibatch's N trained tokens; `policy_loss_sum`, `kl_sum` and `loss_sum` are weighted like the
+    loss, the others are not.
     """
-    on_policy = objective.denominator == "on_policy"
-    old = logprobs.detach() if on_policy else packed.behaviour_logprobs
-    ratio = torch.exp(logprobs - old)
-    policy, clipped = clipped_policy_loss(
-        ratio, packed.advantages, clip_low=objective.clip_low, clip_high=objective.clip_high
-    )
+    old = _old(logprobs, packed, objective, old_logprobs)
+    policy, clipped = _policy_loss(logprobs, old, packed, objective)
+    policy, corrected = _corrected(policy, old, packed, objective)
     policy_sum = (packed.weights * policy).sum()
-    kl_sum = _kl_sum(logprobs, packed, objective)
-    loss = policy_sum + objective.kl_coefficient * kl_sum
-    mismatch_kl_sum, mismatch_max = _mismatch(logprobs, packed.behaviour_logprobs)
+    kl_sum = _kl_sum(logprobs, old, packed, objective)
+    loss = policy_sum
+    if objective.kl_coefficient:
+        loss = loss + objective.kl_coefficient * kl_sum
+    if objective.entropy_coefficient:
+        loss = loss - objective.entropy_coefficient * (packed.weights * entropy).sum()
+    mismatch_sums, maxima = _mismatch(logprobs, packed.behaviour_logprobs)
     sums = {
         "loss_sum": loss,
         "policy_loss_sum": policy_sum,
         "kl_sum": kl_sum,
         "clipped_tokens": clipped.sum(),
-        "mismatch_kl_sum": mismatch_kl_sum,
+        "corrected_tokens": corrected.sum(),
+        **mismatch_sums,
         **_token_counts(entropy, packed),
     }
-    return LossSums(loss, sums=_detached(sums), maxima={"mismatch_max": mismatch_max})
+    return LossSums(loss, sums=_detached(sums), maxima=maxima)
 
 
 def sft_loss(logprobs: Tensor, entropy: Tensor, packed: PackedMinibatch) -> LossSums:
@@ -84,45 +112,59 @@ def sft_loss(logprobs: Tensor, entropy: Tensor, packed: PackedMinibatch) -> Loss
     return LossSums(loss, sums=_detached(sums), maxima={})
 
 
-def clipped_policy_loss(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+def _old(
+    logprobs: Tensor, packed: PackedMinibatch, objective: Objective, given: Tensor | None
+) -> Tensor:
+    """What the ratio compares with, [N], without gradient."""
+    if objective.mode == "behaviour":
+        return packed.behaviour_logprobs
+    if objective.mode == "decoupled" and given is not None:
+        return given.detach()
+    return logprobs.detach()
+
+
+def _policy_loss(
+    logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: Objective
 ) -> tuple[Tensor, Tensor]:
-    """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), and where the clip cut the gradient.
+    ratio = policy_ratio(logprobs, old, packed, level=objective.ratio_level)
+    clip_low, clip_high = objective.clip_low, objective.clip_high
+    if objective.policy_loss == "cispo":
+        return cispo_policy_loss(
+            ratio, logprobs, packed.advantages, clip_low=clip_low, clip_high=clip_high
+        )
+    return clipped_policy_loss(
+        ratio,
+        packed.advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=objective.dual_clip,
+    )
 
-    A good token's ratio counts up to 1 + high, a bad token's down to 1 - low; going back is free:
 
-    >>> ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
-    >>> advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    >>> loss, clipped = clipped_policy_loss(ratio, advantages, clip_low=0.25, clip_high=0.25)
-    >>> loss.tolist()
-    [-1.25, 1.5, -0.5, 0.75]
-    >>> clipped.tolist()
-    [True, False, False, True]
+def _corrected(
+    policy: Tensor, old: Tensor, packed: PackedMinibatch, objective: Objective
+) -> tuple[Tensor, Tensor]:
+    """The policy's loss weighted by f(exp(old - b)), and where f cut the weight."""
+    if objective.importance_correction == "none":
+        return policy, torch.zeros_like(policy, dtype=torch.bool)
+    weights, cut = correction_weights(
+        old,
+        packed.behaviour_logprobs,
+        packed,
+        kind=objective.importance_correction,
+        level=objective.correction_level,
+        low=objective.correction_low,
+        high=objective.correction_high,
+    )
+    return weights * policy, cut
+
+
+def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: Objective) -> Tensor:
+    """Σ w_i * kl_it, zero when the penalty is off.
+
+    `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
+    policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    free = ratio * advantages
-    limited = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -torch.minimum(free, limited), limited < free
-
-
-def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference), [N] (Schulman, "Approximating KL divergence").
-
-    >>> lp, ref = torch.tensor([0.0, -2.0]), torch.tensor([0.0, -1.0])
-    >>> kl_penalty(lp, ref, estimator="k2").tolist()
-    [0.0, 0.5]
-    >>> [round(value, 4) for value in kl_penalty(lp, ref, estimator="k3").tolist()]  # e - 1 - 1
-    [0.0, 0.7183]
-    """
-    log_ratio = reference - logprobs
-    if estimator == "k2":
-        return 0.5 * log_ratio.square()
-    if estimator == "k3":
-        return torch.expm1(log_ratio) - log_ratio
-    raise ValueError(f"kl_estimator must be k2 or k3, got {estimator!r}: see --kl-estimator")
-
-
-def _kl_sum(logprobs: Tensor, packed: PackedMinibatch, objective: Objective) -> Tensor:
-    """Σ w_i * kl_it, zero when the penalty is off."""
     if objective.kl_coefficient == 0:
         return torch.zeros_like(logprobs).sum()
     if packed.reference_logprobs is None:
@@ -130,27 +172,42 @@ def _kl_sum(logprobs: Tensor, packed: PackedMinibatch, objective: Objective) -> 
             f"a KL coefficient of {objective.kl_coefficient} needs reference log-probabilities, "
             "got none: start a logprob worker"
         )
-    kl = kl_penalty(logprobs, packed.reference_logprobs, estimator=objective.kl_estimator)
+    is_weighted = objective.kl_estimator == "k3_iw"
+    estimator = "k3" if is_weighted else objective.kl_estimator
+    kl = kl_penalty(logprobs, packed.reference_logprobs, estimator=estimator)
+    if is_weighted:
+        kl = kl * torch.exp(logprobs - old)
     return (packed.weights * kl).sum()
 
 
 @torch.no_grad()
-def _mismatch(logprobs: Tensor, behaviour: Tensor) -> tuple[Tensor, Tensor]:
-    """How far engine and trainer differ, [] each.
+def _mismatch(logprobs: Tensor, behaviour: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How far trainer and engine differ on what was sampled: (sums, maxima), [] each.
 
-    First Σ of the k3 estimate of KL(behaviour || policy), then the largest |lp - b|.
+    Of the ratio exp(lp - b): Σ of the k3 estimate of KL(behaviour || policy), Σ and Σ of squares,
+    which make the effective sample size; the largest ratio, and the largest |lp - b|.
     """
     difference = logprobs - behaviour
-    kl = torch.expm1(difference) - difference
-    return kl.sum(), torch.cat([difference.abs(), difference.new_zeros(1)]).max()
+    ratio = torch.exp(difference)
+    sums = {
+        "mismatch_kl_sum": (torch.expm1(difference) - difference).sum(),
+        "mismatch_ratio_sum": ratio.sum(),
+        "mismatch_ratio_square_sum": ratio.square().sum(),
+    }
+    none = difference.new_zeros(1)
+    maxima = {
+        "mismatch_max": torch.cat([difference.abs(), none]).max(),
+        "mismatch_ratio_max": torch.cat([ratio, none]).max(),
+    }
+    return sums, maxima
 
 
 def _token_counts(entropy: Tensor, packed: PackedMinibatch) -> dict[str, Tensor]:
     """The sums that every objective reports."""
     return {
         "entropy_sum": entropy.sum(),
-        "trained_tokens": entropy.new_tensor(entropy.numel()),
-        "trained_samples": entropy.new_tensor(packed.num_samples),
+        "trained_tokens": entropy.new_full((), entropy.numel(), dtype=torch.float64),
+        "trained_samples": entropy.new_full((), packed.num_samples, dtype=torch.float64),
     }
 
 

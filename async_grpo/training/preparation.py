@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from transformers import AutoTokenizer
 
 from async_grpo import cluster
+from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.pipeline import Services
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train import TrainConfig
@@ -23,10 +24,12 @@ from async_grpo.data.questions import load_questions
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.model.size import read_size
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.training.recruitment import Demand, find_services
 from async_grpo.training.report import METRICS_FILE
 from async_grpo.types import Question, SamplingContract
+from async_grpo.weight_sync.transport import device_id
 
 CALL_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
@@ -78,7 +81,12 @@ def open_run(config: TrainConfig, *, num_ranks: int) -> Run:
     cluster.connect(config.ray_address, namespace=config.namespace)
     prompts = (len(question.input_token_ids) for question in plan.questions + plan.held_out)
     services = find_services(
-        Demand(config, vocab_size=facts.vocab_size, longest_prompt=max(prompts))
+        Demand(
+            config,
+            vocab_size=facts.vocab_size,
+            longest_prompt=max(prompts),
+            device=device_id(),
+        )
     )
     return Run(plan, services, start_batcher(plan, services))
 
@@ -95,7 +103,8 @@ def plan_run(config: TrainConfig, facts: ModelFacts, *, num_ranks: int) -> Batch
         questions=questions,
         held_out=held_out,
         order=order.index,
-        seed_of=partial(_seed_of, seed) if config.deterministic else None,
+        replacement=order.replacement,
+        seed_of=partial(sampling_seed, seed) if config.deterministic else None,
         sampling=SamplingContract(
             config.temperature, facts.stop_token_ids, config.max_generation_tokens
         ),
@@ -103,6 +112,17 @@ def plan_run(config: TrainConfig, facts: ModelFacts, *, num_ranks: int) -> Batch
         # Later than that of any earlier run on these workers, so that they never take its
         # weights for ours.
         incarnation=time.time_ns() // 1_000_000,
+        attention_ratio=read_attention_ratio(config),
+    )
+
+
+def read_attention_ratio(config: TrainConfig) -> float:
+    """What the model's attention costs, for packing: see `batching.packing`."""
+    size = read_size(config.model_name_or_path)
+    return attention_ratio(
+        num_parameters=size.num_parameters,
+        num_layers=size.num_layers,
+        attention_width=size.attention_width,
     )
 
 
@@ -121,10 +141,6 @@ def _load(config: TrainConfig, facts: ModelFacts, path: str) -> tuple[Question, 
         vocab_size=facts.vocab_size,
         max_prompt_tokens=room,
     )
-
-
-def _seed_of(run_seed: int, ordinal: int) -> int:
-    return sampling_seed(run_seed, ordinal=ordinal, attempt=0)
 
 
 def start_batcher(plan: BatcherPlan, services: Services) -> Any:

@@ -18,6 +18,7 @@ from async_grpo.batching.pipeline import Services
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ClusterError, ConfigError, DeadlineError, WorkerError
 from async_grpo.types import WorkerInfo
+from async_grpo.weight_sync.routes import check_route
 
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
@@ -32,6 +33,7 @@ class Demand:
     config: TrainConfig
     vocab_size: int
     longest_prompt: int  # in tokens
+    device: str = ""  # the identity of the trainer's NVIDIA device, empty when it has none
 
     @property
     def longest_sample(self) -> int:
@@ -104,6 +106,8 @@ def _members(registry: Any) -> tuple[WorkerInfo, ...]:
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     """Raise `ConfigError` for a worker whose answers this run could not use."""
     config, who = demand.config, f"worker {worker.worker_id}"
+    if worker.role == "generation":
+        check_route(config.weight_transport, worker, sender=demand.device)
     if worker.temperature is not None and worker.temperature != config.temperature:
         raise ConfigError(
             f"--temperature {config.temperature} must be that of {who}, which serves "

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Self
 
@@ -15,8 +17,10 @@ from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.metrics import StepFacts, metrics_row
 from async_grpo.telemetry.trackers import Trackers
-from async_grpo.training.step import StepResult
+from async_grpo.training.replay import REPLAY_FOLDER
+from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
 from async_grpo.types import EndOfStep
+from async_grpo.weight_sync.sync_report import SyncReport
 
 logger = logging.getLogger(__name__)
 METRICS_FILE = "training_metrics.jsonl"
@@ -33,6 +37,7 @@ class Report:
         for name in (METRICS_FILE, EVALUATIONS_FILE, config.dump_samples_filename):
             if name:
                 (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / REPLAY_FOLDER, ignore_errors=True)
         write_json_atomic(folder / PARAMETERS_FILE, dataclasses.asdict(config))
         self._metrics = JsonlWriter(folder / METRICS_FILE)
         self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
@@ -45,11 +50,12 @@ class Report:
         self.console = Console(num_batches=config.num_training_batches)
         self._open = contextlib.ExitStack()
         self._num_steps = 0
-        self._optimizer_steps = 0
+        self._skipped: Counter[str] = Counter()
         self._num_samples = 0
         self._num_tokens = 0
         self._step_started = time.monotonic()
         self._seconds_publishing = 0.0
+        self._sync: SyncReport | None = None
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
@@ -65,6 +71,10 @@ class Report:
         """This rank stood still to gather weights, which the next step's line will tell."""
         self._seconds_publishing += seconds
 
+    def synced(self, sync: SyncReport) -> None:
+        """The latest sync has finished, which every line tells until the next one has."""
+        self._sync = sync
+
     def step(self, end: EndOfStep, result: StepResult, *, denominator: int, waited: float) -> None:
         """One line of metrics for one gradient step, taken or skipped.
 
@@ -72,9 +82,9 @@ class Report:
         """
         if result.skipped:
             logger.warning("gradient step %d was skipped: %s", self._num_steps + 1, result.skipped)
+            self._skipped[result.skipped] += 1
         now = time.monotonic()
         self._num_steps += 1
-        self._optimizer_steps += not result.skipped
         self._num_samples += end.num_samples
         self._num_tokens += end.num_tokens
         facts = StepFacts(
@@ -82,13 +92,17 @@ class Report:
             iteration=end.batch,
             total_samples_accumulated=self._num_samples,
             total_tokens=self._num_tokens,
-            optimizer_steps=self._optimizer_steps,
+            optimizer_steps=result.clocks.steps,
+            optimizer_samples=result.clocks.samples,
+            skipped_steps_no_samples=self._skipped[NO_SAMPLES],
+            skipped_steps_non_finite=self._skipped[NON_FINITE],
             loss_denominator=denominator,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             seconds=now - self._step_started,
             seconds_waiting=waited,
             seconds_publishing=self._seconds_publishing,
+            **(dataclasses.asdict(self._sync) if self._sync else {}),
         )
         row = metrics_row(
             step=facts,

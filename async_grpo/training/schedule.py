@@ -1,32 +1,44 @@
-"""The learning rate as a pure function of the gradient step."""
+"""The learning rate as a pure function of a clock, and the clocks of the optimizer's steps.
+
+Legend: a position is counted in gradient steps taken, or in the samples (D of sample-mean) of these
+steps. A skipped step moves neither.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from async_grpo.config.train import TrainConfig
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
 
 def learning_rate_factor(
-    step: int, *, schedule: str, num_warmup_steps: int, num_steps: int
+    position: int, *, schedule: str, num_warmup: int, num_total: int, advance: int = 1
 ) -> float:
-    """Fraction of the peak learning rate for gradient step `step`, counted from 0.
+    """Fraction of the peak learning rate for the step that begins at `position`.
 
-    Every schedule but `constant` rises linearly over the warm-up, whose first step is already above
-    zero; `linear` and `cosine` then fall to zero behind the last of `num_steps`.
+    Every schedule but `constant` rises linearly over the warm-up, as far as the step will have
+    moved the clock when it ends (by `advance`), so that the first step is already above zero;
+    `linear` and `cosine` then fall to zero, which a step that begins at `num_total` would have.
 
-    >>> [learning_rate_factor(step, schedule="linear", num_warmup_steps=2, num_steps=6)
+    >>> [learning_rate_factor(step, schedule="linear", num_warmup=2, num_total=6)
     ...  for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> [learning_rate_factor(samples, schedule="linear", num_warmup=16, num_total=48, advance=8)
+    ...  for samples in range(0, 48, 8)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if schedule == "constant":
         return 1.0
-    if step < num_warmup_steps:
-        return (step + 1) / num_warmup_steps
+    if position < num_warmup:
+        return min((position + advance) / num_warmup, 1.0)
     if schedule == "constant_with_warmup":
         return 1.0
-    progress = min((step - num_warmup_steps) / max(num_steps - num_warmup_steps, 1), 1.0)
+    progress = min((position - num_warmup) / max(num_total - num_warmup, 1), 1.0)
     if schedule == "linear":
         return 1.0 - progress
     if schedule == "cosine":
@@ -36,12 +48,52 @@ def learning_rate_factor(
     )
 
 
-def make_lr_lambda(config: TrainConfig) -> Callable[[int], float]:
-    """The factor for torch's LambdaLR over all gradient steps of the run."""
-    num_steps = config.num_training_batches * config.steps_per_batch
-    return lambda step: learning_rate_factor(
-        step,
-        schedule=config.lr_scheduler,
-        num_warmup_steps=config.num_warmup_steps,
-        num_steps=num_steps,
-    )
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """How far the optimizer has come; what a checkpoint keeps of the schedule."""
+
+    steps: int = 0  # gradient steps taken
+    samples: int = 0  # that counted in D of these steps
+
+
+class Scheduler:
+    """Sets an optimizer's learning rate from the clock that the run chose."""
+
+    def __init__(self, optimizer: Optimizer, config: TrainConfig) -> None:
+        self.clocks = Clocks()
+        self._optimizer = optimizer
+        self._peak = config.learning_rate
+        self._schedule = config.lr_scheduler
+        self._by_samples = config.schedule_clock == "samples"
+        self._num_warmup = (
+            config.num_warmup_samples if self._by_samples else config.num_warmup_steps
+        )
+        self._num_total = _num_samples(config) if self._by_samples else _num_steps(config)
+
+    def learning_rate(self, num_samples: int) -> float:
+        """Of a next step of `num_samples` samples."""
+        return self._peak * learning_rate_factor(
+            self.clocks.samples if self._by_samples else self.clocks.steps,
+            schedule=self._schedule,
+            num_warmup=self._num_warmup,
+            num_total=self._num_total,
+            advance=num_samples if self._by_samples else 1,
+        )
+
+    def step(self, num_samples: int) -> None:
+        """Take the optimizer's step, over `num_samples` samples, and move both clocks."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate(num_samples)
+        self._optimizer.step()
+        self.clocks = Clocks(self.clocks.steps + 1, self.clocks.samples + num_samples)
+
+
+def _num_steps(config: TrainConfig) -> int:
+    """Gradient steps of the run."""
+    return config.num_training_batches * config.steps_per_batch
+
+
+def _num_samples(config: TrainConfig) -> int:
+    """Samples of a run that drops none; supervised, a pair is a sample."""
+    per_question = 1 if config.objective == "sft" else config.samples_per_question
+    return config.num_training_batches * config.batch_size * per_question

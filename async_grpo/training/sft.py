@@ -14,7 +14,7 @@ from async_grpo.data.stream import QuestionStream
 from async_grpo.training.exports import Exports
 from async_grpo.training.learner import Learner
 from async_grpo.training.loop import train_steps
-from async_grpo.training.preparation import check_run
+from async_grpo.training.preparation import check_run, read_attention_ratio
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.report import Report
 from async_grpo.types import EndOfStep, TrainingPair
@@ -35,6 +35,7 @@ def train_sft(config: TrainConfig, ranks: Ranks) -> None:
         num_ranks=ranks.world_size,
         rank=ranks.rank,
         max_tokens=config.max_tokens_per_gpu,
+        attention_ratio=read_attention_ratio(config),
     )
     with ExitStack() as stack:
         report = stack.enter_context(Report(config)) if ranks.is_main else None

@@ -1,8 +1,13 @@
-"""One gradient step: plain sums go in, one division, one update."""
+"""One gradient step: plain sums go in, one division, one update.
+
+Losses need no scaling against underflow: gradients are summed in float32 (`training/fsdp.py`), and
+bfloat16, the only lower precision, has float32's exponents. fp16 would need it, and is refused.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -11,39 +16,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from async_grpo.config.train import TrainConfig
+from async_grpo.model.collate import collate, to_device
 from async_grpo.model.logprobs import TokenLogprobs
 from async_grpo.model.policy import PolicyModel
+from async_grpo.training.anchor import BatchStart
+from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
 from async_grpo.training.loss import LossSums, Objective, grpo_loss, sft_loss
-from async_grpo.training.schedule import make_lr_lambda
+from async_grpo.training.schedule import Clocks, Scheduler
 from async_grpo.types import PackedMinibatch
 
-LossFunction = Callable[[TokenLogprobs, PackedMinibatch], LossSums]
+# The policy's answer, its minibatch, and log-probabilities at the start of the batch or None.
+LossFunction = Callable[[TokenLogprobs, PackedMinibatch, Tensor | None], LossSums]
 
 NO_SAMPLES = "no samples"
-NON_FINITE = "non-finite gradient"
+NON_FINITE = "non-finite loss or gradient"
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a gradient step did; the same on every rank."""
+    """What a gradient step did; the same on every rank, but for `suspects`."""
 
     skipped: str  # empty, NO_SAMPLES or NON_FINITE: nothing was updated, nor the schedule moved
     grad_norm: float  # of the gradient after the division by D, before clipping
-    learning_rate: float  # that the step used
+    learning_rate: float  # that the step used, or would have used
     num_minibatches: int  # over all ranks, fillers included
+    clocks: Clocks  # after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # sums and maxima over all ranks
+    suspects: tuple[int, ...] = ()  # NON_FINITE: which of this rank's minibatches may be the cause
 
 
 def make_loss(config: TrainConfig) -> LossFunction:
     """The objective of the run as a function of the policy's answer and its minibatch."""
     if config.objective == "sft":
-        return lambda scored, packed: sft_loss(scored.logprobs, scored.entropy, packed)
+        return lambda scored, packed, _: sft_loss(scored.logprobs, scored.entropy, packed)
     objective = Objective.from_config(config)
-    return lambda scored, packed: grpo_loss(
-        scored.logprobs, scored.entropy, packed, objective=objective
+    return lambda scored, packed, old: grpo_loss(
+        scored.logprobs, scored.entropy, packed, objective=objective, old_logprobs=old
     )
 
 
@@ -63,82 +73,138 @@ def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW:
     )
 
 
-def make_scheduler(optimizer: Optimizer, config: TrainConfig) -> LambdaLR:
-    """The schedule over the gradient steps that are really taken."""
-    return LambdaLR(optimizer, make_lr_lambda(config))
-
-
 class GradientStep:
-    """Accumulates the minibatches of one gradient step, then takes it; reusable step after step."""
+    """Accumulates the minibatches of one gradient step, then takes it; reusable step after step.
+
+    `defer_gradient_sync`: minibatches leave whole gradients on their rank, in float32, and one
+    inert closing minibatch reduces them; otherwise each minibatch reduces its own.
+    """
 
     def __init__(
         self,
         policy: PolicyModel,
         *,
         optimizer: Optimizer,
-        scheduler: LRScheduler,
+        scheduler: Scheduler,
         loss: LossFunction,
         temperature: float,
         chunk_size: int,
         max_grad_norm: float,
+        batch_start: BatchStart | None = None,
+        defer_gradient_sync: bool = False,
     ) -> None:
+        """`batch_start` serves the mode `decoupled` with several steps a batch."""
         self._policy = policy
+        self._batch_start = batch_start
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._loss = loss
         self._temperature = temperature
         self._chunk_size = chunk_size
         self._max_grad_norm = max_grad_norm
+        self._defer_gradient_sync = defer_gradient_sync
+        # Tensors stay on the device until the step ends: nothing waits for it between minibatches.
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
-        self._num_minibatches = 0
+        self._losses: list[Tensor] = []  # [] each
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def num_updates(self) -> int:
+        """Of the parameters; the same on every rank."""
+        return self._scheduler.clocks.steps
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._policy.parameters()).device
 
     def accumulate(self, packed: PackedMinibatch) -> LossSums:
         """Back-propagate the minibatch's plain sum; every rank must call it equally often."""
-        scored = self._policy(packed, temperature=self._temperature, chunk_size=self._chunk_size)
-        result = self._loss(scored, packed)
-        result.loss.backward()
+        setting = {"temperature": self._temperature, "chunk_size": self._chunk_size}
+        old = self._batch_start.logprobs(packed, **setting) if self._batch_start else None
+        scored = self._policy(packed, **setting)
+        result = self._loss(scored, packed, old)
+        with deferred_gradients(self._policy, defer=self._defer_gradient_sync):
+            result.loss.backward()
         for name, value in result.sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.double()
         for name, value in result.maxima.items():
             previous = self._maxima.get(name, value.double())
             self._maxima[name] = torch.maximum(previous, value.double())
-        self._num_minibatches += 1
+        self._losses.append(result.loss.detach())
         return result
 
-    def count(self, **amounts: float) -> None:
+    def count(self, **amounts: int) -> None:
         """Add to the metric sums of the step."""
-        device = next(self._policy.parameters()).device
-        for name, amount in amounts.items():
-            value = torch.tensor(float(amount), dtype=torch.float64, device=device)
-            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._counts.update(amounts)
 
-    def finish(self, denominator: int) -> StepResult:
-        """Divide by D, clip and update, unless D is 0 or the gradient is not finite."""
+    def finish(self, denominator: int, *, num_samples: int | None = None) -> StepResult:
+        """Divide by D, clip and update, unless D is 0 or the loss or gradient is not finite.
+
+        Collective; all ranks take the step or none does. `num_samples` moves the clock of samples;
+        None: `denominator` counts samples.
+        """
+        num_samples = denominator if num_samples is None else num_samples
+        if denominator and self._losses and self._defer_gradient_sync:
+            self._reduce_gradients()
         metrics = self._reduce_metrics()
         num_minibatches = int(metrics.pop("num_minibatches"))
-        learning_rate = self._scheduler.get_last_lr()[0]
+        num_bad_losses = int(metrics.pop("num_bad_losses"))
         grad_norm = self._global_norm() / denominator if denominator else 0.0
-        skipped = NO_SAMPLES if not denominator else ""
-        if not math.isfinite(grad_norm):
-            skipped = NON_FINITE
-        if not skipped:
-            self._update(grad_norm, denominator)
+        learning_rate = self._scheduler.learning_rate(num_samples)
+        skipped = ""
+        suspects: tuple[int, ...] = ()
+        if not denominator:
+            skipped = NO_SAMPLES
+        elif num_bad_losses or not math.isfinite(grad_norm):
+            skipped, suspects = NON_FINITE, self._suspects(is_loss=num_bad_losses > 0)
+        else:
+            self._update(grad_norm, denominator, num_samples)
         self.discard()
-        return StepResult(skipped, grad_norm, learning_rate, num_minibatches, metrics)
+        return StepResult(
+            skipped=skipped,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            num_minibatches=num_minibatches,
+            clocks=self._scheduler.clocks,
+            metrics=metrics,
+            suspects=suspects,
+        )
+
+    def begin_batch(self) -> None:
+        """The gradient steps that follow belong to another batch."""
+        if self._batch_start is not None:
+            self._batch_start.begin_batch()
 
     def discard(self) -> None:
         """Forget what was accumulated, gradients and metrics alike."""
         self._optimizer.zero_grad(set_to_none=True)
-        self._sums, self._maxima, self._num_minibatches = {}, {}, 0
+        drop_local_gradients(self._policy)
+        self._sums, self._maxima, self._losses, self._counts = {}, {}, [], Counter()
 
-    def _update(self, grad_norm: float, denominator: int) -> None:
+    def _reduce_gradients(self) -> None:
+        """One more pass, over a filler, that reduces every rank's whole gradients.
+
+        It trains nothing and is counted nowhere.
+        """
+        filler = to_device(collate([], aggregation="sample-mean"), self._device)
+        scored = self._policy(filler, temperature=self._temperature, chunk_size=self._chunk_size)
+        (scored.logprobs.sum() + scored.entropy.sum()).backward()
+
+    def _update(self, grad_norm: float, denominator: int, num_samples: int) -> None:
         """One multiplication does both the division by D and the clipping."""
+        if self._batch_start is not None:
+            self._batch_start.before_update()
         limit = self._max_grad_norm
         clip = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
         torch._foreach_mul_(list(self._gradients()), clip / denominator)
-        self._optimizer.step()
-        self._scheduler.step()
+        self._scheduler.step(num_samples)
+
+    def _suspects(self, *, is_loss: bool) -> tuple[int, ...]:
+        """This rank's minibatches with a bad loss; all of them where only the gradient is bad."""
+        if not is_loss:
+            return tuple(range(len(self._losses)))
+        return tuple(i for i, loss in enumerate(self._losses) if not loss.isfinite())
 
     def _global_norm(self) -> float:
         """Norm of the summed, undivided gradient over all ranks."""
@@ -155,19 +221,28 @@ class GradientStep:
 
     def _reduce_metrics(self) -> dict[str, float]:
         """Sums and maxima over all ranks, in one collective."""
-        names = [*sorted(self._sums), "num_minibatches", *sorted(self._maxima)]
-        device = next(self._policy.parameters()).device
+        counts = {**self._counts, "num_minibatches": len(self._losses)}
+        sums = {**self._sums, "num_bad_losses": self._num_bad_losses()}
+        names = [*sorted(counts), *sorted(sums), *sorted(self._maxima)]
+        host = torch.tensor([float(counts[name]) for name in sorted(counts)], dtype=torch.float64)
         local = torch.stack(
             [
-                *(self._sums[name] for name in sorted(self._sums)),
-                torch.tensor(self._num_minibatches, dtype=torch.float64, device=device),
+                *host.to(self._device),
+                *(sums[name] for name in sorted(sums)),
                 *(self._maxima[name] for name in sorted(self._maxima)),
             ]
         )
         every = _all_gather(local)
-        num_sums = len(self._sums) + 1
+        num_sums = len(counts) + len(sums)
         totals = torch.cat([every[:, :num_sums].sum(0), every[:, num_sums:].amax(0)])
         return dict(zip(names, totals.tolist(), strict=True))
+
+    def _num_bad_losses(self) -> Tensor:
+        """[] float64: this rank's minibatches with a loss that is not finite."""
+        bad = torch.zeros((), dtype=torch.float64, device=self._device)
+        for loss in self._losses:
+            bad += ~loss.isfinite()
+        return bad
 
 
 def _all_gather(local: Tensor) -> Tensor:

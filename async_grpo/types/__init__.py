@@ -3,6 +3,12 @@
 A file a subject; everybody imports them from here.
 """
 
+from async_grpo.types.canary import (
+    CanaryRow,
+    canary_complaint,
+    canary_differences,
+    canary_tokens,
+)
 from async_grpo.types.requests import (
     GenerationRequest,
     LogprobRequest,
@@ -41,6 +47,7 @@ from async_grpo.types.workers import (
 )
 
 __all__ = [
+    "CanaryRow",
     "Completion",
     "EndOfStep",
     "FinishReason",
@@ -67,4 +74,7 @@ __all__ = [
     "WeightsSnapshot",
     "WeightsVersion",
     "WorkerInfo",
+    "canary_complaint",
+    "canary_differences",
+    "canary_tokens",
 ]

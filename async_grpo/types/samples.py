@@ -83,7 +83,14 @@ class Sample:
     completion: Completion
     verdict: Verdict
     advantage: float
-    reference_logprobs: NDArray[np.float32] | None = None  # [L], None when the KL coefficient is 0
+    reference_logprobs: NDArray[np.float32] | None = None  # [L], None where nobody needs them
+    overlong_penalty: float = 0.0  # taken from the reward: see batching/shaping.py
+    kl_penalty: float = 0.0
+
+    @property
+    def shaped_reward(self) -> float:
+        """What the advantage is made of; `verdict.reward` stays the verifier's."""
+        return self.verdict.reward - self.overlong_penalty - self.kl_penalty
 
     @property
     def num_tokens(self) -> int:
@@ -101,5 +108,6 @@ class Group:
     """All outputs of one question at one attempt."""
 
     ordinal: int
-    attempt: int
+    attempt: int  # questions that the slot had drawn before this one
     samples: tuple[Sample, ...]
+    is_replaced: bool = False  # its slot draws another question; these are not trained

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.types.canary import CanaryRow
 
 
 class WeightsVersion(NamedTuple):
@@ -60,13 +65,28 @@ class WeightsSnapshot:
 
     version: WeightsVersion
     buckets: tuple[WeightsBucket, ...]
+    canary: tuple[CanaryRow, ...] = ()  # scored by the trainer with exactly these weights
+    unchanged_since: WeightsVersion | None = None  # that version had the same weights
 
     @property
     def size_bytes(self) -> int:
         return sum(bucket.size_bytes for bucket in self.buckets)
 
+    def renamed(self, version: WeightsVersion) -> WeightsSnapshot:
+        """The same weights under a later version: every step in between was skipped."""
+        return replace(self, version=version, unchanged_since=self.unchanged_since or self.version)
 
-@dataclass(frozen=True, slots=True)
+    def equals(self, served: WeightsVersion) -> bool:
+        """Whether an earlier version, `served`, is known to have the same weights.
+
+        >>> snapshot = WeightsSnapshot(WeightsVersion(0, 2), ()).renamed(WeightsVersion(0, 4))
+        >>> [snapshot.equals(WeightsVersion(0, batches)) for batches in (1, 2, 3)]
+        [False, True, True]
+        """
+        return self.unchanged_since is not None and self.unchanged_since <= served
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WeightsAck:
     """A worker serves `version`; what the change cost it."""
 
@@ -74,6 +94,11 @@ class WeightsAck:
     version: WeightsVersion
     seconds: float  # receiving, verifying and loading
     pause_seconds: float  # generation stood still
+    recomputed_tokens: int = 0  # of running requests, whose KV cache was thrown away
+    dtype: str = "float32"  # of the worker's model
+    transport: str = "object_store"  # how the weights came
+    canary: tuple[NDArray[np.float32], ...] = ()  # log-probabilities of the snapshot's rows
+    canary_problem: str = ""  # why there are none
 
 
 @dataclass(frozen=True, slots=True)

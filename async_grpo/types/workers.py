@@ -23,6 +23,7 @@ class WorkerInfo:
     overhead: float  # accepted beyond the capacity, same unit
     max_model_len: int
     temperature: float | None = None  # None: whatever the trainer asks for
+    devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
 
 
 @dataclass(frozen=True, slots=True, eq=False)

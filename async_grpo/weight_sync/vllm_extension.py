@@ -3,13 +3,15 @@
 vLLM imports this module by name (`worker_extension_cls`), which registers the weight-transfer
 backend `staged_file`. A worker puts the bytes into a shared file, bucket by bucket; here each
 bucket is mapped, checked and kept while generation goes on, and all of them are loaded in one step
-while it stands still. Until that step nothing of the live model is touched.
+while it stands still. Until that step nothing of the live model is touched. Updates that come from
+the trainer's device instead are handed on to a `DeviceReceiver`.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
 from async_grpo.weight_sync.buckets import check_bytes, dtype_name, view_tensor
 from async_grpo.weight_sync.manifest import ExpectedWeights, read_expected
+from async_grpo.weight_sync.vllm_device import DeviceReceiver
 
 BACKEND = "staged_file"
 # It warns of every layer that has nothing of its own to load; what was loaded is checked below.
@@ -36,7 +39,10 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 
 @dataclass
 class StagedFileInit(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+    """The route from the trainer's device; buckets in shared files need none."""
+
+    transport: str
+    init_info: dict[str, Any]  # of vLLM's stock engine for it
 
 
 @dataclass
@@ -52,21 +58,37 @@ class StagedFileUpdate(WeightTransferUpdateInfo):
 
 
 class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
-    """Stage and verify bucket by bucket, then load everything at once."""
+    """Stage and verify bucket by bucket, then load everything at once; or let a device load."""
 
     init_info_cls = StagedFileInit
     update_info_cls = StagedFileUpdate
     supports_draft_weight_update = False
     _expected: ExpectedWeights | None = None
+    _route: DeviceReceiver | None = None
 
     def init_transfer_engine(self, init_info: StagedFileInit) -> None:
-        """The shared file is named by each bucket."""
+        """Meet the trainer, in place of the one before it."""
+        self.shutdown()
+        route = DeviceReceiver(init_info.transport, self)
+        route.open(init_info.init_info)
+        self._route = route
+
+    def expect(self, tensors: list[list]) -> None:
+        """Raise `WeightSyncError` unless these are exactly the model's parameters."""
+        metas = _metas(tensors)
+        self._expected_weights().check(metas)
+        self._expected_weights().check_complete({meta.name for meta in metas})
 
     def start_weight_update(self) -> None:
         self._staged: dict[str, torch.Tensor] = {}
+        # Now: while weights are loaded, a tied head is a parameter of its own.
+        self._parameters = {name for name, _ in self.model.named_parameters()}
 
     def update_weights(self, update_info: dict) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+        if "path" in update_info:
+            self.receive_weights(self.parse_update_info(update_info))
+        else:
+            self._open_route().receive(update_info)
 
     def receive_weights(self, update_info: StagedFileUpdate) -> None:
         """Map and verify one bucket.
@@ -74,7 +96,7 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
         Raises:
             WeightSyncError: wrong bytes, or parameters that are not exactly the model's.
         """
-        metas = [TensorMeta(n, d, tuple(s), o) for n, d, s, o in update_info.tensors]
+        metas = _metas(update_info.tensors)
         self._expected_weights().check(metas)
         # Copy-on-write, so that torch takes it for writable; nothing writes.
         data = np.memmap(
@@ -94,15 +116,17 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
 
     def finish_weight_update(self) -> None:
         """Load what was staged; an error here leaves a broken model that must not serve."""
-        parameters = {name for name, _ in self.model.named_parameters()}
         with torch.no_grad():
-            initialize_layerwise_reload(self.model)
-            loaded = self.model.load_weights(iter(self._staged.items()))
-            finalize_layerwise_reload(self.model, self.model_config)
+            if self._staged:
+                initialize_layerwise_reload(self.model)
+                loaded = self.model.load_weights(iter(self._staged.items()))
+                finalize_layerwise_reload(self.model, self.model_config)
+            else:
+                loaded = self._open_route().finish(self._expected_weights())
             _repack_tied_head(self.model)
         torch.accelerator.synchronize()  # the copies read what is dropped next
         self._staged = {}
-        if loaded is not None and (skipped := parameters - set(loaded)):
+        if loaded is not None and (skipped := self._parameters - set(loaded)):
             raise WeightSyncError(
                 f"vLLM must load every parameter of its model, it left {len(skipped)} as they "
                 f"were, such as {min(skipped)!r}: the model cannot be updated while it serves"
@@ -113,7 +137,16 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
         self._staged = {}
 
     def shutdown(self) -> None:
+        """Leave the trainer."""
         self._staged = {}
+        if self._route is not None:
+            self._route.shutdown()
+            self._route = None
+
+    def _open_route(self) -> DeviceReceiver:
+        if self._route is None:
+            raise WeightSyncError("an update must have buckets, or a route from a device: got none")
+        return self._route
 
     def _expected_weights(self) -> ExpectedWeights:
         if self._expected is None:
@@ -124,6 +157,10 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
                 tied_head=bool(text_config.tie_word_embeddings),
             )
         return self._expected
+
+
+def _metas(tensors: list[list]) -> list[TensorMeta]:
+    return [TensorMeta(n, d, tuple(s), o) for n, d, s, o in tensors]
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
@@ -139,9 +176,20 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 class WeightsExtension:
-    """Becomes part of every vLLM worker: undoes an update that was begun and not finished."""
+    """Becomes part of every vLLM worker: what an update needs beside vLLM's own calls."""
+
+    def device_id(self) -> str:
+        """The identity of this worker's NVIDIA device, empty on a CPU."""
+        device: torch.device = self.device  # type: ignore[attr-defined]
+        on_cuda = device.type == "cuda"
+        return str(torch.cuda.get_device_properties(device).uuid) if on_cuda else ""
+
+    def expect_weights(self, tensors: list[list]) -> None:
+        """Refuse parameters that are not the model's before anything of it is touched."""
+        self.weight_transfer_engine.expect(tensors)  # type: ignore[attr-defined]
 
     def discard_weight_update(self) -> None:
+        """Undo an update that was begun and not finished."""
         self.weight_transfer_engine.discard()  # type: ignore[attr-defined]
         self._weight_update_active = False
 

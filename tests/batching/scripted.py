@@ -35,7 +35,8 @@ class _Loop(asyncio.SelectorEventLoop):
 def run(scenario, *, limit_s=LIMIT_S):
     """What the coroutine returns; sleeping costs no time."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
-        return runner.run(asyncio.wait_for(scenario, limit_s))
+        # Not Runner.run: its signal handler costs a repr of everything that the scenario returns.
+        return runner.get_loop().run_until_complete(asyncio.wait_for(scenario, limit_s))
 
 
 class Handle:
@@ -76,10 +77,12 @@ def make_question(num_tokens=3):
     return Question(np.arange(num_tokens, dtype=np.int32), "2+2=", "4", {})
 
 
-def make_completion(version, *, num_tokens=4, num_masked=0, finish_reason="stop", spans=None):
+def make_completion(
+    version, *, num_tokens=4, num_masked=0, finish_reason="stop", spans=None, logprob=-0.5
+):
     return Completion(
         token_ids=np.arange(num_tokens, dtype=np.int32),
-        logprobs=np.full(num_tokens, -0.5, dtype=np.float32),
+        logprobs=np.full(num_tokens, logprob, dtype=np.float32),
         weights_versions=spans or (VersionSpan(version, 0, num_tokens),),
         loss_mask=np.arange(num_tokens) >= num_masked,
         finish_reason=finish_reason,
@@ -91,7 +94,19 @@ def make_verdict(reward, *, status="scored", format_reward=None, reason=""):
     return Verdict(status, reward, format_reward, "scripted", reason, 0.1)
 
 
-def make_sample(version, *, ordinal=0, index=0, reward=1.0, advantage=0.5, verdict=None, **kwargs):
+def make_sample(
+    version,
+    *,
+    ordinal=0,
+    index=0,
+    reward=1.0,
+    advantage=0.5,
+    verdict=None,
+    overlong_penalty=0.0,
+    kl_penalty=0.0,
+    reference_logprobs=None,
+    **kwargs,
+):
     return Sample(
         ordinal,
         index,
@@ -99,4 +114,7 @@ def make_sample(version, *, ordinal=0, index=0, reward=1.0, advantage=0.5, verdi
         make_completion(version, **kwargs),
         verdict or make_verdict(reward),
         advantage,
+        reference_logprobs,
+        overlong_penalty,
+        kl_penalty,
     )

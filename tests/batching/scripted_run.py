@@ -1,13 +1,13 @@
-"""A whole run against scripted services: everything that can happen is fixed by a seed."""
+"""A whole run against scripted services: everything that can happen is fixed by a script."""
 
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
+from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE, Script
 from scripted import Handle, Registry, make_completion, make_question, make_verdict
 
-from async_grpo.batching.admission import StepKey
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.pipeline import Services
 from async_grpo.batching.records import BatcherPlan
@@ -16,78 +16,8 @@ from async_grpo.errors import WorkerError
 from async_grpo.types import Minibatch, SamplingContract, VersionSpan, WeightsVersion
 
 INCARNATION = 5
-NUM_QUESTIONS = 7
-REWARDS = (0.0, 0.5, 1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Script:
-    """What happens to each question; everything is a function of the seed and the ordinal."""
-
-    config: TrainConfig
-    num_ranks: int = 2
-    seed: int = 0
-    failing: frozenset[int] = frozenset()  # ordinals whose verification fails
-    dropped: frozenset[int] = frozenset()  # ordinals that no generation worker can answer
-    flaky: frozenset[int] = frozenset()  # ordinals whose first try fails
-    even: frozenset[int] = frozenset()  # ordinals whose samples all get the same reward
-    slowest_s: float = 5.0
-    loses_a_lease: bool = False
-
-    def rng(self, *key):
-        return np.random.default_rng([self.seed, *key])
-
-    def rewards(self, ordinal):
-        if ordinal in self.even:
-            return (0.5,) * self.config.samples_per_question
-        return tuple(self.rng(1, ordinal).choice(REWARDS, self.config.samples_per_question))
-
-    def lengths(self, ordinal):
-        """(tokens, masked tokens) of each sample; now and then all of them are masked."""
-        rng, shape = self.rng(2, ordinal), []
-        for _ in range(self.config.samples_per_question):
-            num_tokens = int(rng.integers(1, 1 + self.config.max_generation_tokens))
-            shape.append(
-                (num_tokens, int(rng.integers(0, num_tokens + 1)) if rng.random() < 0.3 else 0)
-            )
-        return shape
-
-    def seconds(self, *key):
-        return float(self.rng(3, *key).random() * self.slowest_s)
-
-    def fates(self, step):
-        """What must become of every sample (ordinal, index) of a gradient step."""
-        config, fates = self.config, {}
-        first = step.batch * config.batch_size + step.step_in_batch * config.questions_per_step
-        for ordinal in range(first, first + config.questions_per_step):
-            rewards = self.rewards(ordinal)
-            for index, (num_tokens, num_masked) in enumerate(self.lengths(ordinal)):
-                fate = "trained"
-                if len(set(rewards)) == 1 and not config.kl_coefficient:
-                    fate = "zero_contribution"
-                if num_masked == num_tokens:
-                    fate = "zero_contribution"
-                if ordinal in self.failing | self.dropped:
-                    fate = "failed"
-                # the mean of the rewards itself is an advantage of exactly 0
-                if fate == "trained" and not config.kl_coefficient:
-                    mean = np.mean(rewards)
-                    fate = "zero_contribution" if rewards[index] - mean == 0.0 else fate
-                fates[ordinal, index] = fate
-        return fates
-
-    def tokens(self, key):
-        num_tokens, num_masked = self.lengths(key[0])[key[1]]
-        return num_tokens - num_masked
-
-    @property
-    def steps(self):
-        config = self.config
-        return [
-            StepKey(batch, step)
-            for batch in range(config.num_training_batches)
-            for step in range(config.steps_per_batch)
-        ]
+ATTENTION_RATIO = 10.0
+QUESTIONS = tuple(make_question(1 + number) for number in range(NUM_QUESTIONS))
 
 
 @dataclass
@@ -97,40 +27,51 @@ class Cluster:
     script: Script
     version: WeightsVersion | None = None  # served by every generation worker
     started: dict[int, int] = field(default_factory=dict)  # ordinal -> batches published
+    attempts: dict[int, int] = field(default_factory=dict)  # ordinal -> the latest
     tries: Counter = field(default_factory=Counter)
     references: list[int] = field(default_factory=list)  # batches in the weights asked for
+    scored_tokens: int = 0
 
     async def generate(self, request):
-        script, ordinal = self.script, request.ordinal
-        self.tries[ordinal] += 1
+        script, ordinal, attempt = self.script, request.ordinal, request.attempt
+        self.tries[ordinal, attempt] += 1
         self.started.setdefault(ordinal, self.version.batches)
-        first = self.version
-        await asyncio.sleep(script.seconds(ordinal, self.tries[ordinal]))
-        if ordinal in script.dropped or (ordinal in script.flaky and self.tries[ordinal] == 1):
+        self.attempts[ordinal] = attempt
+        first, number = self.version, self.tries[ordinal, attempt]
+        await asyncio.sleep(script.seconds("generate", ordinal, attempt, number))
+        if ordinal in script.dropped or (ordinal in script.flaky and number == 1):
             raise WorkerError("this worker is out of order")
-        shapes = script.lengths(ordinal)[: request.num_samples]
+        shapes = script.lengths(ordinal, attempt)[: request.num_samples]
         return tuple(self._completion(first, n, masked) for n, masked in shapes)
 
     def _completion(self, first, num_tokens, num_masked):
         """Tokens of the weights at the start, then of those at the end."""
         cut = num_tokens // 2
         spans = (VersionSpan(first, 0, cut), VersionSpan(self.version, cut, num_tokens))
-        spans = tuple(span for span in spans if span.stop > span.start)
-        return make_completion(first, num_tokens=num_tokens, num_masked=num_masked, spans=spans)
+        return make_completion(
+            first,
+            num_tokens=num_tokens,
+            num_masked=num_masked,
+            spans=tuple(span for span in spans if span.stop > span.start),
+            finish_reason="length" if self.script.is_cut(num_tokens) else "stop",
+            logprob=BEHAVIOUR,
+        )
 
     async def verify(self, requests):
-        ordinal = requests[0].ordinal
-        await asyncio.sleep(self.script.seconds(ordinal, 100))
-        rewards = self.script.rewards(ordinal)[: len(requests)]
+        script, ordinal = self.script, requests[0].ordinal
+        attempt = self.attempts[ordinal]
+        await asyncio.sleep(script.seconds("verify", ordinal, attempt))
+        rewards = script.rewards(ordinal, attempt)[: len(requests)]
         verdicts = [make_verdict(reward) for reward in rewards]
-        if ordinal in self.script.failing:
+        if ordinal in (script.failing_later if attempt else script.failing):
             verdicts[-1] = make_verdict(0.0, status="error", reason="killed")
         return tuple(verdicts)
 
     async def logprobs(self, request):
         self.references.append(request.version.batches)
-        await asyncio.sleep(self.script.seconds(request.num_tokens, 200))
-        return tuple(np.full(len(ids), -1.0, np.float32) for ids in request.output_token_ids)
+        self.scored_tokens += sum(map(len, request.output_token_ids))
+        await asyncio.sleep(self.script.seconds("reference", request.num_tokens))
+        return tuple(np.full(len(ids), REFERENCE, np.float32) for ids in request.output_token_ids)
 
 
 class Run:
@@ -145,13 +86,15 @@ class Run:
         self.batcher = ExperienceBatcher(
             BatcherPlan(
                 config=script.config,
-                questions=tuple(make_question(1 + n) for n in range(NUM_QUESTIONS)),
+                questions=QUESTIONS,
                 held_out=held_out,
                 order=lambda ordinal: ordinal % NUM_QUESTIONS,
+                replacement=script.replacement,
                 seed_of=None,
                 sampling=SamplingContract(1.0, (1,), script.config.max_generation_tokens),
                 num_ranks=script.num_ranks,
                 incarnation=INCARNATION,
+                attention_ratio=ATTENTION_RATIO,
             ),
             Services(
                 generation=Handle(self.generation),
@@ -163,7 +106,7 @@ class Run:
 
     async def publish(self, batches):
         """Load and announce in the background, as the trainer's thread does."""
-        await asyncio.sleep(self.script.seconds(batches, 300) / 10)
+        await asyncio.sleep(self.script.seconds("publish", batches) / 10)
         self.cluster.version = WeightsVersion(INCARNATION, batches)
         self.num_published = batches
         await self.batcher.published(self.cluster.version)
@@ -183,7 +126,7 @@ class Run:
             items.append(await asked)
             asked = asyncio.ensure_future(self.batcher.next_item(rank, len(items)))
             if isinstance(items[-1], Minibatch):
-                await asyncio.sleep(self.script.seconds(rank, len(items), 400) / 5)
+                await asyncio.sleep(self.script.seconds("train", rank, len(items)) / 5)
             elif items[-1].is_last_of_batch:
                 if rank == 0:
                     announced = await self._announce(announced, items[-1].batch + 1)
@@ -197,6 +140,19 @@ class Run:
         if previous:
             await previous
         return asyncio.ensure_future(self.publish(batches))
+
+
+def split_steps(items):
+    """[(minibatches, end)] of one rank's items."""
+    steps, minibatches = [], []
+    for item in items:
+        if isinstance(item, Minibatch):
+            minibatches.append(item)
+        else:
+            steps.append((minibatches, item))
+            minibatches = []
+    assert not minibatches
+    return steps
 
 
 def make_config(**changes):

@@ -1,4 +1,13 @@
+"""Mutations that these tests were seen to catch (what was broken -> which test fails):
+
+- the window is one batch wider or narrower -> TestWindow, the run stalls or the lag exceeds S
+- a lease asks for weights one version older or newer -> TestWindow, weights_at_most_max_staleness
+- a restart forgets how far slots have started -> TestWindow
+"""
+
 import pytest
+from effort import histories
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -102,19 +111,48 @@ class WindowMachine(RuleBasedStateMachine):
             self.size, questions_per_step=questions, max_staleness=staleness, num_batches=batches
         )
         self.started, self.published = [], 0
+        self.in_flight = {}  # ordinal -> the weights that were served when it started
 
     @rule(count=st.integers(1, 8))
     def start_some(self, count):
         for ordinal in list(self.admission.admissible())[:count]:
             self.admission.start(ordinal)
             self.started.append(ordinal)
-            serving = WeightsVersion(0, self.published)
-            assert self.admission.lag(ordinal, version=serving) <= self.staleness
-            assert self.admission.oldest_weights(ordinal) <= serving
+            self.in_flight[ordinal] = WeightsVersion(0, self.published)
+
+    @rule(data=st.data())
+    def an_engine_answers_with_weights_it_has_had_since(self, data):
+        """Or with any that its lease allows: the oldest that it asked for."""
+        if not self.in_flight:
+            return
+        ordinal = data.draw(st.sampled_from(sorted(self.in_flight)))
+        since = self.in_flight.pop(ordinal)
+        oldest = self.admission.oldest_weights(ordinal)
+        assert oldest <= since
+        for batches in {oldest.batches, since.batches, self.published}:
+            lag = self.admission.lag(ordinal, version=WeightsVersion(0, batches))
+            assert 0 <= lag <= self.staleness
+        if self.admission.max_staleness == 0:
+            assert oldest == since
+
+    @rule()
+    def restart_from_a_checkpoint(self):
+        before = self.admission.admissible()
+        self.admission = AdmissionWindow(
+            self.size,
+            questions_per_step=self.admission.questions_per_step,
+            max_staleness=self.staleness,
+            num_batches=self.batches,
+            batches_published=self.admission.batches_published,
+            next_ordinal=self.admission.next_ordinal,
+        )
+        assert self.admission.admissible() == before
 
     @rule()
     def complete_batch(self):
-        if len(self.started) >= (self.published + 1) * self.size:
+        """Its slots have all answered by then."""
+        stop = (self.published + 1) * self.size
+        if len(self.started) >= stop and all(ordinal >= stop for ordinal in self.in_flight):
             self.published += 1
             self.admission.batch_published(self.published)
 
@@ -135,3 +173,5 @@ class WindowMachine(RuleBasedStateMachine):
 
 
 TestWindow = WindowMachine.TestCase
+TestWindow.settings = settings(max_examples=histories(60), stateful_step_count=20, deadline=None)
+TestWindow = pytest.mark.timeout(1800)(TestWindow)

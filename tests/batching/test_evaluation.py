@@ -1,6 +1,7 @@
 import pytest
+from script import Script
 from scripted import make_question, run
-from scripted_run import Run, Script, make_config
+from scripted_run import Run, make_config
 
 from async_grpo.batching.evaluation import SAMPLES_PER_QUESTION
 from async_grpo.errors import WorkerError

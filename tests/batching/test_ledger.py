@@ -1,6 +1,16 @@
+"""Mutations that these tests were seen to catch (what was broken -> which test fails):
+
+- `reissue` forgets to admit the new samples, or the state forgets the open slots -> TestLedger
+- the weakest fate of its samples names a slot -> TestLedger, work_done_again_is_discarded_once
+- `close_step` while samples are in flight -> TestLedger, a_step_is_counted_apart
+"""
+
 import json
+from collections import Counter
 
 import pytest
+from effort import histories
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -106,23 +116,36 @@ def test_tokens_are_counted_when_received():
     assert Ledger.restore(ledger.state()).counts().output_tokens == 123
 
 
+SLOTS_A_STEP = 3
+
+
 class LedgerMachine(RuleBasedStateMachine):
-    """Any interleaving of admissions, fates, retries and restarts balances."""
+    """Any interleaving of admissions, fates, replacements, closed steps and restarts balances."""
 
     def __init__(self):
         super().__init__()
         self.ledger = Ledger()
         self.next_ordinal = 0
-        self.open = {}
-        self.by_fate = dict.fromkeys(FATES, 0)
-        self.admitted = 0
+        self.open = {}  # ordinal -> samples in flight
+        self.fates_of = {}  # ordinal -> fates that its samples reached
+        self.by_step = {}  # step -> samples by fate
+        self.closed = Counter()
+        self.admitted = self.tokens = 0
 
-    @rule(gap=st.integers(0, 2), num_samples=st.integers(1, 8))
-    def admit(self, gap, num_samples):
-        ordinal = self.next_ordinal + gap
-        self.ledger.admit(ordinal, num_samples=num_samples, step=StepKey(ordinal // 4, 0))
-        self.next_ordinal = ordinal + 1
-        self.open[ordinal] = num_samples
+    def step_of(self, ordinal):
+        return StepKey(*divmod(ordinal // SLOTS_A_STEP, 2))
+
+    def count(self, ordinal, fate, num_samples):
+        self.by_step[self.step_of(ordinal)][fate] += num_samples
+        self.fates_of[ordinal].add(fate)
+
+    @rule(num_samples=st.integers(1, 8))
+    def admit(self, num_samples):
+        ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
+        step = self.step_of(ordinal)
+        self.ledger.admit(ordinal, num_samples=num_samples, step=step)
+        self.open[ordinal], self.fates_of[ordinal] = num_samples, set()
+        self.by_step.setdefault(step, Counter())
         self.admitted += num_samples
 
     @precondition(lambda self: self.open)
@@ -132,7 +155,7 @@ class LedgerMachine(RuleBasedStateMachine):
         num_samples = data.draw(st.integers(1, self.open[ordinal]))
         reason = "broken" if fate in FATES_WITH_REASON else ""
         self.ledger.settle(ordinal, fate=fate, num_samples=num_samples, reason=reason)
-        self.by_fate[fate] += num_samples
+        self.count(ordinal, fate, num_samples)
         self.open[ordinal] -= num_samples
         if not self.open[ordinal]:
             del self.open[ordinal]
@@ -143,9 +166,34 @@ class LedgerMachine(RuleBasedStateMachine):
         ordinal = data.draw(st.sampled_from(sorted(self.open)))
         reason = "again" if fate == "discarded" else ""
         self.ledger.reissue(ordinal, fate=fate, num_samples=new, reason=reason)
-        self.by_fate[fate] += self.open[ordinal]
+        self.count(ordinal, fate, self.open[ordinal])
         self.open[ordinal] = new
         self.admitted += new
+
+    @rule(num_tokens=st.integers(0, 100))
+    def receive(self, num_tokens):
+        self.ledger.receive_tokens(num_tokens)
+        self.tokens += num_tokens
+
+    @precondition(lambda self: self.by_step)
+    @rule()
+    def close_the_oldest_step(self):
+        step = min(self.by_step)
+        if any(self.step_of(ordinal) == step for ordinal in self.open):
+            with pytest.raises(LedgerError, match="in flight"):
+                self.ledger.close_step(step)
+        elif self.step_of(self.next_ordinal) > step:
+            counts = self.by_step.pop(step)
+            assert self.ledger.close_step(step) == {fate: counts[fate] for fate in FATES}
+            self.closed += counts
+
+    @precondition(lambda self: self.next_ordinal)
+    @rule(data=st.data())
+    def work_that_is_not_in_flight_is_refused(self, data):
+        ordinal = data.draw(st.integers(0, self.next_ordinal + 1))
+        too_many = self.open.get(ordinal, 0) + 1
+        with pytest.raises(LedgerError):
+            self.ledger.settle(ordinal, fate="trained", num_samples=too_many)
 
     @rule()
     def restart_from_a_checkpoint(self):
@@ -155,10 +203,21 @@ class LedgerMachine(RuleBasedStateMachine):
     def it_balances_and_agrees_with_the_model(self):
         self.ledger.check()
         counts = self.ledger.counts()
-        assert dict(counts.samples) == self.by_fate
+        assert counts.samples == dict.fromkeys(FATES, 0) | sum(self.by_step.values(), self.closed)
         assert counts.admitted_samples == self.admitted
         assert counts.in_flight_samples == sum(self.open.values())
+        assert counts.output_tokens == self.tokens
         assert self.ledger.open_ordinals == tuple(sorted(self.open))
+
+    @invariant()
+    def a_settled_slot_has_the_strongest_fate_of_its_samples(self):
+        settled = self.fates_of.keys() - self.open.keys()
+        expected = Counter(min(self.fates_of[ordinal], key=FATES.index) for ordinal in settled)
+        counts = self.ledger.counts()
+        assert counts.slots == dict.fromkeys(FATES, 0) | expected
+        assert counts.admitted_slots == self.next_ordinal
 
 
 TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=histories(60), stateful_step_count=20, deadline=None)
+TestLedger = pytest.mark.timeout(1800)(TestLedger)

@@ -3,7 +3,8 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from effort import histories
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.batching.packing import (
@@ -35,6 +36,7 @@ def costs_of(bins, items):
     return [sum(cost[key] for key in keys) for keys in bins]
 
 
+@settings(max_examples=histories(100), deadline=None)
 @given(lengths, st.integers(1, 9))
 def test_budget_is_never_exceeded_and_every_item_is_in_exactly_one_place(lengths, num_ranks):
     items = items_of(lengths)
@@ -46,12 +48,14 @@ def test_budget_is_never_exceeded_and_every_item_is_in_exactly_one_place(lengths
     assert sorted(placed) == sorted(tokens)
 
 
+@settings(deadline=None)
 @given(lengths, st.integers(1, 9))
 def test_a_rank_is_empty_only_when_there_are_fewer_items_than_ranks(lengths, num_ranks):
     packed = pack_round(items_of(lengths), num_ranks=num_ranks, max_tokens=BUDGET)
     assert sum(bool(keys) for keys in packed.bins) == min(num_ranks, len(lengths))
 
 
+@settings(max_examples=histories(100), deadline=None)
 @given(lengths, st.integers(1, 5), st.randoms())
 def test_packing_does_not_depend_on_the_order_of_arrival(lengths, num_ranks, rng):
     items = items_of(lengths)
@@ -61,6 +65,7 @@ def test_packing_does_not_depend_on_the_order_of_arrival(lengths, num_ranks, rng
     )
 
 
+@settings(deadline=None)
 @given(lengths.filter(len), st.integers(1, 9))
 def test_what_waits_for_a_later_round_leaves_this_one_more_than_half_full(lengths, num_ranks):
     packed = pack_round(items_of(lengths), num_ranks=num_ranks, max_tokens=BUDGET)

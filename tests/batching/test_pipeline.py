@@ -3,74 +3,23 @@ import asyncio
 import numpy as np
 import pytest
 from ray.exceptions import RayTaskError
-from scripted import Handle, Registry, make_completion, make_question, make_verdict, run
-
-from async_grpo.batching.pipeline import TRIES_AFTER_S, Services, SlotFailed, SlotPipeline
-from async_grpo.errors import DeadlineError, StaleAnswerError, WorkerError
-from async_grpo.types import GenerationRequest, SamplingContract, VersionSpan, WeightsVersion
-
-OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
-REFERENCE = WeightsVersion(7, 0)
-QUESTION = make_question(num_tokens=3)
-REQUEST = GenerationRequest(
-    5, 0, QUESTION.input_token_ids, num_samples=2, sampling=SamplingContract(0.7, (1,), 8)
+from scripted import Registry, make_completion, make_verdict, run
+from staged import (
+    NEWER,
+    OLDEST,
+    QUESTION,
+    REFERENCE,
+    REQUEST,
+    SCORES,
+    TIMEOUT_S,
+    Stage,
+    Worker,
+    group,
 )
-TIMEOUT_S = 100.0
 
-
-class Worker:
-    """Answers one request after the other with what the script says: a value or an error."""
-
-    def __init__(self, *answers, seconds=1.0):
-        self.answers, self.requests, self.seconds = list(answers), [], seconds
-
-    async def generate(self, request):
-        self.requests.append(request)
-        await asyncio.sleep(self.seconds)
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    verify = logprobs = generate
-
-
-def group(version=OLDEST, num_samples=2):
-    return tuple(make_completion(version, num_tokens=4 + i) for i in range(num_samples))
-
-
-SCORED = (make_verdict(1.0), make_verdict(0.0))
-SCORES = (np.full(4, -1.0, np.float32), np.full(5, -2.0, np.float32))
-
-
-class Stage:
-    """A pipeline between scripted services, and what came of one slot."""
-
-    def __init__(self, generation=None, verdicts=None, reference=None, workers=None):
-        workers = workers or [Worker(group()) if generation is None else generation]
-        self.generation = Registry(*workers)
-        self.verifiers = verdicts or Worker(SCORED)
-        self.reference = Registry(reference) if reference else None
-        services = Services(
-            generation=Handle(self.generation),
-            verifiers=Handle(self.verifiers),
-            reference=Handle(self.reference) if reference else None,
-        )
-        self.pipeline = SlotPipeline(services, advantage="dr", timeout_s=TIMEOUT_S)
-
-    def run(self):
-        """The group; afterwards no sample may be left in a stage and no lease may be open."""
-        try:
-            return run(self.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE))
-        finally:
-            assert set(self.pipeline.stages.values()) <= {0}
-            assert not self.generation.open
-            assert not self.reference or not self.reference.open
-
-    def failure(self):
-        with pytest.raises(SlotFailed) as caught:
-            self.run()
-        return caught.value.stage, str(caught.value)
+from async_grpo.batching.pipeline import TRIES_AFTER_S, SlotFailed
+from async_grpo.errors import DeadlineError, StaleAnswerError, WorkerError
+from async_grpo.types import VersionSpan, WeightsVersion
 
 
 def test_a_group_has_everything_that_the_loss_needs():
@@ -128,6 +77,7 @@ def test_the_samples_of_a_slot_are_counted_in_the_stage_they_are_in():
         group(WeightsVersion(7, 2)),
         group(WeightsVersion(6, 9)),
         group(WeightsVersion(8, 3)),
+        (*group()[:1], make_completion(OLDEST, spans=(VersionSpan(OLDEST, 0, 3),))),
     ],
 )
 def test_a_bad_answer_is_tried_again_on_another_lease(answer):
@@ -207,9 +157,20 @@ def test_a_reference_that_fails_every_time_loses_the_group():
     assert (name, "reference weights 7.0 were asked" in message) == ("reference", True)
 
 
-def test_an_answer_with_too_few_scores_is_an_error():
-    with pytest.raises(ValueError, match="zip"):
-        Stage(reference=Worker(SCORES[:1])).run()
+BAD_SCORES = {
+    "of [4] tokens came back, [4, 5]": SCORES[:1],
+    "of [5, 4] tokens came back, [4, 5]": SCORES[::-1],
+    "must be finite": (SCORES[0], np.full(5, -np.inf, np.float32)),
+}
+
+
+@pytest.mark.parametrize(("message", "scores"), BAD_SCORES.items())
+def test_scores_that_cannot_be_used_are_asked_for_again_and_lose_the_group_in_the_end(
+    message, scores
+):
+    stage, reason = Stage(reference=Worker(scores)).failure()
+    assert (stage, message in reason) == ("reference", True)
+    assert Stage(reference=Worker(scores, SCORES)).run()
 
 
 class Line(Registry):

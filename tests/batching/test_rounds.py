@@ -1,4 +1,14 @@
+"""Mutations that these tests were seen to catch (what was broken -> which test fails):
+
+- what does not fit a round is forgotten -> TestRounds, drains_in_as_few_rounds_as_it_needs
+- a later step's samples fill a round -> TestRounds, early_finishers_of_later_steps_wait
+- a step ends before its samples have gone out -> TestRounds
+- patience begins while nothing is ready -> the_first_sample_waits_for_company
+"""
+
 import pytest
+from effort import histories
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -47,6 +57,16 @@ def test_hunger_is_measured_from_the_last_time_the_trainers_were_busy():
     assert rounds.next_round(50.0, hungry=False) is None
     assert rounds.next_round(51.0, hungry=True) is None
     assert rounds.next_round(56.0, hungry=True) is not None
+
+
+def test_the_first_sample_waits_for_company_however_long_nothing_was_there():
+    rounds = former()
+    for now_s in (0.0, 50.0):
+        assert rounds.next_round(now_s, hungry=True) is None
+    rounds.offer(FIRST, item=item(0, 80))
+    assert rounds.next_round(51.0, hungry=True) is None
+    rounds.offer(FIRST, item=item(1, 40))
+    assert keys_of(rounds.next_round(56.0, hungry=True)) == [(0, 0), (1, 0)]
 
 
 def test_a_round_that_went_out_ends_the_hunger():
@@ -217,3 +237,5 @@ class RoundsMachine(RuleBasedStateMachine):
 
 
 TestRounds = RoundsMachine.TestCase
+TestRounds.settings = settings(max_examples=histories(60), stateful_step_count=20, deadline=None)
+TestRounds = pytest.mark.timeout(1800)(TestRounds)

@@ -3,7 +3,7 @@ import json
 from scripted import make_sample, make_verdict
 
 from async_grpo.batching.sample_log import SampleLog
-from async_grpo.types import VersionSpan, WeightsVersion
+from async_grpo.types import Group, VersionSpan, WeightsVersion
 
 VERSION = WeightsVersion(9, 3)
 
@@ -16,12 +16,13 @@ def test_a_line_says_what_became_of_a_sample(tmp_path):
         make_sample(VERSION, ordinal=8, index=1, advantage=0.0, finish_reason="length"),
     )
     log = SampleLog(tmp_path / "samples.jsonl")
-    log.write(samples[:1], batch=4, fates=("trained",))
-    log.write(samples[1:], batch=4, fates=("zero_contribution",))
+    log.write(Group(8, 2, samples[:1]), batch=4, fates=("trained",))
+    log.write(Group(8, 2, samples[1:]), batch=4, fates=("zero_contribution",))
     first, second = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert first == {
         "batch": 4,
         "ordinal": 8,
+        "attempt": 2,
         "index": 0,
         "fate": "trained",
         "input": "2+2=",
@@ -29,6 +30,8 @@ def test_a_line_says_what_became_of_a_sample(tmp_path):
         "answer": "4",
         "reward": 0.5,
         "format_reward": 0.25,
+        "overlong_penalty": 0.0,
+        "kl_penalty": 0.0,
         "advantage": 0.7,
         "verdict": "scored",
         "adapter": "scripted",
@@ -48,12 +51,12 @@ def test_any_text_makes_one_line(tmp_path):
     reason = "lone surrogate \ud800,\nnew line, \u2028 separator, é"
     sample = make_sample(VERSION, verdict=make_verdict(0.0, reason=reason))
     log = SampleLog(tmp_path / "samples.jsonl")
-    log.write((sample,), batch=0, fates=("trained",))
+    log.write(Group(0, 0, (sample,)), batch=0, fates=("trained",))
     (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
     assert json.loads(line)["reason"] == reason
     assert "é" in line
 
 
 def test_without_a_path_nothing_is_written(tmp_path):
-    SampleLog(None).write((make_sample(VERSION),), batch=0, fates=("trained",))
+    SampleLog(None).write(Group(0, 0, (make_sample(VERSION),)), batch=0, fates=("trained",))
     assert not list(tmp_path.iterdir())

@@ -1,14 +1,23 @@
+"""Mutations that these tests were seen to catch (what was broken -> which test fails):
+
+- sums added in order of arrival -> test_the_order_of_arrival_changes_nothing_not_even_a_last_bit
+- replaced groups added to the others' sums -> test_replaced_groups_are_counted_apart
+- lag of the newest token instead of the oldest -> test_lag_is_counted_a_sample_and_a_token
+"""
+
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import make_sample, make_verdict
 
 from async_grpo.batching.admission import StepKey
+from async_grpo.batching.lag import StalenessError
 from async_grpo.batching.statistics import StepSums, group_sums
+from async_grpo.telemetry.metrics import LAG_BIN
 from async_grpo.telemetry.schema import SUM_KEYS
-from async_grpo.types import VersionSpan, WeightsVersion
+from async_grpo.types import Group, VersionSpan, WeightsVersion
 
 STEP, LATER = StepKey(3, 0), StepKey(3, 1)
 VERSION = WeightsVersion(9, 3)
@@ -20,15 +29,25 @@ def older(batches, num_tokens=4):
     return {"num_tokens": num_tokens, "spans": spans}
 
 
+def group(*samples, ordinal=0, attempt=0, is_replaced=False):
+    return Group(ordinal, attempt, samples or (make_sample(VERSION),), is_replaced)
+
+
+def close(*groups, max_staleness=3):
+    sums = StepSums(max_staleness=max_staleness)
+    for added in groups:
+        sums.add(STEP, added, batch=3)
+    return sums.close(STEP)[2]
+
+
 def test_a_group_is_counted_in_full():
     unscorable = make_verdict(0.0, status="unscorable", format_reward=0.5)
-    sums, maxima = group_sums(
+    sums = group_sums(
         (
-            make_sample(VERSION, reward=1.0, num_tokens=4),
+            make_sample(VERSION, reward=1.0, num_tokens=4, overlong_penalty=0.25),
             make_sample(VERSION, reward=0.25, num_tokens=6, finish_reason="length", advantage=0.0),
-            make_sample(VERSION, verdict=unscorable, **older(1)),
-        ),
-        batch=3,
+            make_sample(VERSION, verdict=unscorable, num_masked=4, kl_penalty=-0.5, **older(1)),
+        )
     )
     assert sums == {
         "num_samples": 3,
@@ -37,58 +56,106 @@ def test_a_group_is_counted_in_full():
         "max_reward_in_group_sum": 1.0,
         "format_reward_sum": 0.5,
         "format_reward_samples": 1,
+        "overlong_penalty_sum": 0.25,
+        "kl_penalty_sum": -0.5,
         "output_tokens": 14,
         "prompt_tokens": 9,
         "truncated_samples": 1,
+        "masked_samples": 1,
         "zero_advantage_samples": 1,
         "unscorable_samples": 1,
-        "lag_sum": 2,
+        "num_replacements": 0,
+        "replaced_tokens": 0,
     }
-    assert maxima == {"lag_max": 2}
+
+
+def test_lag_is_counted_a_sample_and_a_token():
+    sums = close(
+        group(make_sample(VERSION, **older(1)), make_sample(VERSION, **older(2, num_tokens=6))),
+        group(make_sample(VERSION), ordinal=1),
+    )
+    lag = {key: value for key, value in sums.items() if "lag" in key}
+    assert lag == {
+        "lag_sum": 3, "token_lag_sum": 3, "lag_max": 2,
+        "lag_0_samples": 1, "lag_1_samples": 1, "lag_2_samples": 1, "lag_3_samples": 0,
+        "lag_0_tokens": 12, "lag_1_tokens": 1, "lag_2_tokens": 1, "lag_3_tokens": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("batches", "lag"), [(1, 2), (4, -1)])
+def test_a_token_too_old_or_from_the_future_is_never_counted_silently(batches, lag):
+    with pytest.raises(StalenessError, match=rf"lag must be in 0\.\.1 .* got {lag}:"):
+        close(group(make_sample(VERSION, **older(batches))), max_staleness=1)
+    replaced = group(make_sample(VERSION, **older(batches)), is_replaced=True)
+    with pytest.raises(StalenessError):
+        close(replaced, max_staleness=1)
+
+
+def test_replaced_groups_are_counted_apart():
+    kept = make_sample(VERSION, reward=1.0)
+    replaced = [make_sample(VERSION, reward=0.5, num_tokens=7)] * 2
+    sums = close(
+        group(*replaced, is_replaced=True),
+        group(*replaced, attempt=1, is_replaced=True),
+        group(kept, attempt=2),
+    )
+    alone = close(group(kept))
+    expected = alone | {
+        "num_replacements": 2, "replaced_samples": 4, "replaced_reward_sum": 2.0,
+        "replaced_tokens": 28,
+    }  # fmt: skip
+    assert sums == expected
+
+
+def test_a_step_whose_slots_failed_after_replacements_knows_these():
+    sums = close(group(is_replaced=True))
+    assert (sums["num_replacements"], "num_samples" in sums, "lag_max" in sums) == (1, False, False)
 
 
 def test_every_sum_has_a_metric_that_uses_it():
-    sums, maxima = group_sums((make_sample(VERSION),), batch=3)
-    assert not (sums.keys() | maxima.keys()) - SUM_KEYS
+    sums = close(group(), group(is_replaced=True, ordinal=1))
+    assert not {key for key in sums.keys() - SUM_KEYS if not LAG_BIN.fullmatch(key)}
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.floats(0, 1)), min_size=1))
-def test_the_order_of_arrival_changes_nothing(shapes):
+def test_the_order_of_arrival_changes_nothing_not_even_a_last_bit(shapes):
     groups = [
-        tuple(make_sample(VERSION, reward=reward, **older(batches, n + 1)) for n in range(1, 1 + k))
-        for k, batches, reward in shapes
+        group(
+            *(
+                make_sample(VERSION, reward=reward, **older(batches, n + 1))
+                for n in range(1, 1 + k)
+            ),
+            ordinal=ordinal,
+        )
+        for ordinal, (k, batches, reward) in enumerate(shapes)
     ]
     results = []
     for order in (groups, random.Random(0).sample(groups, len(groups))):
-        sums = StepSums()
-        for group in order:
-            sums.add(STEP, group, batch=3)
-            for sample in group:
+        sums = StepSums(max_staleness=3)
+        for arrived in order:
+            sums.add(STEP, arrived, batch=3)
+            for sample in arrived.samples:
                 sums.count_denominator(STEP, sample)
         results.append(sums.close(STEP))
-    (first, second) = results
-    assert (
-        first[:2]
-        == second[:2]
-        == (
-            sum(len(group) for group in groups),
-            sum(sample.num_trained_tokens for group in groups for sample in group),
-        )
-    )
-    assert first[2] == pytest.approx(second[2])
-    assert first[2]["lag_max"] == max(3 - batches for _, batches, _ in shapes)
+    assert results[0] == results[1]
+    num_samples = sum(len(added.samples) for added in groups)
+    num_tokens = sum(sample.num_trained_tokens for added in groups for sample in added.samples)
+    assert results[0][:2] == (num_samples, num_tokens)
+    assert results[0][2]["lag_max"] == max(3 - batches for _, batches, _ in shapes)
 
 
 def test_masked_tokens_do_not_count_in_the_denominator():
-    sums = StepSums()
+    sums = StepSums(max_staleness=0)
     sums.count_denominator(STEP, make_sample(VERSION, num_tokens=6, num_masked=2))
-    assert sums.close(STEP) == (1, 4, {})
+    sums.count_denominator(STEP, make_sample(VERSION, num_tokens=6, num_masked=6))
+    assert sums.close(STEP) == (2, 4, {})
 
 
 def test_steps_are_counted_apart_and_forgotten():
-    sums = StepSums()
-    sums.add(LATER, (make_sample(VERSION, reward=0.5),), batch=3)
-    sums.add(STEP, (make_sample(VERSION, reward=1.0),), batch=3)
+    sums = StepSums(max_staleness=0)
+    sums.add(LATER, group(make_sample(VERSION, reward=0.5)), batch=3)
+    sums.add(STEP, group(make_sample(VERSION, reward=1.0)), batch=3)
     assert sums.current_reward() == (1.0, 1)
     assert sums.close(STEP)[2]["reward_sum"] == 1.0
     assert sums.current_reward() == (0.5, 1)
@@ -98,8 +165,6 @@ def test_steps_are_counted_apart_and_forgotten():
 
 
 def test_zero_counts_stay_in_the_sums():
-    sums = StepSums()
-    sums.add(STEP, (make_sample(VERSION, reward=0.0),), batch=3)
-    assert sums.close(STEP)[2]["reward_sum"] == 0.0
-    sums.add(STEP, (make_sample(VERSION, reward=0.0),), batch=3)
-    assert {"reward_sum", "lag_sum", "lag_max"} <= sums.close(STEP)[2].keys()
+    sums = close(group(make_sample(VERSION, reward=0.0)))
+    assert sums["reward_sum"] == 0.0
+    assert {"reward_sum", "lag_sum", "lag_max"} <= sums.keys()

@@ -62,6 +62,16 @@ def test_steps_end_with_denominators_over_all_ranks():
     }  # fmt: skip
 
 
+def test_ranks_are_balanced_by_what_attention_costs_in_this_model():
+    def bins(ratio):
+        pairs = [pair(1, n - 1) for n in (32, 16, 16, 12, 12)]
+        rows = streams(pairs, ranks=2, attention_ratio=ratio, batch_size=5, questions_per_step=5)
+        return [[sample.ordinal for sample in items[0].samples] for items in rows]
+
+    assert bins(1e9) == [[0, 4], [1, 2, 3]]  # 44 tokens each
+    assert bins(1e-9) == [[0], [1, 2, 3, 4]]  # 32 squared against 800
+
+
 def test_a_demonstration_is_a_sample_with_advantage_one():
     pairs = [pair(3, 5)]
     minibatch = streams(pairs, ranks=1, questions_per_step=1)[0][0]

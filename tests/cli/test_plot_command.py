@@ -113,7 +113,7 @@ def test_variables_are_listed_with_their_meaning(tmp_path):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["step", "avg_reward", "entropy"]
-    assert lines[1].endswith("reward of a sample")
+    assert lines[1].endswith("reward of a sample, as its verifier gave it")
 
 
 @pytest.mark.parametrize(

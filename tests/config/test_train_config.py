@@ -1,13 +1,19 @@
-"""Options that cannot work are refused, and the run says which ratio it uses."""
+"""Options that cannot work are refused, presets are what they say, and the run says what it is."""
 
 import pytest
 
+from async_grpo.config.objective import PRESET_NAMES
+from async_grpo.config.option import flag
+from async_grpo.config.presets import preset_options
 from async_grpo.config.train import TrainConfig
+from async_grpo.config.words import clip_is_inert, objective_in_words
 from async_grpo.errors import ConfigError
+
+REQUIRED = {"model_name_or_path": "m", "data_path": "d"}
 
 
 def config(**options):
-    return TrainConfig(model_name_or_path="m", data_path="d", **options)
+    return TrainConfig(**REQUIRED, **options)
 
 
 @pytest.mark.parametrize(
@@ -21,10 +27,31 @@ def config(**options):
         ({"constant_length_samples": 9}, "--constant-length-samples goes with"),
         ({"max_tokens_per_gpu": 512}, r"must exceed --max-generation-tokens \(512\)"),
         ({"deterministic": True, "max_staleness": 1}, "--max-staleness must be 0"),
+        ({"max_staleness": 1, "importance_correction": "mask"}, "it would correct twice"),
+        ({"ratio_mode": "behaviour", "importance_correction": "truncate"}, "correct twice"),
+        ({"ratio_level": "sequence", "aggregation": "token-mean"}, "--ratio-level must be token"),
+        ({"ratio_level": "sequence", "policy_loss": "cispo"}, "--ratio-level must be token"),
+        ({"dual_clip": 0.5}, r"--dual-clip must be 0 \(off\) or above 1, got 0.5"),
+        ({"dual_clip": 3.0, "policy_loss": "cispo"}, "--dual-clip belongs to"),
         (
-            {"kl_coefficient": 0.1, "max_staleness": 1, "num_batches_per_ref_model_update": 5},
-            "must not be reached within the run",
+            {
+                "ratio_mode": "decoupled",
+                "importance_correction": "mask",
+                "correction_low": 1.5,
+            },
+            "--correction-low must be in",
         ),
+        (
+            {
+                "ratio_mode": "decoupled",
+                "importance_correction": "truncate",
+                "correction_high": 0.5,
+            },
+            "--correction-high must be at least 1",
+        ),
+        ({"overlong_buffer_tokens": 513}, r"must not exceed --max-generation-tokens \(512\)"),
+        ({"num_warmup_samples": 8}, "--num-warmup-samples goes with --schedule-clock samples"),
+        ({"num_warmup_steps": 8, "schedule_clock": "samples"}, "--num-warmup-steps goes with"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(options, sentence):
@@ -33,14 +60,64 @@ def test_combinations_that_cannot_work_are_refused(options, sentence):
 
 
 @pytest.mark.parametrize(
-    ("options", "denominator", "words"),
+    ("options", "mode"),
     [
-        ({}, "on_policy", "its clip is inert"),
-        ({"max_staleness": 1, "clip_high": 0.3}, "behaviour", "clipped to [0.8, 1.3]"),
-        ({"batch_size": 8, "train_minibatch_size": 4}, "behaviour", "what the engine recorded"),
+        ({"max_staleness": 0}, "on_policy"),
+        ({"max_staleness": 1}, "behaviour"),
+        ({"max_staleness": 0, "batch_size": 8, "train_minibatch_size": 4}, "behaviour"),
+        ({"max_staleness": 1, "ratio_mode": "on_policy"}, "on_policy"),
     ],
 )
-def test_the_denominator_follows_from_the_configuration(options, denominator, words):
-    chosen = config(**options)
-    assert chosen.denominator == denominator
-    assert words in chosen.ratio_in_words
+def test_the_ratio_mode_follows_from_the_configuration(options, mode):
+    assert config(**options).mode == mode
+
+
+@pytest.mark.parametrize("name", PRESET_NAMES)
+def test_every_preset_makes_a_valid_run_and_prints_what_it_stands_for(name):
+    chosen = TrainConfig.from_options({"preset": name, **REQUIRED})
+    named = preset_options(name, max_generation_tokens=chosen.max_generation_tokens)
+    assert {option: getattr(chosen, option) for option in named} == named
+    words = objective_in_words(chosen)[0]
+    assert all(f"{flag(option)} {value}" in words for option, value in named.items())
+
+
+def test_what_is_given_beside_a_preset_wins_and_is_said():
+    chosen = TrainConfig.from_options({"preset": "dapo", "clip_high": 0.2, **REQUIRED})
+    assert (chosen.clip_high, chosen.aggregation) == (0.2, "token-mean")
+    assert "changed by you: --clip-high 0.2" in objective_in_words(chosen)[0]
+
+
+def test_a_divisor_given_without_a_preset_s_aggregation_is_not_inherited():
+    chosen = TrainConfig.from_options(
+        {"preset": "dr_grpo", "aggregation": "sample-mean", **REQUIRED}
+    )
+    assert chosen.constant_length_samples == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_staleness": 0}, "ratio: a token, against the policy itself; clipped to [0.8, 1.2], "
+         "which is inert"),
+        ({"clip_high": 0.3}, "against what the engine recorded; clipped to [0.8, 1.3]"),
+        ({}, "correction: none needed, the ratio contains it"),
+        ({"ratio_mode": "on_policy"}, "samples may be 1 batches old: they are biased"),
+        (
+            {"ratio_mode": "decoupled", "importance_correction": "mask"},
+            "engine/trainer correction: mask(trainer/engine, 0.5, 2) a token",
+        ),
+        ({"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}, "within [0, 5] (cispo)"),
+        ({"dual_clip": 3.0}, "below 3 where the advantage is negative"),
+        ({"aggregation": "token-mean"}, "loss: a mean over all tokens of the step"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "0.1 * KL (k1) in the reward"),
+        ({"dynamic_sampling": 4}, "replaced up to 4 times"),
+    ],
+)  # fmt: skip
+def test_the_run_says_in_words_what_it_optimises(options, words):
+    assert words in "\n".join(objective_in_words(config(**options)))
+
+
+def test_clipping_is_live_where_the_policy_moves_within_a_batch():
+    several_steps = {"ratio_mode": "decoupled", "batch_size": 8, "train_minibatch_size": 4}
+    assert not clip_is_inert(config(**several_steps))
+    assert clip_is_inert(config(ratio_mode="decoupled"))

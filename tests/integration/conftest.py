@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from private_cluster import PrivateCluster
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("rollout", "batching")]
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +30,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A few one-digit sums, as JSONL."""
-    file = tmp_path_factory.mktemp("questions") / "questions.jsonl"
-    lines = [json.dumps({"input": f"{n}+2=", "answer": str(n + 2)}) for n in range(8)]
+    return write_questions(tmp_path_factory.mktemp("questions"), beginning="")
+
+
+@pytest.fixture(scope="session")
+def long_questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same behind a prefix that fills a block of vLLM's cache."""
+    return write_questions(tmp_path_factory.mktemp("long-questions"), beginning="0123456789" * 14)
+
+
+def write_questions(folder: Path, *, beginning: str) -> str:
+    file = folder / "questions.jsonl"
+    lines = [json.dumps({"input": f"{beginning}{n}+2=", "answer": str(n + 2)}) for n in range(8)]
     file.write_text("\n".join(lines) + "\n")
     return str(file)
 

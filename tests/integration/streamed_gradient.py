@@ -117,6 +117,7 @@ def start_batcher(number, story, services, num_ranks):
         questions=story.questions,
         held_out=(),
         order=lambda ordinal: ordinal,
+        replacement=lambda slot, *, attempt: slot,
         seed_of=None,
         sampling=SamplingContract(story.config.temperature, (1,), 64),
         num_ranks=num_ranks,

@@ -1,6 +1,11 @@
-"""The whole loop as users start it: two vLLM workers, two logprob workers, two trainer ranks."""
+"""The whole loop as users start it: two vLLM workers, two logprob workers, two trainer ranks.
 
-import json
+Seen to fail:
+- a tied head whose packed copy is not renewed -> both tests of agreement, by 0.1 and 1.1 nats
+- caches that outlive their weights -> the agreement of the run ahead
+- a reference that acknowledges new weights and keeps its first -> test_a_moving_reference_...
+"""
+
 import signal
 from collections import Counter
 
@@ -8,81 +13,53 @@ import numpy as np
 import pytest
 import ray
 import torch
-from commands import dispatcher, trainer, wait_until
+from commands import wait_until
+from effort import updates
+from loops import (
+    READY_S,
+    TIMEOUT_S,
+    Setup,
+    check_rows,
+    engine_differences,
+    on_a_worker,
+    read_lines,
+    recomputed,
+    registry_call,
+    wait_until_registered,
+)
 from oracle import make_sample, oracle_gradient
 from tiny_models import load_model
 
 from async_grpo import cluster
-from async_grpo.types import (
-    GenerationRequest,
-    LogprobRequest,
-    SamplingContract,
-    WeightsSnapshot,
-    WeightsVersion,
-)
+from async_grpo.config.train import TrainConfig
+from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion
 
 pytestmark = pytest.mark.integration
 
 TOLERANCE = 5e-6
-READY_S, TIMEOUT_S = 180.0, 60.0
-NAMESPACE = ("--namespace", "loop")
+NAMESPACE = "loop"
 BATCHES, BATCH, MINIBATCH, GROUP = 3, 6, 3, 4
+UPDATES, PERIOD = updates(10), 2
+AHEAD = {
+    "num_training_batches": UPDATES + 2,
+    "max_staleness": 1,
+    "train_minibatch_size": 2,
+    "ratio_mode": "decoupled",
+    "importance_correction": "truncate",
+    "kl_coefficient": 0.05,
+    "num_batches_per_ref_model_update": PERIOD,
+    "learning_rate": 2e-3,
+    "min_samples_per_checkpoint": 1,  # an export of every version
+    "max_tokens_per_gpu": 512,
+}
 PROMPT = np.array([3, 13, 4, 19], dtype=np.int32)
-REWARD = """
-def share_of_digits(sample, **kwargs):
-    output = sample["output"]
-    return {"reward": sum(map(str.isdigit, output)) / max(len(output), 1)}
-"""
-
-
-class Setup:
-    """What all runs of this file share, and a folder for what they leave behind."""
-
-    def __init__(self, folder, address, model, questions):
-        self.folder, self.address, self.model, self.questions = folder, address, model, questions
-        (folder / "rewards.py").write_text(REWARD)
-
-    def workers(self, mode, *, num_workers=2, model=None):
-        """A dispatcher in the foreground."""
-        rewards = f"{self.folder / 'rewards.py'}:share_of_digits"
-        return dispatcher(
-            self.address, model or self.model, "--mode", mode, "--num-workers", num_workers,
-            "--reward-fns", rewards, "--max-num-seqs", 16, "--max-tokens-per-gpu", 512, *NAMESPACE,
-        )  # fmt: skip
-
-    def train(self, name, **options):
-        """Two ranks, whose run goes on."""
-        options = {"max_generation_tokens": 12, "max_tokens_per_gpu": 64} | options
-        flags = (
-            part
-            for option, value in options.items()
-            for part in ("--" + option.replace("_", "-"), value)
-        )
-        output = self.folder / name
-        return trainer(
-            self.address, self.model, self.questions, output, *flags, *NAMESPACE, ranks=2
-        )
-
-    def rows(self, name):
-        """The lines of a run's metrics so far."""
-        return read_lines(self.folder / name / "training_metrics.jsonl")
-
-
-def read_lines(path):
-    """The whole lines of a file that may still be written."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-
-
-def wait_until_registered(command, num_workers):
-    wait_until(lambda: command.out.count(" registered") == num_workers, timeout_s=READY_S)
 
 
 @pytest.fixture(scope="module")
 def setup(ray_cluster, tiny_model, questions, tmp_path_factory):
     """Two workers of each role."""
-    setup = Setup(tmp_path_factory.mktemp("loop"), ray_cluster, tiny_model, questions)
+    setup = Setup(tmp_path_factory.mktemp("loop"), ray_cluster, tiny_model, questions,
+                  namespace=NAMESPACE, reward="share_of_digits")  # fmt: skip
     with setup.workers("generation") as generation, setup.workers("logprob") as logprob:
         wait_until_registered(generation, 2)
         wait_until_registered(logprob, 2)
@@ -95,6 +72,7 @@ def trained(setup, questions):
     command = setup.train(
         "trained",
         num_training_batches=BATCHES,
+        max_staleness=0,
         batch_size=BATCH,
         train_minibatch_size=MINIBATCH,
         kl_coefficient=0.05,
@@ -109,14 +87,9 @@ def trained(setup, questions):
 @pytest.fixture
 def driver(setup):
     """This process as a driver of the cluster."""
-    cluster.connect(setup.address, namespace=NAMESPACE[1])
+    cluster.connect(setup.address, namespace=NAMESPACE)
     yield
     ray.shutdown()
-
-
-def registry_call(role, method, *args):
-    registry = cluster.find_actor(cluster.registry_name(role))
-    return ray.get(getattr(registry, method).remote(*args), timeout=TIMEOUT_S)
 
 
 def test_every_step_accounts_for_every_sample(setup, trained):
@@ -183,17 +156,10 @@ def test_the_first_gradient_is_that_of_the_dumped_samples(setup, trained):
         for line in lines
         if line["ordinal"] < MINIBATCH
     ]
-    gradient = oracle_gradient(
-        load_model(setup.model),
-        samples,
-        denominator="behaviour",
-        clip=(0.2, 0.2),
-        kl_coefficient=0.05,
-        kl_estimator="k3",
-        aggregation="sample-mean",
-        constant_length=0,
-        temperature=1.0,
+    config = TrainConfig(
+        model_name_or_path="m", data_path="d", ratio_mode="behaviour", kl_coefficient=0.05
     )
+    gradient = oracle_gradient(load_model(setup.model), samples, config)
     norm = torch.stack([value.norm() for value in gradient.values()]).norm().item()
     assert setup.rows("trained")[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
@@ -215,38 +181,23 @@ def test_workers_serve_what_was_exported(setup, trained, driver):
     sampling = SamplingContract(1.0, (1,), 24)
     request = GenerationRequest(0, 0, PROMPT, 8, sampling)
     last, first = (WeightsVersion(incarnation, batches) for batches in (BATCHES, 0))
+    before, after = load_model(setup.model), load_model(export)
     for completion in on_a_worker("generation", "generate", request, version=last):
         assert {span.version for span in completion.weights_versions} == {last}
-        ids = completion.token_ids
-        assert np.abs(logprobs_of(export, ids) - completion.logprobs).max() <= TOLERANCE
-        assert np.abs(logprobs_of(setup.model, ids) - completion.logprobs).max() > 1e-3
+        ids, said = completion.token_ids, completion.logprobs
+        assert np.abs(recomputed(after, PROMPT, ids) - said).max() <= TOLERANCE
+        assert np.abs(recomputed(before, PROMPT, ids) - said).max() > 1e-3
     scored = LogprobRequest(PROMPT, (ids,), 1.0, first)
     (scores,) = on_a_worker("logprob", "logprobs", scored, version=first)
-    assert np.abs(logprobs_of(setup.model, ids) - scores).max() <= TOLERANCE
-
-
-def on_a_worker(role, method, request, *, version):
-    """The answer of a worker that has `version` already: an empty snapshot changes nothing."""
-    registry_call(role, "publish", WeightsSnapshot(version, ()), TIMEOUT_S)
-    lease = registry_call(role, "acquire", 1.0, version, TIMEOUT_S)
-    answer = ray.get(getattr(lease.handle, method).remote(request), timeout=TIMEOUT_S)
-    registry_call(role, "release", lease.lease_id)
-    registry_call(role, "begin_run")
-    return answer
-
-
-@torch.no_grad()
-def logprobs_of(folder, output):
-    ids = torch.from_numpy(np.concatenate([PROMPT, output]).astype(np.int64))
-    logprobs = load_model(folder)(ids[None]).logits[0].log_softmax(-1)
-    return logprobs[len(PROMPT) - 1 : -1].gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
+    assert np.abs(recomputed(before, PROMPT, ids) - scores).max() <= TOLERANCE
 
 
 def test_an_exported_model_joins_a_run_as_a_worker(setup, trained, driver):
     """vLLM loads the export; the newcomer gets the run's weights, then all of its questions."""
     (export,) = (trained / "hf_format").iterdir()
     veterans = [worker.worker_id for worker in registry_call("generation", "members")]
-    with setup.train("endless", num_training_batches=100_000, learning_rate=1e-5) as endless:
+    options = {"num_training_batches": 100_000, "max_staleness": 0, "learning_rate": 1e-5}
+    with setup.train("endless", **options) as endless:
         wait_until(lambda: setup.rows("endless"), timeout_s=READY_S)
         with setup.workers("generation", num_workers=1, model=export) as newcomer:
             wait_until_registered(newcomer, 1)
@@ -265,11 +216,53 @@ def test_an_exported_model_joins_a_run_as_a_worker(setup, trained, driver):
     assert len(registry_call("generation", "members")) == 2
 
 
-def test_a_run_that_was_interrupted_leaves_its_workers_to_the_next(setup, trained):
-    options = {"num_training_batches": 4, "max_staleness": 1, "learning_rate": 2e-3}
-    with setup.train("ahead", **options) as command:
-        assert command.wait(timeout_s=READY_S) == 0, command.err[-4000:]
+@pytest.fixture(scope="module")
+def ahead(setup, trained, long_questions):
+    """What a run one batch ahead printed; its workers were left by an earlier one."""
+    with setup.train("ahead", data_path=long_questions, **AHEAD) as command:
+        assert command.wait(timeout_s=READY_S + UPDATES) == 0, command.err[-4000:]
+        return command.out
+
+
+def test_a_run_ahead_says_in_words_what_it_optimises(ahead):
+    for words in (
+        "ratio: a token, against the policy at the start of the batch; clipped to [0.8, 1.2]",
+        "engine/trainer correction: truncate(trainer/engine, 2) a token",
+        "penalties: 0.05 * KL (k3) in the loss",
+    ):
+        assert ahead.count(words) == 1
+
+
+def test_a_run_ahead_accounts_for_every_sample_and_is_never_too_old(setup, ahead):
     rows = setup.rows("ahead")
-    assert [row["max_lag"] for row in rows] == [0, 1, 1, 1]
-    assert rows[0]["mismatch_max"] <= TOLERANCE < rows[2]["mismatch_max"]
-    assert sum(row["fate_trained"] + row["fate_zero_contribution"] for row in rows) == 64
+    check_rows(rows, questions=2, group=GROUP, max_staleness=1)
+    assert [row["iteration"] for row in rows] == [n // 2 for n in range(2 * (UPDATES + 2))]
+    assert {row["max_lag"] for row in rows[2:]} == {1}
+    assert rows[0]["mismatch_max"] <= TOLERANCE < rows[4]["mismatch_max"]
+    assert rows[4]["effective_sample_size"] < 1
+    keys = [(sample["ordinal"], sample["index"]) for sample in setup.samples("ahead")]
+    assert sorted(keys) == [(o, i) for o in range(4 * (UPDATES + 2)) for i in range(GROUP)]
+
+
+def test_engine_and_trainer_agree_after_every_update_of_a_run_ahead(setup, ahead):
+    """By the canary of the rows, and by all tokens against the weights that they name.
+
+    Prefix caching is on, and the prompts are long enough for it.
+    """
+    rows = setup.rows("ahead")
+    assert max(row["canary_max"] for row in rows) <= TOLERANCE
+    assert len({row["sync_batches"] for row in rows}) > UPDATES / 2
+    differences = engine_differences(setup.samples("ahead"), setup.versions("ahead"))
+    assert set(differences) >= set(range(UPDATES + 1))
+    assert max(map(max, differences.values())) <= TOLERANCE
+
+
+def test_a_moving_reference_scores_each_batch_with_the_version_that_it_names(setup, ahead):
+    models = setup.versions("ahead")
+    for sample in setup.samples("ahead"):
+        prompt, output = sample["input_token_ids"], sample["output_token_ids"]
+        due = PERIOD * (max(0, sample["batch"] - AHEAD["max_staleness"]) // PERIOD)
+        scores = np.array(sample["reference_logprobs"])
+        assert np.abs(recomputed(models[due], prompt, output) - scores).max() <= TOLERANCE
+        other = models[due + PERIOD if due + PERIOD < len(models) else due - PERIOD]
+        assert np.abs(recomputed(other, prompt, output) - scores).max() > 100 * TOLERANCE

@@ -5,8 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import VOCAB_SIZE, make_sample, oracle_logprobs, oracle_twin, tiny_model
+from oracle import VOCAB_SIZE, make_sample, oracle_logprobs, oracle_twin, tiny_config, tiny_model
+from tensor_watchers import LargestTensor
+from transformers import Qwen3ForCausalLM
 
+from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate_pairs, split_by_sample
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 
@@ -44,6 +47,23 @@ def test_names_are_the_checkpoint_s_own(tied, tmp_path):
     assert named.keys() == stored.keys()
     assert ("lm_head.weight" in named) is not tied
     assert all(torch.equal(named[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_tensor_of_tokens_by_vocabulary_lives_in_a_whole_training_pass(tied):
+    chunk_size, vocab_size, num_tokens = 8, 2000, 300
+    config = tiny_config(tied=tied)
+    config.vocab_size = vocab_size
+    policy = PolicyModel(Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED))
+    rng = np.random.default_rng(0)
+    rows = rng.integers(vocab_size, size=(6, num_tokens // 6), dtype=np.int32)
+    packed = collate_pairs([(row[:1], row) for row in rows])
+    with LargestTensor() as largest:
+        scored = policy(packed, temperature=0.7, chunk_size=chunk_size)
+        (scored.logprobs.sum() + scored.entropy.sum()).backward()
+    assert len(scored.logprobs) == num_tokens
+    head = vocab_size * config.hidden_size
+    assert largest.num_elements == max(chunk_size * vocab_size, head) < num_tokens * vocab_size / 9
 
 
 def test_layers_are_the_decoder_layers_in_order():

@@ -310,3 +310,24 @@ def test_another_temperature_than_the_workers_is_refused(folder):
 
     with pytest.raises(WorkerError, match=r"serves the temperature 1\.0 only, got 0\.7"):
         asyncio.run(scenario())
+
+
+def test_unchanged_weights_are_renamed_without_being_fetched_unless_they_are_missing(folder):
+    alias = snapshot(SECOND).renamed(WeightsVersion(4, 5))
+    lost = dataclasses.replace(
+        alias, buckets=tuple(dataclasses.replace(bucket, data=None) for bucket in alias.buckets)
+    )
+    request = make_request(3, version=alias.version)
+
+    async def scenario():
+        holder = LogprobWorker(folder, worker_id="holder", max_tokens=200)
+        other = LogprobWorker(folder, worker_id="other", max_tokens=200)
+        await holder.load_weights(snapshot(SECOND))
+        await other.load_weights(snapshot(FIRST))
+        acks = [await holder.load_weights(lost), await other.load_weights(alias)]
+        return acks, [await worker.logprobs(request) for worker in (holder, other)]
+
+    acks, answers = asyncio.run(scenario())
+    assert [ack.version for ack in acks] == [alias.version] * 2
+    for scores in answers:
+        assert error_of(dataclasses.replace(request, version=SECOND), scores) < 1e-5

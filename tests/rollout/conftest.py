@@ -1,7 +1,15 @@
-"""Model folders small enough to start an engine in seconds."""
+"""Model folders small enough to start an engine in seconds, and one engine of each."""
+
+import os
 
 import pytest
+from engine_stack import Stack
 from tiny_models import make_model
+
+from async_grpo.rollout.settings import worker_environment
+
+# Importing it, as a search for doctests does, puts stand-ins into this very process.
+collect_ignore = ["devices_on_cpu_extension.py"]
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +20,15 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def untied_model_folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def stack(request):
+    folder = "model_folder" if request.param == "tied" else "untied_model_folder"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in worker_environment().items():
+            patch.setitem(os.environ, name, value)
+        stack = Stack(request.getfixturevalue(folder))
+        yield stack
+        stack.engine.shutdown()
+        stack.runner.close()

@@ -2,89 +2,23 @@
 
 import asyncio
 import dataclasses
-import os
 
 import numpy as np
 import pytest
-import torch
+from engine_stack import (
+    FIRST,
+    LONG_PROMPT,
+    SECOND,
+    TOLERANCE,
+    make_request,
+    until_all_have_tokens,
+)
 from tiny_models import load_model, make_model, snapshot_of
 
 from async_grpo.errors import WeightSyncError, WorkerError
-from async_grpo.rollout.settings import EngineConfig, worker_environment
-from async_grpo.types import GenerationRequest, SamplingContract, VersionSpan, WeightsVersion
+from async_grpo.types import VersionSpan
 
 pytestmark = pytest.mark.integration
-
-TEMPERATURE = 0.7
-STOP = 1
-TOLERANCE = 5e-6
-LONG_PROMPT = np.arange(300, dtype=np.int32) % 75 + 3  # fills several blocks of the prefix cache
-FIRST, SECOND = WeightsVersion(0, 0), WeightsVersion(0, 1)
-
-
-class Stack:
-    """An engine, the event loop it lives in, and the models whose weights it was given."""
-
-    def __init__(self, folder):
-        from async_grpo.rollout.engine import Engine
-
-        self.folder = folder
-        self.runner = asyncio.Runner()
-        self.engine = Engine(EngineConfig(model_path=folder))
-        self.models = {FIRST: load_model(folder), SECOND: load_model(folder, noise_seed=1)}
-
-    def run(self, call):
-        return self.runner.run(call)
-
-    def snapshot(self, version):
-        return snapshot_of(self.models[version].named_parameters(), version.batches)
-
-    def load(self, snapshot):
-        return self.run(self.engine.load(snapshot, fetch))
-
-    def serve(self, version):
-        return self.load(self.snapshot(version))
-
-    def generate(self, **options):
-        return self.run(self.engine.generate(make_request(**options)))
-
-    def error_of(self, completion, version, *, prompt=LONG_PROMPT, start=0, stop=None):
-        """Largest |engine - transformers| over output tokens [start, stop)."""
-        ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))
-        with torch.no_grad():
-            logits = self.models[version](ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        expected = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].numpy()
-        return np.abs(expected - completion.logprobs)[start:stop].max()
-
-
-async def fetch(bucket):
-    return bucket.data
-
-
-async def until_all_have_tokens(engine, num_tokens):
-    """Return when every running sequence has sampled `num_tokens`."""
-    states = engine._llm.output_processor.request_states
-    counts = [0]
-    while min(counts, default=0) < num_tokens:
-        await asyncio.sleep(0.01)
-        counts = [state.detokenizer.num_output_tokens() for state in states.values()]
-
-
-def make_request(*, prompt=LONG_PROMPT, num_samples=4, max_tokens=24, seed=None, stop=(STOP,)):
-    contract = SamplingContract(TEMPERATURE, stop, max_tokens)
-    return GenerationRequest(0, 0, prompt, num_samples, contract, seed)
-
-
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def stack(request):
-    folder = "model_folder" if request.param == "tied" else "untied_model_folder"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in worker_environment().items():
-            patch.setitem(os.environ, name, value)
-        stack = Stack(request.getfixturevalue(folder))
-        yield stack
-        stack.engine.shutdown()
-        stack.runner.close()
 
 
 def test_tokens_of_weights_that_nobody_published_are_refused(stack):
@@ -104,29 +38,6 @@ def test_logprobs_are_those_of_transformers_before_and_after_an_update(stack):
             num_tokens = len(completion.token_ids)
             assert completion.weights_versions == (VersionSpan(version, 0, num_tokens),)
             assert stack.error_of(completion, version) <= TOLERANCE
-
-
-def test_requests_in_flight_go_on_with_the_new_weights(stack):
-    stack.serve(FIRST)
-    prompt = LONG_PROMPT[:8]
-    request = make_request(prompt=prompt, max_tokens=400, stop=())
-
-    async def update_in_flight():
-        running = [asyncio.create_task(stack.engine.generate(request)) for _ in range(4)]
-        await until_all_have_tokens(stack.engine, 20)
-        await stack.engine.load(stack.snapshot(SECOND), fetch)
-        return [completion for task in running for completion in await task]
-
-    completions = stack.run(update_in_flight())
-    assert len(completions) == 16
-    for completion in completions:
-        (first, start, cut), (second, cut_again, stop) = completion.weights_versions
-        assert (first, start, second, cut_again, stop) == (FIRST, 0, SECOND, cut, 400)
-        assert 20 <= cut < 400
-        assert stack.error_of(completion, FIRST, prompt=prompt, stop=cut) <= TOLERANCE
-        assert stack.error_of(completion, SECOND, prompt=prompt, start=cut) <= TOLERANCE
-        # Otherwise the cut could be anywhere.
-        assert stack.error_of(completion, FIRST, prompt=prompt, start=cut) > 0.1
 
 
 def damaged(snapshot):

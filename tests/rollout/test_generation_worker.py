@@ -11,17 +11,17 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
-from tiny_models import load_model
+from tiny_models import canary_of, load_model
 
 from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
 from async_grpo.routing.registry import WorkerRegistry
-from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
 from async_grpo.weight_sync.publisher import Publisher
 
 pytestmark = pytest.mark.integration
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240  # an engine starts in 20 s on an idle machine, in minutes on a busy one
 PROMPT = np.array([3, 13, 4, 19], dtype=np.int32)
 REQUEST = GenerationRequest(0, 0, PROMPT, 8, SamplingContract(1.0, (1,), 32))
 FIRST, SECOND = WeightsVersion(0, 0), WeightsVersion(0, 1)
@@ -131,9 +131,41 @@ def test_a_snapshot_that_is_not_newer_changes_nothing(workers, model_folder):
     assert (ack.version, ack.pause_seconds) == (SECOND, 0)
 
 
+def with_canary(snapshot, model):
+    return dataclasses.replace(snapshot, canary=canary_of(model, [PROMPT, PROMPT[:2]]))
+
+
+def test_an_acknowledgement_has_the_canary_of_the_weights_just_loaded(workers, model_folder):
+    model = load_model(model_folder, noise_seed=3)
+    collected = Publisher().collect(model.named_parameters(), version=WeightsVersion(0, 2))
+    snapshot = with_canary(collected, model)
+    ack = get(workers[0].load_weights.remote(snapshot))
+    assert (ack.worker_id, ack.version, ack.dtype) == ("early", snapshot.version, "float32")
+    assert (ack.canary_problem, ack.recomputed_tokens) == ("", 0)
+    assert ack.pause_seconds > 0
+    assert canary_differences(snapshot.canary, ack.canary).max() <= 5e-6
+
+
+def test_an_alias_is_renamed_by_who_has_the_weights_and_loaded_by_who_has_not(
+    workers, model_folder
+):
+    model = load_model(model_folder, noise_seed=3)
+    collected = Publisher().collect(model.named_parameters(), version=WeightsVersion(0, 2))
+    alias = with_canary(collected, model).renamed(WeightsVersion(0, 3))
+    holder, other = workers
+    renamed = get(holder.load_weights.remote(alias))
+    assert (renamed.version, renamed.pause_seconds, renamed.canary) == (alias.version, 0, ())
+    loaded = get(other.load_weights.remote(alias))
+    assert loaded.version == alias.version and loaded.pause_seconds > 0
+    assert canary_differences(alias.canary, loaded.canary).max() <= 5e-6
+    for worker in workers:
+        assert get(worker.ping.remote()) == "0.3"
+        assert_served_by(model, worker, alias.version)
+
+
 def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(workers, model_folder):
     newer = Publisher(bucket_bytes=40_000).collect(
-        load_model(model_folder).named_parameters(), version=WeightsVersion(0, 2)
+        load_model(model_folder).named_parameters(), version=WeightsVersion(0, 4)
     )
 
     @ray.remote(num_cpus=0)
@@ -151,8 +183,8 @@ def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(work
     buckets = (newer.buckets[0], dataclasses.replace(newer.buckets[1], data=lost))
     with pytest.raises(WeightSyncError, match="sender has probably died"):
         get(workers[0].load_weights.remote(dataclasses.replace(newer, buckets=buckets)))
-    assert get(workers[0].ping.remote()) == str(SECOND)
-    assert_served_by(load_model(model_folder, noise_seed=2), workers[0], SECOND)
+    assert get(workers[0].ping.remote()) == "0.3"
+    assert_served_by(load_model(model_folder, noise_seed=3), workers[0], WeightsVersion(0, 3))
 
 
 def test_text_is_decoded_without_special_tokens(workers):

@@ -1,10 +1,11 @@
 """A model small enough to start an engine in seconds, and its weights as snapshots."""
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.types import WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.types import CanaryRow, WeightsBucket, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import pack_buckets
 
 VOCABULARY = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(48 + i): 3 + i for i in range(75)}
@@ -47,8 +48,19 @@ def load_model(folder, *, noise_seed=None):
     return model
 
 
-def snapshot_of(named_tensors, batches, *, put=lambda data: data):
+def canary_of(model, rows):
+    """The rows as the trainer sends them: scored by `model` at temperature 1."""
+    canary = []
+    for row in rows:
+        ids = torch.from_numpy(row.astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        canary.append(CanaryRow(row, logprobs.gather(1, ids[1:, None])[:, 0].numpy()))
+    return tuple(canary)
+
+
+def snapshot_of(named_tensors, batches, *, put=lambda data: data, canary=()):
     """Small buckets, so that a model needs several."""
     packed = pack_buckets(iter(named_tensors), bucket_bytes=40_000)
     buckets = tuple(WeightsBucket(m, put(data), data.nbytes, c) for m, data, c in packed)
-    return WeightsSnapshot(WeightsVersion(0, batches), buckets)
+    return WeightsSnapshot(WeightsVersion(0, batches), buckets, canary)

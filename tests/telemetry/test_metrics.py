@@ -1,3 +1,10 @@
+"""Mutations that these tests were seen to catch (what was broken -> which test fails):
+
+- means of the ranks' effective sizes, or the square left out -> of_all_ranks_tokens_together
+- lag bins left out of the row, or every `lag_` key let in -> carried_as_a_histogram
+- `_max` keys added up -> merged_by_maximum, lag_merges_over_parts
+"""
+
 import json
 import math
 from functools import reduce
@@ -6,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from async_grpo.telemetry.metrics import StepFacts, merge_sums, metrics_row
+from async_grpo.telemetry.metrics import StepFacts, effective_tokens, merge_sums, metrics_row
 from async_grpo.telemetry.schema import METRICS, SUM_KEYS
 
 PREDECESSORS_KEYS = (
@@ -39,7 +46,7 @@ def row(pipeline_sums=None, trainer_sums=None, fates=None, step=FACTS):
 
 
 # Sums of one sample: eighths, so that additions are exact in any order; None: key left out.
-KEYS = sorted(SUM_KEYS)
+KEYS = sorted(SUM_KEYS | {"mismatch_ratio_sum", "mismatch_ratio_square_sum"})
 NUMBERS = st.none() | st.integers(-800, 800).map(lambda eighths: eighths / 8)
 sample_sums = st.lists(NUMBERS, min_size=len(KEYS), max_size=len(KEYS)).map(
     lambda values: {k: v for k, v in zip(KEYS, values, strict=True) if v is not None}
@@ -93,6 +100,49 @@ def test_numbers_of_a_known_step():
     }  # fmt: skip
     assert {key: got[key] for key in expected} == expected
     assert isinstance(got["num_samples"], int)
+
+
+def ratio_sums(*ratios):
+    return {
+        "mismatch_ratio_sum": sum(ratios),
+        "mismatch_ratio_square_sum": sum(ratio**2 for ratio in ratios),
+        "trained_tokens": float(len(ratios)),
+    }
+
+
+def test_the_effective_sample_size_is_of_all_ranks_tokens_together():
+    one_rank, other_rank = ratio_sums(1.0, 1.0, 1.0), ratio_sums(4.0)
+    merged = merge_sums(one_rank, other_rank)
+    assert effective_tokens(merged) == pytest.approx(7.0**2 / 19.0)
+    assert effective_tokens(one_rank) + effective_tokens(other_rank) == 4.0
+    assert row({}, merged)["effective_sample_size"] == pytest.approx(7.0**2 / 19.0 / 4)
+
+
+def test_equal_ratios_are_worth_all_tokens_whatever_their_value():
+    for ratio in (0.01, 1.0, 30.0):
+        assert effective_tokens(ratio_sums(*[ratio] * 5)) == pytest.approx(5.0)
+
+
+def test_an_effective_sample_size_that_nobody_measured_is_null():
+    assert effective_tokens({}) is None
+    assert row({}, {"trained_tokens": 4.0})["effective_sample_size"] is None
+    assert row({}, ratio_sums(0.0, 0.0))["effective_sample_size"] is None
+
+
+def test_lag_is_carried_as_a_histogram_beside_the_metrics():
+    bins = {"lag_0_samples": 6, "lag_1_samples": 2, "lag_0_tokens": 90, "lag_1_tokens": 3}
+    sums = {"lag_sum": 2.0, "token_lag_sum": 3.0, "output_tokens": 93.0, "lag_max": 1.0}
+    got = row({**sums, **{key: float(value) for key, value in bins.items()}})
+    assert {key: value for key, value in got.items() if key.startswith("lag_")} == bins
+    assert (got["max_lag"], got["avg_token_lag"]) == (1, pytest.approx(3 / 93))
+    assert all(isinstance(got[key], int) for key in bins)
+
+
+def test_lag_merges_over_parts_of_a_step():
+    merged = merge_sums(
+        {"lag_1_tokens": 4.0, "lag_max": 1.0}, {"lag_1_tokens": 5.0, "lag_max": 2.0}
+    )
+    assert merged == {"lag_1_tokens": 9.0, "lag_max": 2.0}
 
 
 def test_the_predecessors_keys_are_all_there():

@@ -1,8 +1,8 @@
 """The gradient of a batch, computed the plain way: the judge of everything that packs or shards.
 
 One process, one unpacked forward a sample through transformers' own attention and head, full
-log-softmax, the formulas of the design written out token by token. Nothing of the package but the
-records decides anything here.
+log-softmax; `formulas.py` has the objectives. Nothing of the package but the records decides
+anything here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,26 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from formulas import Output, objective
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.types import Completion, Question, Sample, Verdict, VersionSpan, WeightsVersion
 
 VOCAB_SIZE = 64
+
+
+def make_config(**options) -> TrainConfig:
+    """Options of a run whose outputs are those of this file: short."""
+    given = {
+        "model_name_or_path": "m",
+        "data_path": "d",
+        "max_generation_tokens": 12,
+        "max_tokens_per_gpu": 64,
+    }
+    return TrainConfig.from_options(given | options)
 
 
 def tiny_config(*, tied: bool) -> Qwen3Config:
@@ -124,66 +137,64 @@ def oracle_twin(model) -> Qwen3ForCausalLM:
     return twin
 
 
-def oracle_logprobs(model, sample: Sample, *, temperature: float) -> torch.Tensor:
-    """[L] log-probability of every output token, masked or not."""
+def oracle_scores(
+    model, sample: Sample, *, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every output token, masked or not, and entropy where it was drawn: [L]."""
     prompt, output = sample.question.input_token_ids, sample.completion.token_ids
     ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
     logits = model(input_ids=ids[None], use_cache=False).logits[0]
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    first = len(prompt)
-    return torch.stack([logprobs[first + t - 1, ids[first + t]] for t in range(len(output))])
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)[len(prompt) - 1 : -1]
+    chosen = torch.stack([logprobs[t, token] for t, token in enumerate(output)])
+    return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
 
-def oracle_loss(
+def oracle_logprobs(model, sample: Sample, *, temperature: float) -> torch.Tensor:
+    """[L] log-probability of every output token, masked or not."""
+    return oracle_scores(model, sample, temperature=temperature)[0]
+
+
+def oracle_outputs(
     model,
     samples: Sequence[Sample],
+    config: TrainConfig,
     *,
-    denominator: str,
-    clip: tuple[float, float],
-    kl_coefficient: float,
-    kl_estimator: str,
-    aggregation: str,
-    constant_length: int,
-    temperature: float,
-) -> torch.Tensor:
-    """(1 / D) Σ_i Σ_t w_i m_it loss_it, token by token."""
-    total = torch.zeros((), dtype=torch.float64)
-    num_tokens = 0
-    for sample in samples:
-        mask = sample.completion.loss_mask
-        length = int(mask.sum())
-        num_tokens += length
-        logprobs = oracle_logprobs(model, sample, temperature=temperature)
-        for t in np.flatnonzero(mask):
-            lp = logprobs[t]
-            old = lp.item() if denominator == "on_policy" else float(sample.completion.logprobs[t])
-            ratio = torch.exp(lp - old)
-            loss = -ratio * sample.advantage
-            is_cut = (
-                ratio.item() > 1 + clip[1] if sample.advantage > 0 else ratio.item() < 1 - clip[0]
+    start_logprobs: Sequence[np.ndarray] | None = None,
+) -> list[Output]:
+    """What the formulas read of each sample; `start_logprobs` [L] each are those of the batch's
+    first step, for later steps of `decoupled`."""
+    outputs = []
+    for index, sample in enumerate(samples):
+        trained = np.flatnonzero(sample.completion.loss_mask)
+        logprobs, entropies = oracle_scores(model, sample, temperature=config.temperature)
+        outputs.append(
+            Output(
+                sample.advantage,
+                [logprobs[t] for t in trained],
+                [entropies[t] for t in trained],
+                _floats(sample.completion.logprobs, trained),
+                _floats(sample.reference_logprobs, trained),
+                _floats(None if start_logprobs is None else start_logprobs[index], trained),
             )
-            if is_cut:
-                bound = 1 + clip[1] if sample.advantage > 0 else 1 - clip[0]
-                loss = -bound * sample.advantage + 0 * lp
-            if kl_coefficient:
-                ref = float(sample.reference_logprobs[t])
-                kl = (
-                    torch.exp(ref - lp) - (ref - lp) - 1
-                    if kl_estimator == "k3"
-                    else (lp - ref) ** 2 / 2
-                )
-                loss = loss + kl_coefficient * kl
-            weight = {"sample-mean": 1 / length, "token-mean": 1.0}.get(
-                aggregation, 1 / (constant_length or 1)
-            )
-            total = total + weight * loss
-    return total / (num_tokens if aggregation == "token-mean" else len(samples))
+        )
+    return outputs
 
 
-def oracle_gradient(model, samples: Sequence[Sample], **formula) -> dict[str, torch.Tensor]:
-    """Gradient of `oracle_loss` in float64, by parameter name; `model` is left alone."""
+def _floats(values: np.ndarray | None, trained: np.ndarray) -> list[float] | None:
+    return None if values is None else [float(values[t]) for t in trained]
+
+
+def oracle_gradient(
+    model,
+    samples: Sequence[Sample],
+    config: TrainConfig,
+    *,
+    start_logprobs: Sequence[np.ndarray] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Gradient of the objective in float64, by parameter name; `model` is left alone."""
     twin = oracle_twin(model)
-    oracle_loss(twin, samples, **formula).backward()
+    outputs = oracle_outputs(twin, samples, config, start_logprobs=start_logprobs)
+    objective(outputs, config).backward()
     return {name: parameter.grad for name, parameter in twin.named_parameters()}
 
 

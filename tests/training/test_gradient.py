@@ -1,109 +1,290 @@
-"""The project's first promise: any streaming of a batch gives the gradient of one float64 pass."""
+"""The project's first promise: any streaming of a batch gives the gradient of one float64 pass.
+
+Held fixed: the verified groups, the weights, the options. From rewards to the gradient: shaping,
+advantages and masks (`batching/groups.py`), packing, log-probabilities, loss. Free: the order of
+samples, the ranks, how many minibatches each of them makes, the fillers between, and the chunks of
+the head; samples that contribute exactly zero are counted and not sent. float32 is compared away
+from the cuts of clip and mask, where a rounded ratio may fall on the other side, and both types
+where the terms do not cancel, which would leave nothing but their rounding.
+
+Broken on purpose, each of these fails the first test:
+- the loss divided by its minibatch's samples; L_i counts masked tokens; the sequence ratio averaged
+  over the minibatch, or a sum; the sequence correction a mean, or engine over trainer
+- upper clip at 1 + clip_low; maximum for minimum; dual clip dropped, or for every advantage;
+  CISPO's weight with gradient, or without a lower bound
+- sg(lp) with gradient; decoupled ignores the batch's start; behaviour compares with itself
+- correction dropped, truncated below, a mask that truncates
+- k3 with lp and ref exchanged, k2 without its half, k3_iw's ratio detached, KL or entropy without
+  w_i, entropy's sign, entropy without gradient, k1 in the loss, k1 of masked tokens
+- the population's deviation in `grpo`; no punishment of length; cut outputs trained; samples
+  without advantage not sent though KL or entropy is on
+"""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from effort import FULL, histories
+from formulas import (
+    cancellation,
+    distance_to_a_cut,
+    group_advantages,
+    objective,
+    shaped_reward,
+)
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracle import oracle_gradient, random_samples, relative_difference, tiny_model
+from oracle import (
+    make_config,
+    oracle_outputs,
+    oracle_twin,
+    random_samples,
+    relative_difference,
+    tiny_model,
+)
 
+from async_grpo.batching.groups import GroupRules
+from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.loss import Objective, grpo_loss
 
+F64, F32 = (torch.float64, 1e-12), (torch.float32, 1e-5)
+CUT = 1e-4  # a float32 ratio of these samples is rounded by less
+CANCELLED = 0.2  # float32 log-probabilities of these samples are rounded by up to 1e-6
 MODELS = {
     (tied, dtype): PolicyModel(tiny_model(tied=tied, dtype=dtype))
     for tied in (True, False)
     for dtype in (torch.float32, torch.float64)
 }
-FORMULAS = st.fixed_dictionaries(
+TWINS = {key: oracle_twin(policy.model) for key, policy in MODELS.items()}
+MODES = ("on_policy", "behaviour", "decoupled")
+PENALTIES = st.fixed_dictionaries(
     {
-        "denominator": st.sampled_from(["on_policy", "behaviour"]),
-        "clip": st.tuples(st.floats(0.05, 0.4), st.floats(0.05, 0.4)),
         "kl_coefficient": st.sampled_from([0.0, 0.1]),
-        "kl_estimator": st.sampled_from(["k2", "k3"]),
-        "aggregation": st.sampled_from(["sample-mean", "token-mean", "constant"]),
+        "kl_estimator": st.sampled_from(["k1", "k2", "k3", "k3_iw"]),
+        "entropy_coefficient": st.sampled_from([0.0, 0.02]),
         "temperature": st.sampled_from([1.0, 0.7]),
     }
 )
+CORRECTIONS = st.fixed_dictionaries(
+    {
+        "importance_correction": st.sampled_from(["none", "truncate", "mask"]),
+        "correction_level": st.sampled_from(["token", "sequence"]),
+        "correction_low": st.floats(0.3, 0.9),
+        "correction_high": st.floats(1.1, 2.0),
+    }
+)
+RATIOS = st.fixed_dictionaries(
+    {
+        "advantage": st.sampled_from(["grpo", "dr", "rloo"]),
+        "overlong_buffer_tokens": st.sampled_from([0, 6]),
+        "overlong_penalty": st.sampled_from([0.5, 1.0]),
+        "mask_truncated_samples": st.booleans(),
+        "aggregation": st.sampled_from(["sample-mean", "token-mean", "constant"]),
+        "policy_loss": st.sampled_from(["clip", "cispo"]),
+        "ratio_level": st.sampled_from(["token", "sequence"]),
+        "clip_low": st.floats(0.05, 0.4),
+        "clip_high": st.floats(0.05, 0.4),
+        "dual_clip": st.sampled_from([0.0, 1.2, 1.6]),
+    }
+)
 
 
-def partition(rng, samples, num_fillers):
-    """The samples in any order, cut anywhere, with fillers anywhere between."""
-    order = rng.permutation(len(samples))
-    num_cuts = rng.integers(0, len(samples) + 1)
-    cuts = np.sort(rng.integers(0, len(samples) + 1, size=num_cuts))
-    parts = [list(part) for part in np.split(order, cuts)] + [[]] * num_fillers
-    rng.shuffle(parts)
-    return [[samples[index] for index in part] for part in parts]
+@st.composite
+def any_config(draw):
+    """A preset, or any combination of options that `TrainConfig` allows."""
+    if draw(st.booleans()):
+        return combined_config(draw)
+    return preset_config(draw, draw(st.sampled_from(PRESET_NAMES)))
 
 
-def streamed_gradient(policy, minibatches, *, formula, chunk_size, num_samples, num_tokens):
-    """Sum of the minibatches' gradients, wherever they ran, divided once."""
-    dtype = policy.model.dtype
-    objective = Objective(
-        denominator=formula["denominator"],
-        clip_low=formula["clip"][0],
-        clip_high=formula["clip"][1],
-        kl_coefficient=formula["kl_coefficient"],
-        kl_estimator=formula["kl_estimator"],
+def combined_config(draw):
+    mode = draw(st.sampled_from(MODES))
+    options = {"ratio_mode": mode} | draw(RATIOS) | draw(PENALTIES) | draw(CORRECTIONS)
+    if mode == "behaviour":
+        options["importance_correction"] = "none"
+    if options["ratio_level"] == "sequence":
+        options |= {"aggregation": "sample-mean", "policy_loss": "clip"}
+    if options["policy_loss"] == "cispo":
+        options["dual_clip"] = 0.0
+    if options["aggregation"] == "constant":
+        options["constant_length_samples"] = 17
+    return make_config(**options)
+
+
+def preset_config(draw, preset):
+    """A preset with the modes and penalties that a user may add to it."""
+    mode = draw(st.sampled_from(MODES))
+    penalties = draw(PENALTIES)
+    if preset == "rloo":
+        del penalties["kl_estimator"]
+    correction = {} if mode == "behaviour" else draw(CORRECTIONS)
+    return make_config(preset=preset, ratio_mode=mode, **penalties, **correction)
+
+
+def make_groups(rng, *, num_groups, model, config):
+    """Verified groups of 2 to 4 outputs, some cut; few rewards, so that some are equal."""
+    groups = []
+    for _ in range(num_groups):
+        count = rng.integers(2, 5)
+        members = random_samples(rng, count, temperature=config.temperature, model=model)
+        groups.append(tuple(_verified(rng, sample) for sample in members))
+    return groups
+
+
+def _verified(rng, sample):
+    reason = "length" if rng.random() < 0.25 else "stop"
+    return replace(
+        sample,
+        completion=replace(sample.completion, finish_reason=reason),
+        verdict=replace(sample.verdict, reward=float(rng.integers(0, 3))),
     )
-    policy.zero_grad()
-    for samples in minibatches:
-        packed = collate(
-            samples, aggregation=formula["aggregation"], constant_length=17, dtype=dtype
+
+
+def oracle_group(group, config):
+    """The group's samples with advantages and masks by the formulas."""
+    rewards = []
+    for sample in group:
+        completion, mask = sample.completion, sample.completion.loss_mask
+        rewards.append(
+            shaped_reward(
+                sample.verdict.reward,
+                config,
+                length=len(completion.token_ids),
+                behaviour=completion.logprobs[mask].tolist(),
+                reference=sample.reference_logprobs[mask].tolist(),
+            )
         )
-        scored = policy(packed, temperature=formula["temperature"], chunk_size=chunk_size)
-        grpo_loss(scored.logprobs, scored.entropy, packed, objective=objective).loss.backward()
-    divisor = num_tokens if formula["aggregation"] == "token-mean" else num_samples
-    return {name: p.grad.double() / divisor for name, p in hf_named_parameters(policy)}
+    advantages = group_advantages(rewards, config.advantage)
+    samples = []
+    for sample, advantage in zip(group, advantages, strict=True):
+        completion = sample.completion
+        if config.mask_truncated_samples and completion.finish_reason == "length":
+            completion = replace(completion, loss_mask=np.zeros_like(completion.loss_mask))
+        samples.append(replace(sample, completion=completion, advantage=advantage))
+    return samples
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["f64", "f32"]
-)
-@settings(max_examples=50, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    count=st.integers(1, 6),
-    num_fillers=st.integers(0, 2),
-    chunk_size=st.integers(1, 60),
-    tied=st.booleans(),
-    formula=FORMULAS,
-)
-def test_gradient_is_the_oracle_s_for_any_streaming(
-    dtype, tolerance, seed, count, num_fillers, chunk_size, tied, formula
-):
+def draw_start(rng, samples, config):
+    """[L] a sample: log-probabilities at the start of the batch; none in the batch's first step."""
+    if config.mode != "decoupled" or rng.random() < 0.3:
+        return None
+    noise = [rng.normal(0, 0.2, len(sample.completion.logprobs)) for sample in samples]
+    return [
+        (sample.completion.logprobs + part).astype(np.float32)
+        for sample, part in zip(samples, noise, strict=True)
+    ]
+
+
+def partition(rng, indices, *, num_ranks):
+    """Minibatches by rank: the indices in any order, cut anywhere, with fillers between."""
+    order = rng.permutation(indices).astype(int)
+    cuts = np.sort(rng.integers(0, len(order) + 1, size=rng.integers(0, len(order) + 1)))
+    parts = [list(part) for part in np.split(order, cuts)] + [[]] * rng.integers(0, 3)
+    ranks = [[] for _ in range(num_ranks)]
+    for part in parts:
+        ranks[rng.integers(num_ranks)].append(part)
+    return ranks
+
+
+def streamed(policy, samples, ranks, config, *, start=None, chunk_size):
+    """Loss and gradient: every rank's plain sum over its minibatches, added up, divided once."""
+    total = {name: 0.0 for name, _ in hf_named_parameters(policy)}
+    loss = 0.0
+    for minibatches in ranks:
+        policy.zero_grad()
+        for indices in minibatches:
+            loss += backward(policy, samples, indices, config, start=start, chunk_size=chunk_size)
+        for name, parameter in hf_named_parameters(policy):
+            total[name] += 0.0 if parameter.grad is None else parameter.grad
+    num_tokens = sum(sample.num_trained_tokens for sample in samples)
+    divisor = num_tokens if config.aggregation == "token-mean" else len(samples)
+    gradient = {name: value.double() / divisor for name, value in total.items()}
+    return loss / divisor, gradient
+
+
+def backward(policy, samples, indices, config, *, start, chunk_size):
+    dtype = policy.model.dtype
+    packed = collate(
+        [samples[index] for index in indices],
+        aggregation=config.aggregation,
+        constant_length=config.constant_length_samples,
+        dtype=dtype,
+    )
+    scored = policy(packed, temperature=config.temperature, chunk_size=chunk_size)
+    old = None
+    if start is not None:
+        parts = [start[index][samples[index].completion.loss_mask] for index in indices]
+        old = torch.tensor(np.concatenate([[], *parts]), dtype=dtype)
+    result = grpo_loss(
+        scored.logprobs,
+        scored.entropy,
+        packed,
+        objective=Objective.from_config(config),
+        old_logprobs=old,
+    )
+    result.loss.backward()
+    return result.loss.item()
+
+
+def check(config, *, precision, seed, num_groups, num_ranks, chunk_size, tied):
+    dtype, tolerance = precision
     rng = np.random.default_rng(seed)
     policy = MODELS[tied, dtype]
-    twin = MODELS[tied, torch.float64].model
-    samples = random_samples(rng, count, temperature=formula["temperature"], model=twin)
-    num_tokens = sum(sample.num_trained_tokens for sample in samples)
-    if num_tokens == 0:
-        return
-    expected = oracle_gradient(policy.model, samples, constant_length=17, **formula)
-    got = streamed_gradient(
-        policy,
-        partition(rng, samples, num_fillers),
-        formula=formula,
-        chunk_size=chunk_size,
-        num_samples=count,
-        num_tokens=num_tokens,
-    )
+    twin = TWINS[tied, dtype]
+    twin.zero_grad()
+    groups = make_groups(rng, num_groups=num_groups, model=twin, config=config)
+    exact = [sample for group in groups for sample in oracle_group(group, config)]
+    rules = GroupRules(config)
+    samples = [sample for group in groups for sample in rules.masked(rules.graded(group))]
+    assume(any(sample.num_trained_tokens for sample in exact))
+    start = draw_start(rng, samples, config)
+    outputs = oracle_outputs(twin, exact, config, start_logprobs=start)
+    assume(dtype == torch.float64 or distance_to_a_cut(outputs, config) > CUT)
+    expected_loss = objective(outputs, config)
+    left = cancellation(expected_loss, outputs, config)
+    assume(left == 0 or left > CANCELLED or config.entropy_coefficient)
+    expected_loss.backward()
+    expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    sent = [index for index, sample in enumerate(samples) if rules.contributes(sample)]
+    ranks = partition(rng, sent, num_ranks=num_ranks)
+    loss, got = streamed(policy, samples, ranks, config, start=start, chunk_size=chunk_size)
+    assert loss == pytest.approx(expected_loss.item(), rel=tolerance, abs=tolerance)
     assert relative_difference(got, expected) < tolerance
 
 
+STREAMINGS = {
+    "seed": st.integers(0, 2**32),
+    "num_groups": st.integers(1, 2),
+    "num_ranks": st.integers(1, 4),
+    "chunk_size": st.integers(1, 60),
+    "tied": st.booleans(),
+}
+
+
+@settings(max_examples=histories(60), deadline=None)
+@given(config=any_config(), **STREAMINGS)
+@pytest.mark.parametrize("precision", [F64, F32], ids=["f64", "f32"])
+def test_gradient_is_the_oracle_s_for_any_streaming(precision, config, **streaming):
+    check(config, precision=precision, **streaming)
+
+
+@settings(max_examples=100 if FULL else 10, deadline=None)
+@given(data=st.data(), **STREAMINGS)
+@pytest.mark.parametrize("precision", [F64, F32], ids=["f64", "f32"])
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_a_preset_s_gradient_is_the_oracle_s_for_any_streaming(
+    preset, precision, data, **streaming
+):
+    check(preset_config(data.draw, preset), precision=precision, **streaming)
+
+
 def test_a_filler_s_gradient_is_exactly_zero():
+    config = make_config(ratio_mode="behaviour", kl_coefficient=0.1, entropy_coefficient=0.1)
     policy = MODELS[True, torch.float32]
-    formula = {
-        "denominator": "behaviour",
-        "clip": (0.2, 0.2),
-        "kl_coefficient": 0.1,
-        "kl_estimator": "k3",
-        "aggregation": "sample-mean",
-        "temperature": 1.0,
-    }
-    gradient = streamed_gradient(
-        policy, [[]], formula=formula, chunk_size=4, num_samples=1, num_tokens=1
-    )
-    assert all(torch.equal(value, torch.zeros_like(value)) for value in gradient.values())
+    policy.zero_grad()
+    backward(policy, [], [], config, start=None, chunk_size=4)
+    for _, parameter in hf_named_parameters(policy):
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))

@@ -24,6 +24,7 @@ def demand(*, longest_prompt=16, **options):
 def test_a_worker_that_just_fits_is_taken():
     check_worker(WORKER, demand())
     check_worker(replace(WORKER, temperature=0.5), demand(temperature=0.5))
+    check_worker(replace(WORKER, role="logprob"), demand(weight_transport="nccl"))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,11 @@ def test_a_worker_that_just_fits_is_taken():
             replace(WORKER, role="logprob"),
             {"longest_prompt": 17},
             r"needs 49: start it with a larger --max-tokens-per-gpu",
+        ),
+        (
+            WORKER,
+            {"weight_transport": "nccl"},
+            r"--weight-transport nccl needs an NVIDIA device in trainer rank 0, .* object_store",
         ),
     ],
 )

@@ -1,20 +1,41 @@
-"""The learning rate over a run."""
+"""The learning rate over a run, on either clock.
+
+Seen to fail, each after one change of `training/schedule.py`:
+  warm-up from the step's start (`position / num_warmup`)
+      -> test_every_real_step_learns_and_none_exceeds_the_peak
+  warm-up not capped -> test_a_step_may_reach_beyond_the_warm_up
+  clock of samples advanced by 1, or by the other clock -> test_both_clocks_give_the_same_curve
+  samples_per_question forgotten, or counted for pairs -> test_the_run_s_length
+  the rate set in one parameter group, or after the optimizer's step
+      -> test_the_optimizer_steps_with_the_rate_of_the_clock
+"""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.training.schedule import learning_rate_factor, make_lr_lambda
+from async_grpo.training.schedule import Clocks, Scheduler, learning_rate_factor
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 
 
 def factors(schedule, *, warmup, steps):
     return [
-        learning_rate_factor(step, schedule=schedule, num_warmup_steps=warmup, num_steps=steps)
+        learning_rate_factor(step, schedule=schedule, num_warmup=warmup, num_total=steps)
         for step in range(steps)
     ]
+
+
+def make_scheduler(**options):
+    """A schedule over plain SGD on two groups, whose steps show the learning rate."""
+    config = TrainConfig(model_name_or_path="m", data_path="d", **options)
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = -torch.ones(1)
+    optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=config.learning_rate)
+    return Scheduler(optimizer, config), parameters
 
 
 def test_schedules_by_hand():
@@ -33,18 +54,86 @@ def test_every_real_step_learns_and_none_exceeds_the_peak(schedule, warmup, step
     assert after == sorted(after, reverse=True)
 
 
-def test_a_run_longer_than_planned_stays_at_zero():
-    assert learning_rate_factor(99, schedule="linear", num_warmup_steps=1, num_steps=10) == 0.0
-
-
-def test_the_run_s_length_is_its_gradient_steps():
-    config = TrainConfig(
-        model_name_or_path="m",
-        data_path="d",
-        batch_size=8,
-        train_minibatch_size=4,
-        num_training_batches=5,
-        lr_scheduler="linear",
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    warmup=st.integers(0, 20),
+    steps=st.integers(1, 50),
+    per_step=st.integers(1, 64),
+)
+def test_both_clocks_give_the_same_curve(schedule, warmup, steps, per_step):
+    common = {"lr_scheduler": schedule, "learning_rate": 1.0, "num_training_batches": steps}
+    by_steps, _ = make_scheduler(num_warmup_steps=warmup, **common)
+    by_samples, _ = make_scheduler(
+        schedule_clock="samples",
+        num_warmup_samples=warmup * per_step * 2,
+        batch_size=per_step,
+        samples_per_question=2,
+        **common,
     )
-    factor = make_lr_lambda(config)
-    assert [factor(step) for step in (0, 5, 9, 10)] == pytest.approx([1.0, 0.5, 0.1, 0.0])
+    for _ in range(steps):
+        expected = by_steps.learning_rate(2 * per_step)
+        assert by_samples.learning_rate(2 * per_step) == pytest.approx(expected, rel=1e-12)
+        by_steps.step(2 * per_step)
+        by_samples.step(2 * per_step)
+    assert by_steps.clocks == by_samples.clocks == Clocks(steps, 2 * per_step * steps)
+
+
+def test_a_step_may_reach_beyond_the_warm_up():
+    scheduler, _ = make_scheduler(
+        schedule_clock="samples", num_warmup_samples=10, learning_rate=1.0
+    )
+    assert [scheduler.learning_rate(count) for count in (1, 5, 10, 16)] == [0.1, 0.5, 1.0, 1.0]
+
+
+def test_a_step_with_fewer_samples_moves_the_clock_of_samples_less():
+    common = {"lr_scheduler": "linear", "learning_rate": 1.0, "num_training_batches": 4}
+    size = {"batch_size": 8, "samples_per_question": 2}
+    scheduler, _ = make_scheduler(schedule_clock="samples", **common, **size)
+    rates = []
+    for count in (16, 8, 16, 16):
+        rates.append(scheduler.learning_rate(count))
+        scheduler.step(count)
+    assert rates == [1.0, 1 - 16 / 64, 1 - 24 / 64, 1 - 40 / 64]
+
+
+def test_the_optimizer_steps_with_the_rate_of_the_clock():
+    scheduler, parameters = make_scheduler(num_warmup_steps=4, learning_rate=1.0)
+    for expected in (0.25, 0.75, 1.5, 2.5, 3.5):
+        scheduler.step(8)
+        assert [parameter.item() for parameter in parameters] == [expected, expected]
+
+
+def test_a_schedule_continues_from_the_clocks_of_another():
+    options = {"lr_scheduler": "cosine", "num_warmup_steps": 3, "num_training_batches": 9}
+    first, _ = make_scheduler(**options)
+    for _ in range(4):
+        first.step(8)
+    second, _ = make_scheduler(**options)
+    second.clocks = first.clocks
+    assert (
+        second.learning_rate(8)
+        == first.learning_rate(8)
+        != make_scheduler(**options)[0].learning_rate(8)
+    )
+
+
+def test_a_run_longer_than_planned_stays_at_zero():
+    factor = learning_rate_factor(99, schedule="linear", num_warmup=1, num_total=10)
+    assert factor == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({"train_minibatch_size": 4}, Clocks(steps=10)),
+        ({"schedule_clock": "samples", "samples_per_question": 3}, Clocks(samples=120)),
+        ({"schedule_clock": "samples", "objective": "sft"}, Clocks(samples=40)),
+    ],
+)
+def test_the_run_s_length(options, length):
+    scheduler, _ = make_scheduler(
+        batch_size=8, num_training_batches=5, lr_scheduler="linear", learning_rate=1.0, **options
+    )
+    for tenths in (0, 5, 9, 10):
+        scheduler.clocks = Clocks(length.steps * tenths // 10, length.samples * tenths // 10)
+        assert scheduler.learning_rate(0) == pytest.approx(1 - tenths / 10)

@@ -1,37 +1,50 @@
-"""A gradient step: one division, one clip, one update, or none at all."""
+"""A gradient step: one division, one clip, one update, or none at all.
+
+Seen to fail, each after one change of `training/step.py`:
+  D counted by the minibatches, clipping before the division
+      -> test_update_equals_clipped_adamw_on_the_oracle_gradient
+  bad losses not counted -> test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is
+  scheduler moved before the decision, or by skipped steps -> test_skipped_steps_move_no_clock
+  suspects: always all, or always those with a bad loss
+      -> test_suspects_are_the_minibatches_with_a_bad_loss_else_all
+  bad gradients not looked for -> the same
+  `discard` keeps gradients, sums or losses -> test_discarding_forgets_gradients_and_metrics and
+      test_a_non_finite_gradient_is_skipped_and_leaves_no_trace
+  each loss tested when it comes (`isfinite().item()`)
+      -> test_no_number_is_read_before_the_step_ends
+  gradients of untouched parameters left None -> test_a_zero_gradient_with_samples_is_a_step
+"""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from oracle import oracle_gradient, random_samples, tiny_model
+from tensor_watchers import NumbersRead
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
+from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel
+from async_grpo.training.schedule import Clocks, Scheduler
 from async_grpo.training.step import (
     NO_SAMPLES,
     NON_FINITE,
     GradientStep,
     make_loss,
     make_optimizer,
-    make_scheduler,
 )
-
-FORMULA = {
-    "denominator": "on_policy",
-    "clip": (0.2, 0.2),
-    "kl_coefficient": 0.0,
-    "kl_estimator": "k3",
-    "aggregation": "sample-mean",
-    "constant_length": 0,
-    "temperature": 1.0,
-}
 
 
 def make_config(**changes):
-    options = {"learning_rate": 1e-2, "num_warmup_steps": 4, "max_grad_norm": 0.05}
+    options = {
+        "max_staleness": 0,
+        "learning_rate": 1e-2,
+        "num_warmup_steps": 4,
+        "max_grad_norm": 0.05,
+    }
     return TrainConfig(model_name_or_path="m", data_path="d", **(options | changes))
 
 
@@ -40,7 +53,7 @@ def make_step(policy, config):
     step = GradientStep(
         policy,
         optimizer=optimizer,
-        scheduler=make_scheduler(optimizer, config),
+        scheduler=Scheduler(optimizer, config),
         loss=make_loss(config),
         temperature=config.temperature,
         chunk_size=config.loss_chunksize,
@@ -69,7 +82,7 @@ def test_update_equals_clipped_adamw_on_the_oracle_gradient():
     step, _ = make_step(policy, config)
     samples = batch(model)
     expected = tiny_model(tied=True, dtype=torch.float64)
-    gradient = oracle_gradient(model, samples, **FORMULA)
+    gradient = oracle_gradient(model, samples, config)
     for name, parameter in expected.named_parameters():
         parameter.grad = gradient[name]
     norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), config.max_grad_norm)
@@ -128,18 +141,120 @@ def test_a_non_finite_gradient_is_skipped_and_leaves_no_trace():
     policy = PolicyModel(model)
     step, optimizer = make_step(policy, make_config())
     before = parameters_of(policy)
-    packed = pack(batch(model))
+    packed, good = pack(batch(model)), pack(batch(model))
     packed.advantages[0] = math.inf
     step.accumulate(packed)
+    step.count(num_fillers=1)
     result = step.finish(4)
     assert result.skipped == NON_FINITE
     assert not math.isfinite(result.grad_norm)
     assert not optimizer.state
     assert all(torch.equal(before[name], now) for name, now in policy.named_parameters())
-    step.accumulate(pack(batch(model)))
+    step.accumulate(good)
     after = step.finish(4)
-    assert after.skipped == ""
-    assert after.learning_rate == result.learning_rate  # the schedule had not moved
+    fresh, _ = make_step(PolicyModel(tiny_model(tied=True, dtype=torch.float64)), make_config())
+    fresh.accumulate(good)
+    assert after == fresh.finish(4)
+
+
+def spoil(step, *, loss=0.0, gradient=False):
+    """From now on losses are off by `loss`, and `gradient` makes the gradient alone infinite."""
+    compute = step._loss
+
+    def spoilt(*args):
+        result = compute(*args)
+        zero = (args[0].logprobs - args[0].logprobs.detach()).sum()
+        return replace(result, loss=result.loss + loss + (zero.sqrt() if gradient else 0.0))
+
+    step._loss = spoilt
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is(value):
+    model = tiny_model(tied=True, dtype=torch.float64)
+    policy = PolicyModel(model)
+    step, optimizer = make_step(policy, make_config())
+    before = parameters_of(policy)
+    spoil(step, loss=value)
+    step.accumulate(pack(batch(model)))
+    result = step.finish(4)
+    assert result.skipped == NON_FINITE
+    assert math.isfinite(result.grad_norm)
+    assert not optimizer.state
+    assert all(torch.equal(before[name], now) for name, now in policy.named_parameters())
+
+
+def test_suspects_are_the_minibatches_with_a_bad_loss_else_all():
+    model = tiny_model(tied=True, dtype=torch.float64)
+    samples = batch(model)
+    bad = pack(samples[1:2])
+    bad.advantages[0] = math.nan
+    step, _ = make_step(PolicyModel(model), make_config())
+    for packed in (pack(samples[:1]), bad, pack([])):
+        step.accumulate(packed)
+    assert step.finish(4).suspects == (1,)
+
+    for part in (samples[:1], samples[1:]):
+        step.accumulate(pack(part))
+    assert step.finish(4).suspects == ()
+
+    spoil(step, gradient=True)
+    for part in (samples[:1], samples[1:]):
+        step.accumulate(pack(part))
+    result = step.finish(4)
+    assert (result.skipped, result.suspects) == (NON_FINITE, (0, 1))
+    assert math.isfinite(result.metrics["loss_sum"])
+
+
+def test_skipped_steps_move_no_clock():
+    model = tiny_model(tied=True, dtype=torch.float64)
+    step, _ = make_step(
+        PolicyModel(model),
+        make_config(schedule_clock="samples", num_warmup_steps=0, num_warmup_samples=40),
+    )
+    good, bad = pack(batch(model)), pack(batch(model))
+    bad.advantages[0] = math.nan
+    results = []
+    for packed, denominator in ((good, 4), (bad, 4), (pack([]), 0), (good, 4)):
+        step.accumulate(packed)
+        results.append(step.finish(denominator))
+    assert [result.skipped for result in results] == ["", NON_FINITE, NO_SAMPLES, ""]
+    taken = Clocks(steps=1, samples=4)
+    assert [result.clocks for result in results] == [taken, taken, taken, Clocks(2, 8)]
+    assert [results[0].learning_rate, results[3].learning_rate] == [1e-2 * 0.1, 1e-2 * 0.2]
+    assert step.num_updates == 2
+
+
+def test_the_clock_of_samples_does_not_count_tokens():
+    model = tiny_model(tied=True, dtype=torch.float64)
+    step, _ = make_step(PolicyModel(model), make_config(aggregation="token-mean"))
+    step.accumulate(pack(batch(model)))
+    assert step.finish(29, num_samples=4).clocks == Clocks(steps=1, samples=4)
+
+
+class Bigrams(torch.nn.Module):
+    """A policy without attention, whose CPU kind reads the lengths of sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.randn(64, 8, dtype=torch.float64))
+
+    def forward(self, packed, *, temperature, chunk_size):
+        hidden = self.rows[packed.input_ids][packed.logit_positions]
+        setting = {"temperature": temperature, "chunk_size": chunk_size}
+        return token_logprobs(hidden, self.rows, packed.target_ids, **setting)
+
+
+def test_no_number_is_read_before_the_step_ends():
+    step, _ = make_step(Bigrams(), make_config(loss_chunksize=4))
+    packed = pack(batch(tiny_model(tied=True, dtype=torch.float64)))
+    with NumbersRead() as numbers:
+        step.accumulate(packed)
+        step.count(num_fillers=1)
+    assert numbers.count == 0
+    with NumbersRead() as numbers:
+        step.finish(4)
+    assert numbers.count > 0
 
 
 @pytest.mark.parametrize("with_filler", [True, False])

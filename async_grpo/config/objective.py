@@ -1,0 +1,172 @@
+"""The options that define the update, and the combinations that cannot be meant.
+
+design, section 4, has the formulas; `training/loss.py` and `batching/` compute them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from async_grpo.config.option import option, require
+
+PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """Advantage, ratio, clipping, corrections and penalties of the GRPO family."""
+
+    preset: str = option(
+        "", "a published objective; options given beside it win", choices=("", *PRESET_NAMES)
+    )
+    advantage: str = option("grpo", "baseline of a group", choices=("grpo", "dr", "rloo"))
+    aggregation: str = option(
+        "sample-mean",
+        "weight of a token in the loss",
+        choices=("sample-mean", "token-mean", "constant"),
+    )
+    constant_length_samples: int = option(
+        0, "divisor in tokens of --aggregation constant (Dr. GRPO)"
+    )
+
+    ratio_mode: str = option(
+        "auto",
+        "what the policy ratio compares with: the policy itself, what the engine recorded, or the "
+        "policy at the start of the batch; auto: on_policy with --max-staleness 0 and one step a "
+        "batch, else behaviour",
+        choices=("auto", "on_policy", "behaviour", "decoupled"),
+    )
+    ratio_level: str = option(
+        "token", "a ratio for each token, or one a sample (GSPO)", choices=("token", "sequence")
+    )
+    policy_loss: str = option(
+        "clip", "PPO's clipped surrogate, or CISPO's clipped weight", choices=("clip", "cispo")
+    )
+    clip_low: float = option(0.2, "the ratio is clipped below at 1 - this")
+    clip_high: float = option(0.2, "the ratio is clipped above at 1 + this")
+    dual_clip: float = option(
+        0.0, "bound of the ratio where the advantage is negative, above 1; 0: none"
+    )
+
+    importance_correction: str = option(
+        "none",
+        "weight of the policy loss by trainer/engine probability: truncated above, or 0 outside "
+        "bounds",
+        choices=("none", "truncate", "mask"),
+    )
+    correction_level: str = option(
+        "token", "a correction for each token, or one a sample", choices=("token", "sequence")
+    )
+    correction_low: float = option(0.5, "smallest weight that mask keeps")
+    correction_high: float = option(2.0, "largest weight that mask keeps, cap of truncate")
+
+    kl_coefficient: float = option(0.0, "weight of the KL penalty to the reference model")
+    kl_estimator: str = option(
+        "k3",
+        "estimator of the KL penalty; k3_iw: weighted by the policy ratio; k1: in the reward",
+        choices=("k2", "k3", "k3_iw", "k1"),
+    )
+    entropy_coefficient: float = option(0.0, "weight of the entropy bonus")
+
+    overlong_buffer_tokens: int = option(
+        0, "outputs longer than --max-generation-tokens less this lose reward (DAPO); 0: off"
+    )
+    overlong_penalty: float = option(1.0, "reward that an output of the full length loses")
+    mask_truncated_samples: bool = option(
+        False, "outputs cut at --max-generation-tokens serve the baseline, and are not trained"
+    )
+    dynamic_sampling: int = option(
+        0, "questions drawn to replace one whose samples all have the same reward; 0: none"
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Reference log-probabilities are used somewhere."""
+        return self.kl_coefficient > 0
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_coefficient > 0 and self.kl_estimator != "k1"
+
+    @property
+    def correction_in_words(self) -> str:
+        """For example `truncate(trainer/engine, 2) a token`."""
+        low = f"{self.correction_low:g}, " if self.importance_correction == "mask" else ""
+        return (
+            f"{self.importance_correction}(trainer/engine, {low}{self.correction_high:g}) "
+            f"a {self.correction_level}"
+        )
+
+
+def check_objective(config: ObjectiveConfig, *, mode: str, max_generation_tokens: int) -> None:
+    """Raise `ConfigError` for what contradicts itself; `mode` is the ratio mode in force."""
+    require(
+        (config.aggregation == "constant") == (config.constant_length_samples > 0),
+        "constant_length_samples",
+        "goes with --aggregation constant, and only with it",
+        config.constant_length_samples,
+        "set both, for example to --max-generation-tokens, or neither",
+    )
+    _check_ratio(config)
+    _check_correction(config, mode)
+    require(
+        config.overlong_buffer_tokens <= max_generation_tokens,
+        "overlong_buffer_tokens",
+        f"must not exceed --max-generation-tokens ({max_generation_tokens})",
+        config.overlong_buffer_tokens,
+        "a fifth of it is usual",
+    )
+
+
+def _check_ratio(config: ObjectiveConfig) -> None:
+    whole = config.ratio_level == "sequence"
+    require(
+        not whole or (config.aggregation == "sample-mean" and config.policy_loss == "clip"),
+        "ratio_level",
+        "must be token unless --aggregation is sample-mean and --policy-loss is clip "
+        f"(they are {config.aggregation} and {config.policy_loss})",
+        config.ratio_level,
+        "GSPO is defined for one clipped ratio a sample: change the one or the other",
+    )
+    require(
+        config.dual_clip == 0 or config.dual_clip > 1,
+        "dual_clip",
+        "must be 0 (off) or above 1",
+        config.dual_clip,
+        "3 is usual",
+    )
+    require(
+        config.dual_clip == 0 or config.policy_loss == "clip",
+        "dual_clip",
+        "belongs to --policy-loss clip: cispo bounds the weight itself",
+        config.dual_clip,
+        "drop one of the two",
+    )
+
+
+def _check_correction(config: ObjectiveConfig, mode: str) -> None:
+    if config.importance_correction == "none":
+        return
+    require(
+        mode != "behaviour",
+        "importance_correction",
+        "must be none where the ratio already compares with the engine (--ratio-mode behaviour): "
+        "it would correct twice",
+        config.importance_correction,
+        "add --ratio-mode decoupled, or drop it",
+    )
+    require(
+        config.correction_high >= 1 and math.isfinite(config.correction_high),
+        "correction_high",
+        "must be at least 1 and finite",
+        config.correction_high,
+        "2 is usual",
+    )
+    require(
+        0 <= config.correction_low <= 1,
+        "correction_low",
+        "must be in [0, 1]",
+        config.correction_low,
+        "0.5 is usual",
+    )

@@ -1,0 +1,66 @@
+"""The arguments that vLLM is started with, so that its log-probabilities can be trained on."""
+
+from __future__ import annotations
+
+from vllm.config import ModelConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from async_grpo.rollout.settings import EngineConfig
+
+EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
+TRANSFER_BACKEND = "staged_file"
+CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
+CPU_KV_CACHE_BYTES = 256 << 20
+CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
+KV_BLOCK_TOKENS = 128  # vLLM's largest block; a sequence may waste one, and vLLM keeps one
+
+
+def engine_args(config: EngineConfig) -> AsyncEngineArgs:
+    """What the worker was asked for, and what training needs."""
+    on_cpu = current_platform.is_cpu()
+    dtype = config.dtype
+    if dtype == "auto":  # vLLM's own choice would round a float32 model
+        dtype = "float32" if on_cpu else "bfloat16"
+    args = AsyncEngineArgs(
+        model=config.model_path,
+        dtype=dtype,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len or None,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy="priority",  # of equals the first comes first; the canary goes before all
+        seed=config.seed,
+        kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,
+        generation_config="vllm",  # nothing of the sampling comes from the model's folder
+        logprobs_mode="processed_logprobs",  # at the sampling temperature
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        # Left alone, vLLM may take Ray's executor inside an actor, and its own placement with it.
+        distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
+        worker_extension_cls=EXTENSION,
+        weight_transfer_config={"backend": TRANSFER_BACKEND},
+    )
+    return _for_cpu(args) if on_cpu else args
+
+
+def _for_cpu(args: AsyncEngineArgs) -> AsyncEngineArgs:
+    args.enforce_eager = True
+    # A seeded request whose prompt is cut in two winds back its generator, which a CPU generator
+    # cannot: the engine would die of it.
+    args.enable_chunked_prefill = False
+    longest_prompt = args.create_model_config().max_model_len
+    args.max_num_batched_tokens = max(longest_prompt, CPU_BATCHED_TOKENS)
+    if args.tensor_parallel_size == 1:
+        args.distributed_executor_backend = CPU_EXECUTOR
+    if args.kv_cache_memory_bytes is None:  # vLLM would take nearly all of the memory
+        longest = _longest_sequence_bytes(args.create_model_config())
+        args.kv_cache_memory_bytes = max(CPU_KV_CACHE_BYTES, longest)
+    return args
+
+
+def _longest_sequence_bytes(model: ModelConfig) -> int:
+    """KV cache that one sequence of the longest length needs; vLLM refuses to start with less."""
+    num_layers = model.hf_text_config.num_hidden_layers
+    per_token = 2 * num_layers * model.get_total_num_kv_heads() * model.get_head_size()
+    return (model.max_model_len + 2 * KV_BLOCK_TOKENS) * per_token * model.dtype.itemsize

@@ -1,0 +1,94 @@
+"""The canary inside the engine: fixed tokens scored by the weights that were just loaded.
+
+vLLM scores prompts from raw logits whatever the temperature, and never reads its prefix cache for
+them, so that the scores belong to these weights alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import SamplingParams
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from async_grpo.errors import WorkerError
+from async_grpo.types import CanaryRow
+
+FIRST_IN_LINE = -1  # every other request has the priority 0
+TIMEOUT_S = 60.0
+
+
+class CanaryReplay:
+    """One pass of the rows. What goes wrong with it is told by `problem`, for weights to serve on.
+
+    Only the engine's death is raised.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, rows: Sequence[CanaryRow], *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._llm = llm
+        self._rows = rows
+        self._timeout_s = timeout_s
+        self._answers: list[RequestOutputCollector] = []
+        self.problem = ""
+
+    async def queue(self) -> None:
+        """Put the rows at the head of the engine's line, which may be paused."""
+        parameters = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,  # of the prompt's own tokens only
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            for index, row in enumerate(self._rows):
+                answer = await self._llm.add_request(
+                    f"canary-{index}",
+                    tokens_input(row.token_ids.tolist()),
+                    parameters,
+                    priority=FIRST_IN_LINE,
+                )
+                self._answers.append(answer)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM's boundary: the update itself is fine
+            self.problem = f"vLLM refused the canary: {error!r}"
+
+    async def scores(self) -> tuple[NDArray[np.float32], ...]:
+        """Log-probabilities of each row's tokens from the second on; nothing when one failed."""
+        outputs: list[RequestOutput] = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for answer in self._answers:
+                    outputs.append(await answer.get())
+            if not self.problem:
+                pairs = zip(self._rows, outputs, strict=True)
+                return tuple(_read(row, output) for row, output in pairs)
+        except EngineDeadError:
+            raise
+        except TimeoutError:
+            self.problem = f"the canary was not scored within {self._timeout_s:g} s"
+        except Exception as error:  # vLLM's boundary: the update itself is fine
+            self.problem = f"the canary could not be scored: {error!r}"
+        finally:
+            unanswered = [answer.request_id for answer in self._answers[len(outputs) :]]
+            if unanswered:
+                await self._llm.abort(unanswered, internal=True)
+        return ()
+
+
+def _read(row: CanaryRow, output: RequestOutput) -> NDArray[np.float32]:
+    scored = output.prompt_logprobs
+    if scored is None or list(scored.token_ids) != row.token_ids[1:].tolist():
+        raise WorkerError("vLLM must score every token of a canary row but the first, and did not")
+    return np.asarray(scored.logprobs, dtype=np.float32)

@@ -1,0 +1,127 @@
+"""What compares policies: ratios, their clipped losses, corrections and divergences, a token each.
+
+Legend: N trained tokens of a minibatch, S its samples, `lp` the policy's log-probability, `old` the
+one it is compared with, `b` the engine's, `ref` the reference's, sg stop-gradient.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from async_grpo.types import PackedMinibatch
+
+
+def over_samples(values: Tensor, packed: PackedMinibatch, *, mean: bool) -> Tensor:
+    """Each token's [N] value replaced by its sample's sum, or mean, over its trained tokens.
+
+    Every token of a sample is in the same minibatch, so that no partition can change the result.
+    """
+    num_rows = len(packed.cu_seqlens) - 1
+    totals_S = values.new_zeros(num_rows).index_add(0, packed.sample_index, values)
+    if mean:
+        counts_S = torch.bincount(packed.sample_index, minlength=num_rows)
+        totals_S = totals_S / counts_S.clamp(min=1)
+    return totals_S[packed.sample_index]
+
+
+def policy_ratio(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, *, level: str) -> Tensor:
+    """Probability under the policy by probability under `old`, [N], with gradient.
+
+    `sequence` is GSPO's length-normalised one, exp(mean_t (lp - old)), the same for all tokens of a
+    sample (arXiv 2507.18071, eq. 7).
+    """
+    log_ratio = logprobs - old
+    if level == "sequence":
+        log_ratio = over_samples(log_ratio, packed, mean=True)
+    # Beyond floats 0 * inf would make a NaN of a gradient that the clip has cut to 0. Where nothing
+    # cuts such a ratio (a negative advantage without a dual clip) its token has no gradient either.
+    return torch.exp(log_ratio.clamp(max=math.log(torch.finfo(log_ratio.dtype).max) - 1))
+
+
+def clipped_policy_loss(
+    ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), and where the clip cut the gradient.
+
+    A good token's ratio counts up to 1 + high, a bad token's down to 1 - low; going back is free:
+
+    >>> ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    >>> advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    >>> loss, clipped = clipped_policy_loss(ratio, advantages, clip_low=0.25, clip_high=0.25)
+    >>> loss.tolist()
+    [-1.25, 1.5, -0.5, 0.75]
+    >>> clipped.tolist()
+    [True, False, False, True]
+
+    `dual_clip` also bounds the ratio of a bad token above (arXiv 1912.09729, eq. 5); 0 is off.
+    """
+    free = ratio * advantages
+    limited = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    objective, clipped = torch.minimum(free, limited), limited < free
+    if dual_clip:
+        floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+        clipped = clipped | (objective < floor)
+        objective = torch.maximum(objective, floor)
+    return -objective, clipped
+
+
+def cispo_policy_loss(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """-sg(clip(ratio, 1 - low, 1 + high)) * A * lp (arXiv 2506.13585, eq. 4), and where it is cut.
+
+    No token loses its gradient: only its weight is bounded.
+    """
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantages * logprobs, weight != ratio.detach()
+
+
+@torch.no_grad()
+def correction_weights(
+    old: Tensor,
+    behaviour: Tensor,
+    packed: PackedMinibatch,
+    *,
+    kind: str,
+    level: str,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
+    """w = f(exp(old - b)) [N] for what the engine sampled with other numbers, and where f cut.
+
+    `truncate` is min(., high); `mask` keeps what lies in [low, high] and makes the rest 0. At level
+    `sequence` the ratio is the whole output's, exp(sum_t (old - b)).
+    """
+    log_ratio = old - behaviour
+    if level == "sequence":
+        log_ratio = over_samples(log_ratio, packed, mean=False)
+    ratio = torch.exp(log_ratio)
+    if kind == "truncate":
+        return ratio.clamp(max=high), ratio > high
+    outside = (ratio < low) | (ratio > high)
+    return ratio.masked_fill(outside, 0.0), outside
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference), [N] (Schulman, "Approximating KL divergence").
+
+    >>> lp, ref = torch.tensor([0.0, -2.0]), torch.tensor([0.0, -1.0])
+    >>> kl_penalty(lp, ref, estimator="k2").tolist()
+    [0.0, 0.5]
+    >>> [round(value, 4) for value in kl_penalty(lp, ref, estimator="k3").tolist()]  # e - 1 - 1
+    [0.0, 0.7183]
+    """
+    log_ratio = reference - logprobs
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        return torch.expm1(log_ratio) - log_ratio
+    raise ValueError(f"kl_estimator must be k2 or k3, got {estimator!r}: see --kl-estimator")

@@ -1,0 +1,82 @@
+"""Fixed tokens that engine and trainer score with the same weights, right after each update.
+
+What they disagree by is numerical mismatch alone: no staleness, no sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NUM_ROWS = 4
+MAX_ROW_TOKENS = 64
+# Largest difference in nats that rounding explains. Log-probabilities of float32 were seen to
+# differ by 1e-6 (2 layers) and stay below 1e-4 in deep models; bfloat16 rounds 65536 times as
+# coarsely, which makes 0.07 of the first. Weights or caches that were not replaced, the errors
+# looked for, cost 0.1 to 4 nats after a few updates. Both bounds leave an order of magnitude.
+BOUND_NATS = {"float64": 1e-3, "float32": 1e-3}
+LOW_PRECISION_BOUND_NATS = 0.7
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CanaryRow:
+    """One row of tokens, and the trainer's log-probabilities of them at temperature 1."""
+
+    token_ids: NDArray[np.int32]  # [n], n >= 2
+    logprobs: NDArray[np.float32]  # [n - 1], of token_ids[1:]
+    dtype: str = "float32"  # that the trainer computed in
+
+
+def canary_tokens(prompts: Iterable[NDArray[np.int32]]) -> tuple[NDArray[np.int32], ...]:
+    """The rows of a run: its first prompts, cut; a row needs a token that another one predicts.
+
+    >>> rows = canary_tokens(np.arange(n, dtype=np.int32) for n in (1, 100, 3, 2, 0, 9, 9))
+    >>> [len(row) for row in rows]
+    [64, 3, 2, 9]
+    """
+    rows: list[NDArray[np.int32]] = []
+    for prompt in prompts:
+        if len(prompt) >= 2 and len(rows) < NUM_ROWS:
+            rows.append(prompt[:MAX_ROW_TOKENS])
+    return tuple(rows)
+
+
+def canary_differences(
+    rows: Sequence[CanaryRow], found: Sequence[NDArray[np.float32]]
+) -> NDArray[np.float64]:
+    """|engine - trainer| of every token of `rows`, [K] nats; infinite where one is not finite."""
+    with np.errstate(invalid="ignore"):
+        parts = [
+            np.abs(row.logprobs.astype(np.float64) - logprobs)
+            for row, logprobs in zip(rows, found, strict=True)
+        ]
+    differences = np.concatenate(parts) if parts else np.zeros(0)
+    return np.where(np.isfinite(differences), differences, np.inf)
+
+
+def canary_complaint(
+    rows: Sequence[CanaryRow], found: Sequence[NDArray[np.float32]], *, dtype: str
+) -> str:
+    """What to tell the user of an engine of `dtype` that scored `rows`; empty when all is well."""
+    differences = canary_differences(rows, found)
+    bound = canary_bound(dtype, *(row.dtype for row in rows))
+    if differences.max(initial=0.0) <= bound:
+        return ""
+    return (
+        f"log-probabilities of {len(differences)} fixed tokens differ from the trainer's by up to "
+        f"{differences.max():.3g} nats (mean {differences.mean():.3g}) with the same weights, "
+        f"where rounding explains {bound:g}: it does not serve what was sent, or computes it "
+        "differently; give worker and trainer the same model folder and --dtype, or restart it"
+    )
+
+
+def canary_bound(*dtypes: str) -> float:
+    """Nats that rounding explains when engine and trainer compute in these types.
+
+    >>> canary_bound("float32", "float32"), canary_bound("float32", "bfloat16")
+    (0.001, 0.7)
+    """
+    return max(BOUND_NATS.get(dtype, LOW_PRECISION_BOUND_NATS) for dtype in dtypes)

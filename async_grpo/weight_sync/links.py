@@ -1,0 +1,95 @@
+"""What every device transport needs of the trainer's side: a link a worker, and who answers it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from async_grpo import cluster
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.types import WeightsSnapshot
+from async_grpo.weight_sync.buckets import unpack_bucket
+
+OnFailure = Callable[[Exception], None]
+FETCH_TIMEOUT_S = 60.0  # out of this machine's own object store
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Trainer rank 0, as links see it."""
+
+    device: torch.device
+    device_id: str  # the same in every process, unlike the index
+    address: str  # of its machine
+
+
+class Link(Protocol):
+    """The way from trainer rank 0 to one worker."""
+
+    def send(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
+        """Have the worker serve a snapshot before `deadline`, in `time.monotonic` seconds.
+
+        Raises whatever went wrong; the link must then be closed. `on_failure` is told at once when
+        the worker refuses or dies: this half of the transfer may be waiting for it on a device,
+        where no exception reaches it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the worker, also from another thread while `send` hangs."""
+        ...
+
+
+class WorkerClient:
+    """vLLM's own protocol of a weight update (`VLLMWeightSyncClient`), with one worker by Ray."""
+
+    def __init__(self, handle: Any, *, transport: str, who: str) -> None:
+        self._handle = handle
+        self._transport = transport
+        self._who = who
+
+    def prepare(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
+        """What the next update brings, and until when every call of it must have been answered."""
+        self._snapshot, self._deadline, self._on_failure = snapshot, deadline, on_failure
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        info = {"transport": self._transport, "init_info": init_info}
+        self._call("open_route", info, self._remaining_s())
+
+    def start_weight_update(self) -> None:
+        self._call("begin_update", self._snapshot, self._remaining_s())
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("update", update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The worker has the version from `start_weight_update`."""
+        self._call("finish_update")
+
+    def _remaining_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        try:
+            call = getattr(self._handle, method).remote(*arguments)
+            cluster.wait(call, timeout_s=self._remaining_s(), who=self._who)
+        except AsyncGrpoError as error:
+            self._on_failure(error)
+            raise
+
+
+def device_tensors(
+    snapshot: WeightsSnapshot, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a snapshot, verified, moved to a device one at a time.
+
+    Raises `WeightSyncError` when bytes are not those that were gathered.
+    """
+    for bucket in snapshot.buckets:
+        data = cluster.wait(bucket.data, timeout_s=FETCH_TIMEOUT_S, who="the object store")
+        for name, tensor in unpack_bucket(bucket, data):
+            yield name, tensor.to(device)

@@ -1,0 +1,71 @@
+"""How published weights reach the workers: one small protocol, a file a transport.
+
+Every transport starts from the same snapshot in the object store. A device transport is a faster
+way ahead of it: whoever it does not reach, and whoever joins later, loads from the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import ray
+import torch
+
+from async_grpo.types import PublishReport, WeightsSnapshot, WorkerInfo
+from async_grpo.weight_sync.device import ROLE, DeviceTransport
+from async_grpo.weight_sync.links import Link, Sender, WorkerClient
+from async_grpo.weight_sync.publisher import Publisher
+from async_grpo.weight_sync.routes import NCCL, OBJECT_STORE, check_route
+
+
+class Transport(Protocol):
+    """Brings a snapshot to all workers; the publisher, through the object store, is the simplest.
+
+    One more for devices is a `Link` in a file of its own, named in `open_transport` and `routes`.
+    """
+
+    def announce(
+        self, snapshot: WeightsSnapshot, *, registries: Mapping[str, Any], timeout_s: float
+    ) -> dict[str, PublishReport]:
+        """Have the workers of each registry (by role) serve a snapshot; reports by role.
+
+        Raises:
+            DeadlineError: a registry did not answer.
+            WorkerError: a registry died.
+        """
+        ...
+
+
+def open_transport(name: str, publisher: Publisher) -> Transport:
+    """The transport of `--weight-transport`, in trainer rank 0; `check_route` has let it pass."""
+    if name == OBJECT_STORE:
+        return publisher
+    make_link = _link_of(name)
+    device = torch.device("cuda", torch.cuda.current_device())
+    sender = Sender(device, device_id(), ray.util.get_node_ip_address())
+
+    def connect(worker: WorkerInfo, handle: Any) -> Link:
+        check_route(name, worker, sender=sender.device_id)
+        client = WorkerClient(handle, transport=name, who=f"{ROLE} worker {worker.worker_id}")
+        return make_link(client, worker=worker, sender=sender)
+
+    return DeviceTransport(publisher, connect)
+
+
+def _link_of(name: str) -> Callable[..., Link]:
+    """Imported on demand: these import vLLM, which costs the trainer seconds."""
+    if name == NCCL:
+        from async_grpo.weight_sync.nccl import NcclLink
+
+        return NcclLink
+    from async_grpo.weight_sync.ipc import IpcLink
+
+    return IpcLink
+
+
+def device_id() -> str:
+    """The identity of this process's current NVIDIA device, empty when it has none."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

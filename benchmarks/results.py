@@ -1,0 +1,121 @@
+"""Figures of a benchmark: a table on the screen and a file that the next run is compared with."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+FOLDER = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured number; `spread` is the lowest and highest of the values it is the median of."""
+
+    name: str
+    value: float
+    unit: str
+    better: Literal["higher", "lower"] = "lower"
+    goal: float | None = None
+    spread: tuple[float, float] | None = None
+
+
+def median(
+    name: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    better: Literal["higher", "lower"] = "lower",
+    goal: float | None = None,
+) -> Figure:
+    """The median of several measurements, with their spread.
+
+    >>> median("time", [3.0, 1.0, 2.0], "s")
+    Figure(name='time', value=2.0, unit='s', better='lower', goal=None, spread=(1.0, 3.0))
+    """
+    spread = (min(values), max(values))
+    return Figure(name, statistics.median(values), unit, better, goal, spread)
+
+
+def machine() -> str:
+    """Number and kind of the processors: what a time depends on, and nothing that identifies.
+
+    >>> machine().endswith("GiB")
+    True
+    """
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} x {models[0] if models else 'unknown'}, {memory_gib:.0f} GiB"
+
+
+def load() -> str:
+    """How busy the machine is, for whoever doubts a time."""
+    return "load average " + " ".join(f"{value:.2f}" for value in os.getloadavg())
+
+
+def command(name: str) -> str:
+    """The command line that repeats this run, from the top folder of the repository."""
+    return " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
+
+
+def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER) -> Path:
+    """Replace the benchmark's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    content = {
+        "benchmark": name,
+        "command": command(name),
+        "machine": machine(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "figures": [_entry(figure) for figure in figures],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def _entry(figure: Figure) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": figure.name,
+        "value": figure.value,
+        "unit": figure.unit,
+        "goal": figure.goal,
+        "better": figure.better,
+    }
+    return entry | ({"spread": list(figure.spread)} if figure.spread else {})
+
+
+def show(figures: Sequence[Figure]) -> str:
+    """The figures as a table, with spread and goal."""
+    rows = []
+    for figure in figures:
+        spread = " - ".join(f"{value:.3g}" for value in figure.spread) if figure.spread else ""
+        goal = "" if figure.goal is None else f"{figure.goal:g}"
+        rows.append((figure.name, f"{figure.value:.3g}", figure.unit, spread, goal))
+    return table(("figure", "median", "unit", "spread", "goal"), rows)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under each other, numbers to the right.
+
+    >>> print(table(["policy", "s"], [["ours", "1.5"], ["whole batch", "12"]]))
+    policy         s
+    ours         1.5
+    whole batch   12
+    """
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )

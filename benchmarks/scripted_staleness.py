@@ -1,0 +1,62 @@
+"""Staleness bounds compared with scripted durations: how much of the overlap the admission gives.
+
+Generation (g) and training (t) of a batch are measured at staleness 0 when training starts with the
+complete batch: nothing overlaps then. With even lengths nothing brings a batch below max(g, t); a
+heavy tail leaves engines half empty at staleness 0, which more work in flight fills: above 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from benchmarks.results import Figure, median
+from benchmarks.rounds import even, heavy_tail, ours, whole_batch
+from benchmarks.scripted_run import Script, Step, simulate
+
+GOAL_SHARE_OF_BOUND = 0.9
+WARM_UP = 2  # batches until generation is as far ahead as it may be
+# All sequences of a batch run at once; training an even batch then takes as long as sampling it.
+EVEN = Script(
+    lengths=even, seconds_per_token=0.025, capacity_seqs=1024, num_batches=8, publish_s=0.5
+)
+HEAVY = dataclasses.replace(EVEN, lengths=heavy_tail, seconds_per_token=0.005)
+SCRIPTS = {"even": EVEN, "heavy-tailed": HEAVY}
+
+
+def scripted_figures(
+    scripts: Mapping[str, Script] = SCRIPTS, *, seeds: int = 3, bounds: Sequence[int] = (0, 1, 2)
+) -> list[Figure]:
+    """Share of the bound that each staleness reaches, for each kind of lengths."""
+    figures: list[Figure] = []
+    for kind, script in scripts.items():
+        shares: dict[int, list[float]] = {bound: [] for bound in bounds}
+        idle: dict[int, list[float]] = {bound: [] for bound in bounds}
+        floors = []
+        for seed in range(seeds):
+            seeded = dataclasses.replace(script, seed=seed)
+            serial = simulate(seeded, whole_batch)[WARM_UP:]
+            g = float(np.mean([step.generating_s for step in serial]))
+            t = float(np.mean([step.busy_s for step in serial]))
+            floors.append(max(g, t) / (g + t))
+            for bound in bounds:
+                steps = simulate(dataclasses.replace(seeded, max_staleness=bound), ours)[WARM_UP:]
+                shares[bound].append(max(g, t) / _mean_seconds(steps))
+                busy = sum(step.busy_s for step in steps) / sum(step.seconds for step in steps)
+                idle[bound].append(1 - busy)
+        figures.append(median(f"scripted {kind}, bound max(g, t) / (g + t)", floors, "fraction"))
+        for bound in bounds:
+            at = f"scripted {kind}, staleness {bound}"
+            goal = GOAL_SHARE_OF_BOUND if kind == "even" and bound else None
+            figures += [
+                median(f"{at}, share of the bound", shares[bound], "fraction", better="higher",
+                       goal=goal),
+                median(f"{at}, trainer idle", idle[bound], "fraction"),
+            ]  # fmt: skip
+    return figures
+
+
+def _mean_seconds(steps: Sequence[Step]) -> float:
+    return float(np.mean([step.seconds for step in steps]))

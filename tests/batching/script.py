@@ -1,0 +1,208 @@
+"""What happens in a scripted run, and what must come of it by the rules of design.md."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from async_grpo.batching.admission import StepKey
+from async_grpo.config.train import TrainConfig
+
+NUM_QUESTIONS = 7
+REWARDS = (0.0, 0.5, 1.0)
+BEHAVIOUR, REFERENCE = -0.5, -1.0  # log-probability of every token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """Everything is a function of the seed, the slot and its attempt; `timing` alone moves time."""
+
+    config: TrainConfig
+    num_ranks: int = 2
+    seed: int = 0
+    timing: int = 0
+    failing: frozenset[int] = frozenset()  # ordinals whose verification fails
+    failing_later: frozenset[int] = frozenset()  # ordinals whose replacements fail so
+    dropped: frozenset[int] = frozenset()  # ordinals that no generation worker can answer
+    flaky: frozenset[int] = frozenset()  # ordinals whose first try at each attempt fails
+    even: frozenset[int] = frozenset()  # ordinals whose first samples all get the same reward
+    barren: frozenset[int] = frozenset()  # ordinals whose samples at any attempt do
+    slowest_s: float = 5.0
+    loses_a_lease: bool = False
+
+    def chance(self, *key):
+        """A number in [0, 1) that is always the same for the key."""
+        return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest()) / 2**48
+
+    def seconds(self, *key):
+        return self.chance("seconds", self.timing, *key) * self.slowest_s
+
+    def replacement(self, slot, *, attempt):
+        return (slot * 3 + attempt * 2 + 1) % NUM_QUESTIONS
+
+    def question(self, ordinal, attempt):
+        return self.replacement(ordinal, attempt=attempt) if attempt else ordinal % NUM_QUESTIONS
+
+    def rewards(self, ordinal, attempt=0):
+        if ordinal in self.barren or (ordinal in self.even and attempt == 0):
+            return (0.5,) * self.config.samples_per_question
+        return tuple(
+            REWARDS[int(3 * self.chance("reward", self.seed, ordinal, attempt, index))]
+            for index in range(self.config.samples_per_question)
+        )
+
+    def lengths(self, ordinal, attempt=0):
+        """(tokens, masked tokens) of each sample; now and then all of them are masked."""
+        if (ordinal, attempt) not in self._lengths:
+            self._lengths[ordinal, attempt] = self._draw_lengths(ordinal, attempt)
+        return self._lengths[ordinal, attempt]
+
+    @cached_property
+    def _lengths(self):
+        return {}
+
+    def _draw_lengths(self, ordinal, attempt):
+        shape = []
+        for index in range(self.config.samples_per_question):
+            key = (self.seed, ordinal, attempt, index)
+            num_tokens = 1 + int(self.config.max_generation_tokens * self.chance("length", *key))
+            has_masked = self.chance("masked", *key) < 0.3
+            num_masked = int((num_tokens + 1) * self.chance("mask", *key)) if has_masked else 0
+            shape.append((num_tokens, num_masked))
+        return shape
+
+    def is_cut(self, num_tokens):
+        return num_tokens == self.config.max_generation_tokens
+
+    def shaped_rewards(self, ordinal, attempt):
+        """Dyadic numbers, so that no rounding decides what is equal."""
+        config, shaped = self.config, []
+        start = config.max_generation_tokens - config.overlong_buffer_tokens
+        for reward, (num_tokens, num_masked) in zip(
+            self.rewards(ordinal, attempt), self.lengths(ordinal, attempt), strict=True
+        ):
+            value = reward
+            if config.overlong_buffer_tokens and num_tokens > start:
+                excess = (num_tokens - start) / config.overlong_buffer_tokens
+                value -= config.overlong_penalty * excess
+            if config.kl_estimator == "k1":
+                divergence = (num_tokens - num_masked) * (BEHAVIOUR - REFERENCE)
+                value -= config.kl_coefficient * divergence
+            shaped.append(value)
+        return shaped
+
+    def attempts(self, ordinal):
+        """(attempts that are replaced, the attempt that is kept or None, stage that failed)."""
+        replaced = []
+        for attempt in range(1 + self.config.dynamic_sampling):
+            if ordinal in self.dropped:
+                return replaced, None, "generation"
+            if ordinal in (self.failing_later if attempt else self.failing):
+                return replaced, None, "verification"
+            is_last = attempt == self.config.dynamic_sampling
+            if is_last or len(set(self.shaped_rewards(ordinal, attempt))) > 1:
+                return replaced, attempt, ""
+            replaced.append(attempt)
+        raise AssertionError("the last attempt is kept")
+
+    def step(self, step):
+        """What must become of one gradient step."""
+        return ExpectedStep(self, step)
+
+    @property
+    def steps(self):
+        config = self.config
+        return [
+            StepKey(batch, step)
+            for batch in range(config.num_training_batches)
+            for step in range(config.steps_per_batch)
+        ]
+
+
+@dataclass(frozen=True)
+class ExpectedStep:
+    """The fates, D and sums of one step, from the rules alone."""
+
+    script: Script
+    key: StepKey
+
+    @property
+    def ordinals(self):
+        config = self.script.config
+        first = self.key.batch * config.batch_size
+        first += self.key.step_in_batch * config.questions_per_step
+        return range(first, first + config.questions_per_step)
+
+    @cached_property
+    def slots(self):
+        """ordinal -> (replaced attempts, kept attempt or None, stage that failed)."""
+        return {ordinal: self.script.attempts(ordinal) for ordinal in self.ordinals}
+
+    @cached_property
+    def trained(self):
+        """(ordinal, index) -> trained tokens of the samples that go to the trainers."""
+        return {key: n for key, (n, contributes) in self._kept().items() if contributes}
+
+    @cached_property
+    def fates(self):
+        size = self.script.config.samples_per_question
+        slots = self.slots.values()
+        num_trained = len(self.trained)
+        return Counter(
+            trained=num_trained,
+            zero_contribution=len(self._kept()) - num_trained,
+            failed=size * sum(kept is None for _, kept, _ in slots),
+            discarded=0,
+            replaced=size * sum(len(replaced) for replaced, _, _ in slots),
+        )
+
+    @property
+    def denominators(self):
+        """D in samples and in tokens: trained and of zero contribution, nothing else."""
+        kept = self._kept()
+        return len(kept), sum(num_tokens for num_tokens, _ in kept.values())
+
+    def sum_over_kept(self, values):
+        """Sum of `values(ordinal, attempt)` over the groups that count."""
+        slots = self.slots.items()
+        return sum(values(ordinal, kept) for ordinal, (_, kept, _) in slots if kept is not None)
+
+    def sum_over_replaced(self, values):
+        slots = self.slots.items()
+        return sum(values(ordinal, a) for ordinal, (replaced, _, _) in slots for a in replaced)
+
+    @property
+    def scored_tokens(self):
+        """Output tokens that the reference must see, and not one more."""
+        config, script = self.script.config, self.script
+        if config.kl_coefficient == 0:
+            return 0
+        if config.kl_in_loss:
+            return sum(
+                script.lengths(ordinal, self.slots[ordinal][1])[index][0]
+                for (ordinal, index), (num_trained, _) in self._kept().items()
+                if num_trained
+            )
+
+        def with_trained_tokens(ordinal, attempt):
+            return sum(n for n, masked in script.lengths(ordinal, attempt) if masked < n)
+
+        return self.sum_over_kept(with_trained_tokens) + self.sum_over_replaced(with_trained_tokens)
+
+    def _kept(self):
+        """(ordinal, index) -> (trained tokens, has a gradient) of the samples that count."""
+        config, kept = self.script.config, {}
+        always = config.kl_in_loss or config.entropy_coefficient > 0
+        for ordinal, (_, attempt, _) in self.slots.items():
+            if attempt is None:
+                continue
+            rewards = np.array(self.script.shaped_rewards(ordinal, attempt))
+            for index, (num_tokens, num_masked) in enumerate(self.script.lengths(ordinal, attempt)):
+                num_trained = num_tokens - num_masked
+                if config.mask_truncated_samples and self.script.is_cut(num_tokens):
+                    num_trained = 0
+                has_advantage = rewards[index] - rewards.mean() != 0.0
+                kept[ordinal, index] = num_trained, num_trained > 0 and (always or has_advantage)
+        return kept

@@ -1,0 +1,78 @@
+"""A pipeline between scripted services, and what came of one slot."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from scripted import Handle, Registry, make_completion, make_question, make_verdict, run
+from scripted_run import make_config
+
+from async_grpo.batching.groups import GroupRules
+from async_grpo.batching.pipeline import Services, SlotFailed, SlotPipeline
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
+
+OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
+REFERENCE = WeightsVersion(7, 0)
+QUESTION = make_question(num_tokens=3)
+REQUEST = GenerationRequest(
+    5, 0, QUESTION.input_token_ids, num_samples=2, sampling=SamplingContract(0.7, (1,), 8)
+)
+TIMEOUT_S = 100.0
+
+
+class Worker:
+    """Answers one request after the other with what the script says: a value or an error."""
+
+    def __init__(self, *answers, seconds=1.0):
+        self.answers, self.requests, self.seconds = list(answers), [], seconds
+
+    async def generate(self, request):
+        self.requests.append(request)
+        await asyncio.sleep(self.seconds)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    verify = logprobs = generate
+
+
+def group(version=OLDEST, num_samples=2):
+    return tuple(make_completion(version, num_tokens=4 + i) for i in range(num_samples))
+
+
+SCORED = (make_verdict(1.0), make_verdict(0.0))
+SCORES = (np.full(4, -1.0, np.float32), np.full(5, -2.0, np.float32))
+
+
+class Stage:
+    """A pipeline between scripted services, and what came of one slot."""
+
+    def __init__(self, generation=None, verdicts=None, reference=None, workers=None, **objective):
+        workers = workers or [Worker(group()) if generation is None else generation]
+        self.generation = Registry(*workers)
+        self.verifiers = verdicts or Worker(SCORED)
+        self.reference = Registry(reference) if reference else None
+        services = Services(
+            generation=Handle(self.generation),
+            verifiers=Handle(self.verifiers),
+            reference=Handle(self.reference) if reference else None,
+        )
+        if reference and not objective:
+            objective = {"kl_coefficient": 0.1}
+        rules = GroupRules(make_config(max_generation_tokens=8, **objective))
+        self.pipeline = SlotPipeline(services, rules=rules, timeout_s=TIMEOUT_S)
+
+    def run(self):
+        """The group; afterwards no sample may be left in a stage and no lease may be open."""
+        try:
+            return run(self.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE))
+        finally:
+            assert set(self.pipeline.stages.values()) <= {0}
+            assert not self.generation.open
+            assert not self.reference or not self.reference.open
+
+    def failure(self):
+        with pytest.raises(SlotFailed) as caught:
+            self.run()
+        return caught.value.stage, str(caught.value)

@@ -1,0 +1,279 @@
+"""Whole runs of the batcher in a loop whose clock jumps: any latencies, failures and options.
+
+Mutations that these tests were seen to catch (what was broken -> which test fails):
+
+- advantages, or what counts as variance, from the raw rewards -> every_sample_has_one_fate
+- a slot draws once more than its bound, or the same question again -> every_sample_has_one_fate
+- a replaced group not reissued in the ledger, or counted in D or in the sums -> the same
+- masked before advantages; k1 taken for a term of the loss; the entropy bonus forgotten -> the same
+- the reference asked for samples that are not trained -> the same, by its tokens
+- the window one batch wider -> the same; a lag beyond the bound let through -> too_old_end_the_run
+- the last group of a step to finish weighs twice -> order_of_completion_never_selects
+- what the last slot of a step trains depends on its being last -> every_sample_has_one_fate
+- samples lost by a round, sent with another step's, or a step ended early -> the same
+- a sample's lag that of its newest token -> lag_reaches_its_bound
+"""
+
+import logging
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from effort import histories
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from script import Script
+from scripted import run
+from scripted_run import INCARNATION, QUESTIONS, Cluster, Run, make_config, split_steps
+
+from async_grpo.batching import batcher
+from async_grpo.types import Minibatch, WeightsVersion
+
+few = st.frozensets(st.integers(0, 30), max_size=6)
+SHAPES = ((2, 0), (2, 1), (4, 0), (4, 2), (4, 1), (6, 3))  # questions a batch, a gradient step
+OBJECTIVES = (
+    {},
+    {"aggregation": "token-mean"},
+    {"entropy_coefficient": 0.125},
+    {"kl_coefficient": 0.125},
+    {"kl_coefficient": 0.125, "kl_estimator": "k1"},
+)
+
+
+@st.composite
+def scripts(draw):
+    batch_size, step_size = draw(st.sampled_from(SHAPES))
+    buffer = draw(st.sampled_from([0, 4, 8]))
+    config = make_config(
+        batch_size=batch_size,
+        train_minibatch_size=step_size,
+        num_training_batches=draw(st.integers(1, 4)),
+        samples_per_question=draw(st.integers(2, 4)),
+        max_staleness=draw(st.integers(0, 3)),
+        max_tokens_per_gpu=draw(st.sampled_from([20, 40, 500])),
+        advantage=draw(st.sampled_from(["grpo", "dr", "rloo"])),
+        dynamic_sampling=draw(st.sampled_from([0, 1, 3])),
+        mask_truncated_samples=draw(st.booleans()),
+        overlong_buffer_tokens=buffer,
+        overlong_penalty=0.5,
+        **draw(st.sampled_from(OBJECTIVES)),
+    )
+    return Script(
+        config=config,
+        num_ranks=draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 1000)),
+        timing=draw(st.integers(0, 1000)),
+        failing=draw(few),
+        failing_later=draw(few),
+        dropped=draw(few),
+        flaky=draw(few),
+        even=draw(few),
+        barren=draw(few),
+        slowest_s=draw(st.sampled_from([0.0, 1.0, 30.0])),
+        loses_a_lease=draw(st.booleans()),
+    )
+
+
+def many(examples):
+    slow = [HealthCheck.too_slow]
+    return settings(max_examples=examples, deadline=None, suppress_health_check=slow)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    """Thousands of failures are told in the log, and pytest would keep them all."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+class Watched(Run):
+    """A run whose books are read at every item that a rank gets."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.received = [[] for _ in range(script.num_ranks)]
+        take, ledger = self.batcher.next_item, self.batcher._ledger
+
+        async def next_item(rank, index):
+            item = await take(rank, index)
+            ledger.check()
+            self.received[rank].append(item)
+            return item
+
+        self.batcher.next_item = next_item
+
+
+def watched(script):
+    """(steps of every rank, the batcher's status at the end, the run)."""
+    running = Watched(script)
+
+    async def scenario():
+        return await running.train(), await running.batcher.status()
+
+    # The pump looks twice a second instead of fifty times: most of a history's cost.
+    with patch.object(batcher, "POLL_INTERVAL_S", 0.5):
+        items, status = run(scenario())
+    return list(map(split_steps, items)), status, running
+
+
+def samples_of(ranks, number):
+    """The samples that all ranks were sent in one step."""
+    return [s for own in ranks for minibatch in own[number][0] for s in minibatch.samples]
+
+
+@pytest.mark.timeout(1800)
+@many(histories(60))
+@given(scripts())
+def test_every_sample_has_one_fate_and_is_counted_once_in_any_history(script):
+    ranks, status, running = watched(script)
+    config, expected = script.config, [script.step(key) for key in script.steps]
+    assert [len(own) for own in ranks] == [len(expected)] * script.num_ranks
+    for number, step in enumerate(expected):
+        ends = [own[number][1] for own in ranks]
+        assert all(end == ends[0] for end in ends)
+        assert len({tuple(m.round_index for m in own[number][0]) for own in ranks}) == 1
+        check_end(step, ends[0])
+        check_samples(step, samples_of(ranks, number))
+    check_books(running, status, expected)
+    assert running.cluster.scored_tokens == sum(step.scored_tokens for step in expected)
+    for ordinal, num_published in running.cluster.started.items():
+        assert num_published >= ordinal // config.batch_size - config.max_staleness
+    for own in running.received:
+        for minibatch in (item for item in own if isinstance(item, Minibatch)):
+            num_tokens = sum(sample.num_tokens for sample in minibatch.samples)
+            assert num_tokens <= config.max_tokens_per_gpu
+
+
+def check_end(step, end):
+    script, config = step.script, step.script.config
+    assert (end.batch, end.step_in_batch) == step.key
+    assert end.is_last_of_batch == (step.key.step_in_batch + 1 == config.steps_per_batch)
+    assert dict(end.fates) == step.fates
+    assert (end.num_samples, end.num_tokens) == step.denominators
+    sums = end.sums
+    assert sums.get("num_samples", 0) == end.num_samples
+    assert sums.get("lag_max", 0) <= config.max_staleness
+    num_tokens = step.sum_over_kept(lambda o, a: sum(n for n, _ in script.lengths(o, a)))
+    assert sums.get("output_tokens", 0) == num_tokens
+    assert (lag_bins(sums, "samples"), lag_bins(sums, "tokens")) == (end.num_samples, num_tokens)
+    rewards = step.sum_over_kept(lambda o, a: sum(script.rewards(o, a)))
+    assert sums.get("reward_sum", 0.0) == rewards
+    shaped = step.sum_over_kept(lambda o, a: sum(script.shaped_rewards(o, a)))
+    penalties = sums.get("overlong_penalty_sum", 0.0) + sums.get("kl_penalty_sum", 0.0)
+    assert rewards - penalties == shaped
+    assert sums.get("num_replacements", 0) == step.sum_over_replaced(lambda o, a: 1)
+    assert sums.get("replaced_tokens", 0) == step.sum_over_replaced(
+        lambda o, a: sum(n for n, _ in script.lengths(o, a))
+    )
+
+
+def lag_bins(sums, what):
+    return sum(value for key, value in sums.items() if key.startswith("lag_") and what in key)
+
+
+def check_samples(step, samples):
+    script, config = step.script, step.script.config
+    sent = {(sample.ordinal, sample.index): sample for sample in samples}
+    assert len(sent) == len(samples)
+    assert {key: s.num_trained_tokens for key, s in sent.items()} == step.trained
+    for (ordinal, index), sample in sent.items():
+        attempt = step.slots[ordinal][1]
+        assert sample.question is QUESTIONS[script.question(ordinal, attempt)]
+        assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
+        assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
+        assert (sample.reference_logprobs is not None) == config.needs_reference
+        for version, start, stop in sample.completion.weights_versions:
+            assert stop > start
+            assert 0 <= step.key.batch - version.batches <= config.max_staleness
+
+
+def check_books(running, status, expected):
+    counts = running.batcher._ledger.counts()
+    totals = {fate: sum(step.fates[fate] for step in expected) for fate in counts.samples}
+    assert dict(counts.samples) == totals
+    assert counts.admitted_samples == sum(totals.values()) == status.done
+    assert (counts.in_flight_samples, counts.in_flight_slots) == (0, 0)
+    assert counts.admitted_slots == sum(len(step.ordinals) for step in expected)
+    idle = (status.generating, status.verifying, status.in_reference, status.ready, status.training)
+    assert idle == (0, 0, 0, 0, 0)
+    assert not running.generation.open
+
+
+@pytest.mark.timeout(1800)
+@many(histories(50) // 2)  # pairs
+@given(scripts(), st.integers(1001, 2000), st.sampled_from([0.0, 3.0, 30.0]))
+def test_the_order_of_completion_never_selects_what_is_trained(script, timing, slowest_s):
+    once, _, _ = watched(script)
+    again, _, _ = watched(replace(script, timing=timing, slowest_s=slowest_s))
+    for number in range(len(script.steps)):
+        first, second = (sorted(map(identity, samples_of(r, number))) for r in (once, again))
+        assert first == second
+        assert without_lag(once[0][number][1]) == without_lag(again[0][number][1])
+
+
+def identity(sample):
+    """All that the gradient of a sample depends on, but for who made its tokens when."""
+    return (
+        (sample.ordinal, sample.index, sample.advantage, sample.shaped_reward),
+        sample.completion.loss_mask.tolist(),
+        sample.completion.token_ids.tolist(),
+        len(sample.question.input_token_ids),
+    )
+
+
+def without_lag(end):
+    """The end of a step, to the last bit of its sums; only the age of the weights may differ."""
+    sums = {k: v for k, v in end.sums.items() if "lag" not in k}
+    return replace(end, sums=sums)
+
+
+def ends(ranks):
+    return [end for _, end in ranks[0]]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 3])
+def test_lag_reaches_its_bound_and_is_counted_a_sample_and_a_token(max_staleness):
+    config = make_config(max_staleness=max_staleness, num_training_batches=8)
+    ranks, _, _ = watched(Script(config=config))
+    sums = [end.sums for end in ends(ranks)]
+    assert [s["lag_max"] for s in sums][:2] == [0, 1]
+    assert max(s["lag_max"] for s in sums) == max_staleness
+    for step_sums in sums:
+        assert step_sums["lag_sum"] == sum(
+            lag * step_sums[f"lag_{lag}_samples"] for lag in range(max_staleness + 1)
+        )
+        assert f"lag_{max_staleness + 1}_samples" not in step_sums
+    younger = sum(s["token_lag_sum"] / s["output_tokens"] for s in sums)
+    assert younger < sum(s["lag_sum"] / s["num_samples"] for s in sums)
+
+
+def test_weights_that_are_too_old_end_the_run_with_the_bug_s_name():
+    running = Run(Script(config=make_config(max_staleness=1, num_training_batches=4)))
+    running.batcher._window.oldest_weights = lambda ordinal: WeightsVersion(INCARNATION, 0)
+    running.cluster.__class__ = Frozen
+    with pytest.raises(RuntimeError, match=r"lag must be in 0\.\.1 .* got 2: tokens of version 0"):
+        run(running.train())
+
+
+class Frozen(Cluster):
+    """Workers that never load new weights."""
+
+    def _completion(self, first, num_tokens, num_masked):
+        self.version = WeightsVersion(INCARNATION, 0)
+        return super()._completion(self.version, num_tokens, num_masked)
+
+
+def test_without_variance_a_slot_draws_up_to_its_bound_and_keeps_the_last():
+    config = make_config(dynamic_sampling=2, num_training_batches=1, batch_size=2)
+    script = Script(config=config, barren=frozenset({0}), seed=1)
+    ranks, _, running = watched(script)
+    (end,) = ends(ranks)
+    assert running.cluster.attempts[0] == 2
+    assert running.cluster.tries == {(0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 1}
+    assert (end.fates["replaced"], end.fates["zero_contribution"] >= 3) == (6, True)
+    assert (end.num_samples, end.sums["num_replacements"]) == (6, 2)
+    assert end.sums["replaced_reward_sum"] == 6 * 0.5
+    received = sum(n for a in range(3) for n, _ in script.lengths(0, a))
+    received += sum(n for n, _ in script.lengths(1))
+    assert running.batcher._ledger.counts().output_tokens == received

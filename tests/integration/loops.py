@@ -1,0 +1,137 @@
+"""Real runs through the command line: workers, trainers, what they leave, and its recomputation."""
+
+import json
+
+import numpy as np
+import pytest
+import ray
+import torch
+from commands import dispatcher, trainer, wait_until
+from tiny_models import load_model
+
+from async_grpo import cluster
+from async_grpo.telemetry.schema import METRICS
+from async_grpo.types import WeightsSnapshot, WeightsVersion
+
+READY_S, TIMEOUT_S = 180.0, 60.0
+REWARDS = """
+def share_of_digits(sample, **kwargs):
+    output = sample["output"]
+    return {"reward": sum(map(str.isdigit, output)) / max(len(output), 1)}
+
+
+def begins_with_a_digit(sample, **kwargs):
+    return {"reward": float(sample["output"][:1].isdigit())}
+"""
+# No adapter gives one; no group was replaced.
+WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward"}
+
+
+class Setup:
+    """What all runs of a file share, and a folder for what they leave behind."""
+
+    def __init__(self, folder, address, model, questions, *, namespace, reward):
+        self.folder, self.address, self.model, self.questions = folder, address, model, questions
+        self._namespace = ("--namespace", namespace)
+        self._reward = f"{folder / 'rewards.py'}:{reward}"
+        (folder / "rewards.py").write_text(REWARDS)
+
+    def workers(self, mode, *, num_workers=2, model=None):
+        """A dispatcher in the foreground."""
+        return dispatcher(
+            self.address, model or self.model, "--mode", mode, "--num-workers", num_workers,
+            "--reward-fns", self._reward, "--max-num-seqs", 16, "--max-tokens-per-gpu", 512,
+            *self._namespace,
+        )  # fmt: skip
+
+    def train(self, name, **options):
+        """Two ranks, whose run goes on."""
+        options = {"max_generation_tokens": 12, "max_tokens_per_gpu": 64} | options
+        flags = (
+            part
+            for option, value in options.items()
+            for part in ("--" + option.replace("_", "-"), value)
+        )
+        output = self.folder / name
+        return trainer(
+            self.address, self.model, self.questions, output, *flags, *self._namespace, ranks=2
+        )
+
+    def rows(self, name):
+        """The lines of a run's metrics so far."""
+        return read_lines(self.folder / name / "training_metrics.jsonl")
+
+    def samples(self, name):
+        """The lines of a run's samples so far."""
+        return read_lines(self.folder / name / "samples.jsonl")
+
+    def versions(self, name):
+        """The model after 0, 1, 2 ... batches of a run that exported after each."""
+        exports = (self.folder / name / "hf_format").iterdir()
+        ordered = sorted(exports, key=lambda folder: int(folder.name.removeprefix("samples_")))
+        return [load_model(folder) for folder in (self.model, *ordered)]
+
+
+def read_lines(path):
+    """The whole lines of a file that may still be written."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def wait_until_registered(command, num_workers):
+    wait_until(lambda: command.out.count(" registered") == num_workers, timeout_s=READY_S)
+
+
+def registry_call(role, method, *args):
+    registry = cluster.find_actor(cluster.registry_name(role))
+    return ray.get(getattr(registry, method).remote(*args), timeout=TIMEOUT_S)
+
+
+def on_a_worker(role, method, request, *, version):
+    """The answer of a worker that has `version` already: an empty snapshot changes nothing."""
+    registry_call(role, "publish", WeightsSnapshot(version, ()), TIMEOUT_S)
+    lease = registry_call(role, "acquire", 1.0, version, TIMEOUT_S)
+    answer = ray.get(getattr(lease.handle, method).remote(request), timeout=TIMEOUT_S)
+    registry_call(role, "release", lease.lease_id)
+    registry_call(role, "begin_run")
+    return answer
+
+
+@torch.no_grad()
+def recomputed(model, prompt, output):
+    """[L] log-probabilities of the output's tokens by transformers, at temperature 1."""
+    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
+    logprobs = model(ids[None]).logits[0].log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0].numpy()
+
+
+def engine_differences(samples, models):
+    """{version: [nats]}: |engine - the weights that its tokens name| of every dumped token."""
+    found = {}
+    for sample in samples:
+        recorded = np.array(sample["behaviour_logprobs"])
+        for version, start, stop in sample["weights_versions"]:
+            batches = WeightsVersion.parse(version).batches
+            own = recomputed(models[batches], sample["input_token_ids"], sample["output_token_ids"])
+            found.setdefault(batches, []).extend(np.abs(own - recorded)[start:stop].tolist())
+    return found
+
+
+def check_rows(rows, *, questions, group, max_staleness):
+    """Every metric has a value, every sample of every admitted slot one fate, no lag is too old."""
+    for row in rows:
+        missing = {m.name for m in METRICS if row.get(m.name) is None}
+        assert missing <= WITHOUT_POPULATION
+        fates = {name: count for name, count in row.items() if name.startswith("fate_")}
+        replaced = fates.pop("fate_replaced")
+        assert sum(fates.values()) == questions * group
+        assert replaced % group == 0
+        assert row["fate_trained"] + row["fate_zero_contribution"] == row["num_samples"]
+        assert row["fate_trained"] == row["trained_samples"]
+        assert 0 <= row["avg_lag"] <= row["max_lag"] <= max_staleness
+        by_lag = [row[f"lag_{lag}_samples"] for lag in range(max_staleness + 1)]
+        assert sum(by_lag) == row["num_samples"]
+        assert sum(lag * count for lag, count in enumerate(by_lag)) == pytest.approx(
+            row["avg_lag"] * row["num_samples"]
+        )

@@ -1,0 +1,122 @@
+"""Stories for scripted services, and the model, questions and folder of the runs that play them."""
+
+import json
+
+import numpy as np
+import torch
+from oracle import make_sample, oracle_logprobs, oracle_twin
+from scripted_services import Story, Told
+from tiny_models import load_model, make_model
+
+from async_grpo.config.train import TrainConfig
+from async_grpo.model.folder import check_model_folder
+from async_grpo.training.preparation import plan_run
+from async_grpo.types import Completion, VersionSpan, WeightsVersion
+
+NAMESPACE = "scripted-loop"
+GROUP = 4
+COMMON = {
+    "batch_size": 4,
+    "samples_per_question": GROUP,
+    "max_generation_tokens": 20,
+    "max_tokens_per_gpu": 64,
+    "loss_chunksize": 16,
+    "min_samples_per_checkpoint": 1,  # an export of every version
+    "trackers": "",
+    "namespace": NAMESPACE,
+    "logging_level": "ERROR",
+}
+REPLACED, EXHAUSTED, MASKED = 2, 8, (1, 2)  # ordinals; (ordinal, index)
+
+
+class World:
+    """The model, the questions and a folder for the runs."""
+
+    def __init__(self, folder, address, questions):
+        self.folder, self.address, self.questions = folder, address, questions
+        self.model = str(folder / "model")
+        make_model(self.model, tied=True)
+        load_model(self.model, noise_seed=1).save_pretrained(self.model)
+
+    def config(self, name, options):
+        return TrainConfig(
+            model_name_or_path=self.model,
+            data_path=self.questions,
+            output_dir=str(self.folder / name),
+            ray_address=self.address,
+            **COMMON | options,
+        )
+
+    def prompt(self, config):
+        """Token ids of a slot's question at an attempt."""
+        plan = plan_run(config, check_model_folder(self.model), num_ranks=2)
+        return lambda ordinal, attempt: plan.draw(ordinal, attempt=attempt)[0].input_token_ids
+
+    def prompts(self, config):
+        """Token ids by ordinal."""
+        prompt = self.prompt(config)
+        return [prompt(ordinal, 0) for ordinal in ordinals_of(config)]
+
+    def rows(self, name):
+        return lines(self.folder / name / "training_metrics.jsonl")
+
+    def samples(self, name):
+        return lines(self.folder / name / "samples.jsonl")
+
+    def versions(self, name):
+        """Files of the weights after each batch."""
+        exports = (self.folder / name / "hf_format").iterdir()
+        ordered = sorted(exports, key=lambda folder: int(folder.name.removeprefix("samples_")))
+        return [folder / "model.safetensors" for folder in ordered]
+
+
+def ordinals_of(config):
+    return range(config.num_training_batches * config.batch_size)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def make_story(world, name, options):
+    """Groups around the model's own numbers: some without variance, one sample fully masked."""
+    config, rng = world.config(name, options), np.random.default_rng(7)
+    prompt, twin = world.prompt(config), oracle_twin(load_model(world.model))
+    keys = [(ordinal, 0) for ordinal in ordinals_of(config)] + [(REPLACED, 1), (EXHAUSTED, 1)]
+    groups = {}
+    for ordinal, attempt in keys:
+        version = WeightsVersion(0, ordinal // config.batch_size)
+        made = [make_completion(twin, prompt(ordinal, attempt), version, rng) for _ in range(GROUP)]
+        completions, references = zip(*made, strict=True)
+        even = (ordinal, attempt) in ((REPLACED, 0), (EXHAUSTED, 0), (EXHAUSTED, 1))
+        rewards = (0.1,) * GROUP if even else tuple(rng.random(GROUP).tolist())
+        groups[ordinal, attempt] = Told(completions, rewards, references)
+    masked = groups[MASKED[0], 0].completions[MASKED[1]].loss_mask
+    masked[:] = False
+    return Story(config=config, groups=groups)
+
+
+@torch.no_grad()
+def make_completion(twin, prompt, version, rng):
+    """(completion, reference scores)."""
+    output = rng.integers(3, 70, size=rng.integers(3, 21)).astype(np.int32)
+    own = oracle_logprobs(twin, make_sample(prompt, output), temperature=1.0).numpy()
+    completion = Completion(
+        token_ids=output,
+        logprobs=(own + rng.normal(0, 0.2, len(own))).astype(np.float32),
+        weights_versions=(VersionSpan(version, 0, len(output)),),
+        loss_mask=rng.random(len(output)) < 0.9,
+        finish_reason="stop",
+        text="",
+    )
+    return completion, (own + rng.normal(0, 0.2, len(own))).astype(np.float32)
+
+
+def lagging_story(config, paper):
+    """The completions of a paper run; one question is first answered with weights too old."""
+    return Story(
+        config=config,
+        groups={(ordinal, 0): Told(*told) for ordinal, told in enumerate(paper.groups)},
+        latency_seed=3,
+        lies=frozenset({config.batch_size * 3 + 1}),
+    )

@@ -1,0 +1,139 @@
+"""Workers that come and go in mid-run, in a clock that jumps: real batcher, real registry.
+
+Seen to fail: a newcomer that is admitted without its version -> the run gets faster too late;
+`drain` that does nothing -> the drained worker goes on; `drain` that removes the worker -> its
+groups are generated twice; leases beyond the capacity -> one worker takes everything.
+"""
+
+import asyncio
+from collections import Counter
+
+from scripted import Handle, make_completion, make_question, make_verdict, run
+from scripted_run import INCARNATION, Run, Script, make_config
+
+from async_grpo.batching.batcher import ExperienceBatcher
+from async_grpo.batching.pipeline import Services
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.routing.registry import WorkerRegistry
+from async_grpo.types import (
+    SamplingContract,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
+
+GROUP, CAPACITY = 4, 8
+SECONDS_A_GROUP = 1.0
+RATE = CAPACITY / SECONDS_A_GROUP  # samples a second of one busy worker
+
+
+class SlowWorker:
+    """Any group takes a second; how many run at once is what its leases allow."""
+
+    def __init__(self):
+        self.version = None
+        self.started, self.answered = Counter(), Counter()  # by ordinal
+        self.running = self.most_running = 0
+
+    async def load_weights(self, snapshot):
+        self.version = snapshot.version
+        return WeightsAck("", snapshot.version, 0.0, 0.0)
+
+    async def ping(self):
+        return "well"
+
+    async def generate(self, request):
+        self.started[request.ordinal] += 1
+        self.running += request.num_samples
+        self.most_running = max(self.most_running, self.running)
+        version = self.version
+        await asyncio.sleep(SECONDS_A_GROUP)
+        self.running -= request.num_samples
+        self.answered[request.ordinal] += 1
+        return tuple(make_completion(version) for _ in range(request.num_samples))
+
+    async def verify(self, requests):
+        return tuple(make_verdict(float(request.index)) for request in requests)
+
+
+class Elastic(Run):
+    """A run that only generation holds up."""
+
+    def __init__(self):
+        self.config = make_config(
+            batch_size=16,
+            samples_per_question=GROUP,
+            max_staleness=1,
+            num_training_batches=12,
+            max_tokens_per_gpu=1000,
+        )
+        self.script = Script(config=self.config, num_ranks=1, slowest_s=0.0)
+        self.registry = WorkerRegistry("generation")
+        self.first, self.second = SlowWorker(), SlowWorker()
+        plan = BatcherPlan(
+            config=self.config,
+            questions=(make_question(),),
+            held_out=(),
+            order=lambda ordinal: 0,
+            replacement=lambda slot, *, attempt: 0,
+            seed_of=None,
+            sampling=SamplingContract(1.0, (1,), self.config.max_generation_tokens),
+            num_ranks=1,
+            incarnation=INCARNATION,
+        )
+        services = Services(Handle(self.registry), Handle(self.first), None)
+        self.batcher = ExperienceBatcher(plan, services)
+
+    async def join(self, name, worker):
+        info = WorkerInfo(name, "generation", "node", 0, "model", 64, capacity=CAPACITY,
+                          overhead=0.0, max_model_len=64)  # fmt: skip
+        await self.registry.register(info, Handle(worker))
+
+    async def publish(self, batches):
+        snapshot = WeightsSnapshot(WeightsVersion(INCARNATION, batches), ())
+        await self.registry.publish(snapshot, 10.0)
+        await self.batcher.published(snapshot.version)
+
+    async def finished_in(self, seconds):
+        """Samples that were answered in the next `seconds`, by worker."""
+        workers = (self.first, self.second)
+        before = [worker.answered.total() for worker in workers]
+        await asyncio.sleep(seconds)
+        after = [worker.answered.total() for worker in workers]
+        return [GROUP * (now - then) for then, now in zip(before, after, strict=True)]
+
+
+async def scenario():
+    elastic = Elastic()
+    await elastic.join("first", elastic.first)
+    training = asyncio.ensure_future(elastic.train())
+    await asyncio.sleep(1.5)
+    alone = await elastic.finished_in(10)
+    await elastic.join("second", elastic.second)
+    await asyncio.sleep(1.25)
+    together = await elastic.finished_in(10)
+    await elastic.registry.drain("first")
+    unfinished = elastic.first.running
+    await asyncio.sleep(SECONDS_A_GROUP)
+    drained = await elastic.finished_in(10)
+    (items,) = await training
+    elastic.registry._monitor.cancel()
+    return elastic, items, alone, together, unfinished, drained
+
+
+def test_a_worker_added_in_mid_run_doubles_what_is_generated_and_draining_loses_nothing():
+    elastic, items, alone, together, unfinished, drained = run(scenario())
+    assert alone == [10 * RATE, 0]
+    assert together == [10 * RATE, 10 * RATE]
+    assert unfinished == CAPACITY
+    assert drained == [0, 10 * RATE]
+    assert elastic.first.most_running == elastic.second.most_running == CAPACITY
+    started = elastic.first.started + elastic.second.started
+    assert started == elastic.first.answered + elastic.second.answered
+    assert set(started.values()) == {1}
+    config = elastic.config
+    assert sorted(started) == list(range(config.batch_size * config.num_training_batches))
+    ends = [item for item in items if hasattr(item, "fates")]
+    assert [end.fates["trained"] for end in ends] == [64] * config.num_training_batches
+    assert max(end.sums["lag_max"] for end in ends) == 1

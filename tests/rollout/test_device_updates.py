@@ -1,0 +1,234 @@
+"""Weights that the trainer drives into live engines: vLLM's stock engines, both ends, on CPU.
+
+Run here is everything but NCCL and CUDA IPC themselves, for which `devices_on_cpu` stands:
+rendezvous, the four calls, loading into a paused model, the canary, acknowledgement, failures.
+
+Mutations seen to fail:
+- the tied head is not packed again, or is missed among what was loaded -> the first test
+- caches are kept over the pause -> `test_requests_in_flight_...`
+- `_serve` acknowledges the announcement anew -> the first test (transport, canary)
+- `expect_weights` is not asked -> `test_another_models_weights_...` (the worker dies)
+- `begin_update` is not told that a load changed nothing -> `test_weights_that_are_not_newer_...`
+- `receive` has no deadline -> `test_a_trainer_that_vanishes_midway_...`
+- the buffer is filled again before the worker has copied it -> the last test
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray.exceptions import RayActorError
+from tiny_models import load_model
+
+from async_grpo import cluster
+from async_grpo.errors import WeightSyncError
+from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
+from async_grpo.routing.registry import WorkerRegistry
+from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
+from async_grpo.weight_sync.device import DeviceTransport
+from async_grpo.weight_sync.links import Sender, WorkerClient
+from async_grpo.weight_sync.publisher import Publisher
+
+pytestmark = pytest.mark.integration
+
+TIMEOUT_S = 60
+TOLERANCE = 5e-6
+PROMPT = np.arange(40, dtype=np.int32) % 75 + 3
+HERE = str(Path(__file__).parent)
+
+
+def get(reference):
+    return cluster.wait(reference, timeout_s=120, who="the actor")
+
+
+def worker_class():
+    class Worker(GenerationWorker):  # local: Ray then sends its code
+        def __init__(self, *arguments, **options):
+            from async_grpo.rollout import engine_args
+
+            engine_args.EXTENSION = "devices_on_cpu_extension.WeightsExtension"
+            super().__init__(*arguments, **options)
+
+        async def info(self):
+            from dataclasses import replace
+
+            return replace(await super().info(), devices=("GPU-of-" + self._worker_id,))
+
+    return Worker
+
+
+class Stack:
+    """Trainer rank 0's side of the sync, a registry, and the workers that were started."""
+
+    def __init__(self, folder, patch):
+        import devices_on_cpu
+
+        devices_on_cpu.install(patch.setattr)
+        from async_grpo.weight_sync.nccl import NcclLink
+
+        self.folder, self.name, self.make_link = folder, "nccl", NcclLink
+        actor = ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000)
+        self.registry = actor.remote("generation", ping_interval_s=0.5)
+        self.publisher = Publisher(bucket_bytes=40_000)
+        self.transport = DeviceTransport(self.publisher, self.connect)
+        self.models, self.snapshots = {}, {}
+
+    def connect(self, info, handle):
+        client = WorkerClient(handle, transport=self.name, who=info.worker_id)
+        sender = Sender(torch.device("cpu"), "GPU-of-trainer", "127.0.0.1")
+        return self.make_link(client, worker=info, sender=sender)
+
+    def start(self, name):
+        environment = worker_environment() | {"PYTHONPATH": HERE}
+        actor = ray.remote(worker_class()).options(
+            num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": environment}
+        )
+        worker = actor.remote(EngineConfig(model_path=self.folder), worker_id=name)
+        get(self.registry.register.remote(get(worker.info.remote()), worker))
+        return worker
+
+    def collect(self, batches):
+        version = WeightsVersion(0, batches)
+        model = self.models[version] = load_model(self.folder, noise_seed=batches + 1)
+        return self.publisher.collect(model.named_parameters(), version=version)
+
+    def announce(self, snapshot):
+        registries = {"generation": self.registry}
+        reports = self.transport.announce(snapshot, registries=registries, timeout_s=TIMEOUT_S)
+        return reports["generation"]
+
+    def generate(self, worker, *, num_samples=4, max_tokens=16):
+        contract = SamplingContract(1.0, (), max_tokens)
+        return worker.generate.remote(GenerationRequest(0, 0, PROMPT, num_samples, contract))
+
+    def expected(self, completion, version):
+        """[L] log-probabilities by transformers."""
+        ids = torch.from_numpy(np.concatenate([PROMPT, completion.token_ids]).astype(np.int64))
+        with torch.no_grad():
+            logits = self.models[version](ids[None]).logits[0, len(PROMPT) - 1 : -1]
+        return logits.log_softmax(-1).gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
+
+    def assert_serves(self, worker, version):
+        for completion in get(self.generate(worker)):
+            assert [span.version for span in completion.weights_versions] == [version]
+            error = np.abs(self.expected(completion, version) - completion.logprobs).max()
+            assert error <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def stack(model_folder):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=8,
+            object_store_memory=200 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield Stack(model_folder, patch)
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def worker(stack):
+    return stack.start("one")
+
+
+def with_canary(snapshot, model):
+    ids = torch.from_numpy(PROMPT.astype(np.int64))
+    with torch.no_grad():
+        scores = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    row = CanaryRow(PROMPT, scores.numpy(), "float32")
+    return snapshot.__class__(snapshot.version, snapshot.buckets, (row,))
+
+
+def test_weights_come_over_the_route_and_are_acknowledged_as_such(stack, worker):
+    for batches in range(2):  # the second goes over the route that the first has opened
+        version = WeightsVersion(0, batches)
+        snapshot = stack.collect(batches)
+        snapshot = with_canary(snapshot, stack.models[version])
+        (ack,) = stack.announce(snapshot).acks
+        assert (ack.worker_id, ack.version, ack.transport) == ("one", version, "nccl")
+        assert 0 < ack.pause_seconds <= ack.seconds
+        (scores,) = ack.canary
+        assert np.abs(scores - snapshot.canary[0].logprobs).max() <= TOLERANCE
+        stack.assert_serves(worker, version)
+
+
+def test_requests_in_flight_go_on_with_the_new_weights(stack, worker):
+    before, after = WeightsVersion(0, 1), WeightsVersion(0, 2)
+    snapshot = stack.collect(2)
+    running = []
+    for _ in range(5):  # begun one after another, so that some are midway whatever the load
+        running.append(stack.generate(worker, max_tokens=450, num_samples=8))
+        time.sleep(0.2)
+    stack.announce(snapshot)
+    completions = [completion for group in running for completion in get(group)]
+    crossing = [found for found in completions if len(found.weights_versions) == 2]
+    assert len(completions) == 40 and len(crossing) >= 8
+    for completion in crossing:
+        (first, _, cut), (second, _, stop) = completion.weights_versions
+        assert (first, second, stop) == (before, after, 450) and 0 < cut < 450
+        for version, part in ((before, slice(0, cut)), (after, slice(cut, 450))):
+            error = np.abs(stack.expected(completion, version) - completion.logprobs)[part]
+            assert error.max() <= TOLERANCE
+
+
+def test_another_models_weights_are_refused_before_anything_stands_still(stack, worker):
+    before = WeightsVersion(0, 2)
+    model = load_model(stack.folder, noise_seed=9)
+    renamed = ((f"other.{name}", tensor) for name, tensor in model.named_parameters())
+    other = stack.publisher.collect(renamed, version=WeightsVersion(0, 3))
+    with pytest.raises(WeightSyncError, match=r"'other.model.embed_tokens.weight'"):
+        get(worker.begin_update.remote(other, 10.0))
+    missing = stack.collect(3)
+    fewer = missing.__class__(missing.version, missing.buckets[1:])
+    with pytest.raises(WeightSyncError, match="are missing"):
+        get(worker.begin_update.remote(fewer, 10.0))
+    stack.assert_serves(worker, before)
+
+
+def test_weights_that_are_not_newer_are_refused_to_whoever_sends_them(stack, worker):
+    with pytest.raises(WeightSyncError, match="must be newer"):
+        get(worker.begin_update.remote(stack.collect(1), 10.0))
+    stack.assert_serves(worker, WeightsVersion(0, 2))
+
+
+def test_a_late_joiner_serves_the_version_and_has_a_route_from_the_next_on(stack, worker):
+    late = stack.start("late")
+    stack.assert_serves(late, WeightsVersion(0, 2))
+    report = stack.announce(stack.collect(4))
+    assert {ack.worker_id: ack.transport for ack in report.acks} == {"one": "nccl", "late": "nccl"}
+    for each in (worker, late):
+        stack.assert_serves(each, WeightsVersion(0, 4))
+
+
+def test_a_trainer_that_vanishes_midway_costs_the_engine_and_no_other(stack, worker):
+    get(worker.begin_update.remote(stack.collect(5), 2.0))
+    with pytest.raises(RayActorError):
+        for _ in range(100):
+            ray.get(worker.ping.remote(), timeout=30)
+            time.sleep(0.2)
+    snapshot = stack.collect(6)
+    report = stack.announce(snapshot)
+    assert [(ack.worker_id, ack.transport) for ack in report.acks] == [("late", "nccl")]
+
+
+def test_a_shared_buffer_is_a_route_too_and_is_filled_many_times(stack, monkeypatch):
+    from async_grpo.weight_sync import ipc
+
+    monkeypatch.setattr(ipc, "BUCKET_BYTES", 33_000)  # or the model would fit at once
+    stack.name, stack.make_link = "ipc", ipc.IpcLink
+    stack.transport = DeviceTransport(stack.publisher, stack.connect)
+    for batches in (7, 8):
+        (ack,) = stack.announce(stack.collect(batches)).acks
+        assert (ack.worker_id, ack.transport) == ("late", "ipc")
+        ((_, late),) = get(stack.registry.receivers.remote())
+        stack.assert_serves(late, WeightsVersion(0, batches))

@@ -1,0 +1,255 @@
+"""What gloo ranks do in `test_fsdp.py`: every scenario of a world runs in one set of processes.
+
+A scenario is a function of the rank; what it returns, the tests judge.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from effort import FULL
+from oracle import make_sample, oracle_twin, random_samples, tiny_config, tiny_model
+from tensor_watchers import LargestTensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3ForCausalLM
+
+from async_grpo.config.train import TrainConfig
+from async_grpo.model.attention import PACKED
+from async_grpo.model.collate import collate, collate_pairs
+from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.training.export import export_hf
+from async_grpo.training.fsdp import iter_full_tensors, shard
+from async_grpo.training.learner import Learner
+from async_grpo.training.ranks import Ranks
+from async_grpo.training.schedule import Scheduler
+from async_grpo.training.step import GradientStep, make_loss, make_optimizer
+from async_grpo.types import EndOfStep, Minibatch
+
+CONFIG = TrainConfig(
+    model_name_or_path="m",
+    data_path="d",
+    max_staleness=1,
+    kl_coefficient=0.1,
+    learning_rate=1e-2,
+    loss_chunksize=7,
+    num_warmup_steps=5,
+    max_grad_norm=0.0,
+)
+NUM_PARTITIONS = 50 if FULL else 4
+CHUNK_SIZE, VOCAB_SIZE, NUM_TOKENS = 8, 2000, 300
+
+
+def make_samples(model):
+    """Five short samples and one that is longer than all the rest together."""
+    rng = np.random.default_rng(3)
+    short = random_samples(rng, 5, model=oracle_twin(model))
+    tokens = rng.integers(64, size=200)
+    values = rng.normal(-3, 0.1, size=(2, 199))
+    long = make_sample(
+        tokens[:1], tokens[1:], behaviour=values[0], reference=values[1], advantage=0.7
+    )
+    assert sum(sample.num_tokens for sample in short) < long.num_tokens
+    return [*short, long]
+
+
+def usual_rounds(rank, samples):
+    """Two rounds: in the first only rank 0 has samples, in the second the last has the long one."""
+    num_ranks = dist.get_world_size()
+    if num_ranks == 1:
+        return [samples[:2], samples[2:]]
+    nobody = [[]] * (num_ranks - 2)
+    return [[samples[:2], *nobody, []][rank], [samples[2:5], *nobody, samples[5:]][rank]]
+
+
+def empty_rank_rounds(rank, samples):
+    """Only rank 0 ever has samples; alone, it has none in the first round."""
+    if dist.get_world_size() == 1:
+        return [[], samples]
+    return [[] if rank else part for part in (samples[:2], samples[2:])]
+
+
+def random_rounds(seed):
+    """Every sample in any round on any rank."""
+
+    def rounds(rank, samples):
+        rng = np.random.default_rng(seed)
+        num_rounds = int(rng.integers(1, 4))
+        places = rng.integers(num_rounds * dist.get_world_size(), size=len(samples))
+        mine = [rank + round_index * dist.get_world_size() for round_index in range(num_rounds)]
+        return [[samples[i] for i in np.flatnonzero(places == place)] for place in mine]
+
+    return rounds
+
+
+def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, **options):
+    """(gradient step, policy, and a list that gets the gradient of every step taken)."""
+    policy = PolicyModel(tiny_model(tied=tied, dtype=dtype))
+    shard(policy, init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+    return equip(policy, config)
+
+
+def equip(policy, config=CONFIG):
+    optimizer = make_optimizer(policy, config)
+    gradients = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
+    step = GradientStep(
+        policy,
+        optimizer=optimizer,
+        scheduler=Scheduler(optimizer, config),
+        loss=make_loss(config),
+        temperature=1.0,
+        chunk_size=config.loss_chunksize,
+        max_grad_norm=config.max_grad_norm,
+        defer_gradient_sync=config.defer_gradient_sync,
+    )
+    return step, policy, gradients
+
+
+def whole_gradient(policy):
+    parameters = hf_named_parameters(policy)
+    return {n: getattr(p.grad, "full_tensor", p.grad.clone)().clone() for n, p in parameters}
+
+
+def whole(policy):
+    return {n: p.detach().full_tensor().clone() for n, p in hf_named_parameters(policy)}
+
+
+def accumulate(step, parts, dtype=torch.float32):
+    for part in parts:
+        step.accumulate(collate(part, aggregation="sample-mean", dtype=dtype))
+
+
+def one_step(rank, *, rounds=usual_rounds, tied=True, dtype=torch.float32, **options):
+    """A streamed step over the ranks: its gradient, its result, the parameters after it."""
+    samples = make_samples(tiny_model(tied=tied))
+    step, policy, gradients = make_step(tied=tied, dtype=dtype, **options)
+    accumulate(step, rounds(rank, samples), dtype)
+    reduced = any(parameter.grad is not None for parameter in policy.parameters())
+    result = step.finish(len(samples))
+    return {
+        "gradient": gradients[0],
+        "result": result,
+        "parameters": whole(policy),
+        "reduced": reduced,  # before the step ended
+    }
+
+
+def partitions(rank, *, config):
+    """[(gradient, result)] of the same samples, spread at random."""
+    samples = make_samples(tiny_model(tied=True))
+    frozen = replace(config, learning_rate=1e-30)
+    step, _, gradients = make_step(dtype=torch.float64, config=frozen)
+    results = []
+    for seed in range(NUM_PARTITIONS):
+        accumulate(step, random_rounds(seed)(rank, samples), torch.float64)
+        results.append(step.finish(len(samples)))
+    return list(zip(gradients, results, strict=True))
+
+
+def skipped_steps(rank, *, config):
+    """A step that is not finite on the last rank only, one that is forgotten, one whose groups
+    were all dropped, then a real one."""
+    samples = make_samples(tiny_model(tied=True))
+    step, policy, gradients = make_step(config=config)
+    before = whole(policy)
+    bad = collate(samples[:2], aggregation="sample-mean")
+    if rank == dist.get_world_size() - 1:
+        bad.advantages[0] = math.nan
+    accumulate(step, [samples[2:3]])
+    step.accumulate(bad)
+    results = [step.finish(4)]
+    step.accumulate(bad)
+    step.discard()
+    accumulate(step, [[]])
+    results.append(step.finish(0))
+    unmoved = all(torch.equal(before[name], now) for name, now in whole(policy).items())
+    accumulate(step, usual_rounds(rank, samples))
+    results.append(step.finish(len(samples)))
+    return {"results": results, "unmoved": unmoved, "gradients": gradients}
+
+
+def zero_advantages(rank, *, config):
+    """Two steps: a real one, then one in which every advantage is 0."""
+    samples = make_samples(tiny_model(tied=True))
+    flat = [replace(sample, advantage=0.0) for sample in samples]
+    step, policy, gradients = make_step(config=replace(config, kl_coefficient=0.0))
+    accumulate(step, usual_rounds(rank, samples))
+    step.finish(len(samples))
+    before = whole(policy)
+    accumulate(step, usual_rounds(rank, flat))
+    result = step.finish(len(samples))
+    moved = any(not torch.equal(before[name], now) for name, now in whole(policy).items())
+    return {"result": result, "gradient": gradients[1], "moved": moved}
+
+
+def largest_tensors(rank, *, tied):
+    """The most elements of any tensor of a training pass over a large vocabulary."""
+    config = tiny_config(tied=tied)
+    config.vocab_size = VOCAB_SIZE
+    policy = PolicyModel(Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED))
+    shard(policy, init_device_mesh("cpu", (dist.get_world_size(),)))
+    row = np.random.default_rng(rank).integers(VOCAB_SIZE, size=NUM_TOKENS, dtype=np.int32)
+    packed = collate_pairs([(row[:1], row)])
+    with LargestTensor() as largest:
+        scored = policy(packed, temperature=0.7, chunk_size=CHUNK_SIZE)
+        (scored.logprobs.sum() + scored.entropy.sum()).backward()
+    assert len(scored.logprobs) == NUM_TOKENS
+    return largest.num_elements
+
+
+def deferring_learner(rank, *, source, target):
+    """A step as a run takes it: (whether gradients were reduced before its end, its result)."""
+    config = replace(CONFIG, model_name_or_path=source, output_dir=target, defer_gradient_sync=True)
+    num_ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    learner = Learner.build(config, Ranks(rank, num_ranks, torch.device("cpu"), mesh))
+    samples = make_samples(tiny_model(tied=True))
+    for index, part in enumerate(usual_rounds(rank, samples)):
+        learner.accumulate(Minibatch(index, tuple(part)))
+    reduced = any(parameter.grad is not None for parameter in learner.policy.parameters())
+    return reduced, learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=0))
+
+
+def gathered(rank, *, source, target):
+    """What rank 0 receives of whole parameters after an evaluation in bf16, and an export."""
+    _, policy, _ = make_step(mixed_precision="bf16")
+    with torch.no_grad():
+        policy(collate([], aggregation="sample-mean"), temperature=1.0, chunk_size=1)
+    names = [(name, tensor.clone()) for name, tensor in iter_full_tensors(policy)]
+    export_hf(policy, source_folder=source, target=target)
+    return names
+
+
+def world(rank, *, source, target):
+    """Every scenario: starting processes costs more than running it."""
+    f64 = torch.float64
+    deferred = replace(CONFIG, defer_gradient_sync=True)
+    return {
+        "tied": one_step(rank),
+        "untied": one_step(rank, tied=False),
+        "empty rank": one_step(rank, rounds=empty_rank_rounds),
+        "tied f64": one_step(rank, dtype=f64),
+        "untied f64": one_step(rank, tied=False, dtype=f64),
+        "checkpointing": one_step(rank, activation_checkpointing=True),
+        "bf16": one_step(rank, mixed_precision="bf16"),
+        "deferred tied": one_step(rank, config=deferred),
+        "deferred untied": one_step(rank, tied=False, config=deferred),
+        "deferred empty rank": one_step(rank, rounds=empty_rank_rounds, config=deferred),
+        "deferred tied f64": one_step(rank, dtype=f64, config=deferred),
+        "deferred untied f64": one_step(rank, tied=False, dtype=f64, config=deferred),
+        "deferred checkpointing": one_step(rank, config=deferred, activation_checkpointing=True),
+        "deferred bf16": one_step(rank, config=deferred, mixed_precision="bf16"),
+        "partitions": partitions(rank, config=CONFIG),
+        "deferred partitions": partitions(rank, config=deferred),
+        "skipped": skipped_steps(rank, config=CONFIG),
+        "deferred skipped": skipped_steps(rank, config=deferred),
+        "zero": zero_advantages(rank, config=CONFIG),
+        "deferred zero": zero_advantages(rank, config=deferred),
+        "largest": {tied: largest_tensors(rank, tied=tied) for tied in (True, False)},
+        "learner": deferring_learner(rank, source=source, target=target),
+        "gathered": gathered(rank, source=source, target=target),
+    }

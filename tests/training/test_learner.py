@@ -1,0 +1,67 @@
+"""What a learner makes of the ends of steps, and what the run's metrics then tell.
+
+Seen to fail, each after one change:
+  learner: the clock of samples counts D -> test_tokens_are_divided_by_and_samples_counted
+  learner: D is always the samples -> the same
+  report: skipped steps counted as taken, or under the other reason; the folder of an earlier run
+      left -> test_metrics_tell_which_steps_were_skipped_and_why
+"""
+
+import json
+
+import pytest
+from learners import make_learner, make_minibatches
+
+from async_grpo.training.loop import train_steps
+from async_grpo.training.report import METRICS_FILE, Report
+from async_grpo.training.schedule import Clocks
+from async_grpo.types import EndOfStep
+
+GOOD, FILLER, BAD = make_minibatches()
+
+
+def end(step, *, num_samples=3, num_tokens=9):
+    batch, step_in_batch = divmod(step, 2)
+    return EndOfStep(batch, step_in_batch, step_in_batch == 1, num_samples, num_tokens)
+
+
+def test_tokens_are_divided_by_and_samples_counted(tmp_path):
+    norms = []
+    for num_tokens in (9, 18):
+        learner = make_learner(tmp_path, aggregation="token-mean")
+        learner.accumulate(GOOD)
+        result = learner.update(end(0, num_samples=2, num_tokens=num_tokens))
+        assert result.clocks == Clocks(steps=1, samples=2)
+        norms.append(result.grad_norm)
+    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-6)
+
+
+class NoExports:
+    def count(self, end):
+        pass
+
+
+def test_metrics_tell_which_steps_were_skipped_and_why(tmp_path):
+    earlier = tmp_path / "non_finite" / "step_9_rank_0.npz"
+    earlier.parent.mkdir()
+    earlier.touch()
+    learner = make_learner(tmp_path, num_training_batches=2)
+    nobody = end(2, num_samples=0, num_tokens=0)
+    items = [GOOD, end(0), BAD, end(1), FILLER, nobody, FILLER, GOOD, end(3)]
+    with Report(learner.config) as report:
+        train_steps(iter(items), learner, report, NoExports(), after_batch=lambda _: None)
+
+    rows = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+
+    def column(name):
+        return [row[name] for row in rows]
+
+    assert column("step") == [1, 2, 3, 4]
+    assert column("optimizer_steps") == [1, 1, 1, 2]
+    assert column("optimizer_samples") == [3, 3, 3, 6]
+    assert column("total_samples_accumulated") == [3, 6, 6, 9]
+    assert column("skipped_steps_non_finite") == [0, 1, 1, 1]
+    assert column("skipped_steps_no_samples") == [0, 0, 1, 1]
+    assert [loss is None for loss in column("loss")] == [False, True, True, False]
+    kept = [path.name for path in earlier.parent.iterdir()]
+    assert kept == ["step_2_rank_3.npz"]

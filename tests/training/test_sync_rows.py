@@ -1,0 +1,48 @@
+"""Every line of metrics tells of the latest sync that has finished.
+
+Seen to fail (the package copied, one line broken): `synced` forgets the report -> the first test;
+a fact is renamed in `SyncReport` or missing in the schema -> the second.
+"""
+
+import dataclasses
+import json
+
+from oracle import make_config
+
+from async_grpo.telemetry.schema import STEP_METRICS
+from async_grpo.training.report import METRICS_FILE, Report
+from async_grpo.training.schedule import Clocks
+from async_grpo.training.step import StepResult
+from async_grpo.types import EndOfStep
+from async_grpo.weight_sync.sync_report import SyncReport
+
+FIRST = SyncReport(0, 1.5, 0.25, 4096, 0, 1e-6, 5e-7)
+SECOND = SyncReport(1, 2.5, 0.5, 4096, 640, None, None)
+NAMES = [field.name for field in dataclasses.fields(SyncReport)]
+
+
+def rows_of(folder, *, synced):
+    """One step for each entry of `synced`, whose report arrives before it; None: none does."""
+    config = make_config(output_dir=str(folder), trackers="", num_training_batches=len(synced))
+    with Report(config) as report:
+        for batch, sync in enumerate(synced):
+            if sync is not None:
+                report.synced(sync)
+            result = StepResult("", 1.0, 1e-6, 1, Clocks())
+            end = EndOfStep(batch, 0, True, num_samples=1, num_tokens=1)
+            report.step(end, result, denominator=1, waited=0.0)
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+def test_a_line_has_the_facts_of_the_latest_finished_sync(tmp_path):
+    rows = rows_of(tmp_path, synced=[None, FIRST, None, SECOND, None])
+    told = [tuple(row[name] for name in NAMES) for row in rows]
+    nothing = (None,) * len(NAMES)
+    first, second = dataclasses.astuple(FIRST), dataclasses.astuple(SECOND)
+    assert told == [nothing, first, first, second, second]
+
+
+def test_every_fact_of_a_sync_is_a_metric_with_a_meaning():
+    declared = {metric.name: metric for metric in STEP_METRICS}
+    for name in NAMES:
+        assert declared[name].numerator == name and declared[name].meaning

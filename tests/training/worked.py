@@ -1,0 +1,35 @@
+"""Worked examples of the loss: a few tokens in, plain numbers out."""
+
+import math
+
+import torch
+from oracle import make_config, make_sample
+
+from async_grpo.model.collate import collate
+from async_grpo.training.loss import Objective, grpo_loss
+
+LOG2 = math.log(2)
+
+
+def make_outputs(*samples, **options):
+    """(packed samples, options); a sample is the keywords of `make_sample`, by its behaviour."""
+    config = make_config(**options)
+    made = [make_sample([1], [2] * len(sample["behaviour"]), **sample) for sample in samples]
+    packed = collate(
+        made,
+        aggregation=config.aggregation,
+        constant_length=config.constant_length_samples,
+        dtype=torch.float64,
+    )
+    return packed, Objective.from_config(config)
+
+
+def evaluate(logprobs, outputs, *, old=None):
+    """Loss, gradient by log-probability, gradient by entropy: plain numbers."""
+    packed, objective = outputs
+    lp = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+    entropy = torch.full_like(lp, 0.5, requires_grad=True)
+    given = None if old is None else torch.tensor(old, dtype=torch.float64)
+    loss = grpo_loss(lp, entropy, packed, objective=objective, old_logprobs=given).loss
+    gradients = torch.autograd.grad(loss, (lp, entropy), allow_unused=True, materialize_grads=True)
+    return loss.item(), *(gradient.tolist() for gradient in gradients)
