@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from pathlib import Path
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
@@ -112,7 +113,7 @@ class ExperienceBatcher:
 
     async def status(self) -> PipelineStatus:
         """What every stage is doing right now."""
-        stages, progress = self._pipeline.stages, self._sums.current_reward()
+        stages, progress = self._pipeline.stages.counts, self._sums.current_reward()
         counts = self._ledger.counts()
         return PipelineStatus(
             batch=self._window.batches_published,
@@ -238,6 +239,7 @@ class ExperienceBatcher:
             num_tokens=num_tokens,
             fates=self._ledger.close_step(step),
             sums=sums,
+            clock=self._pipeline.stages.take(time.monotonic()),
         )
 
     def _stop_on_failure(self, task: asyncio.Task[None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from async_grpo import cluster
 from async_grpo.batching.groups import GroupRules, Samples, with_scores
 from async_grpo.batching.lag import covers_output
+from async_grpo.batching.stages import StageClock
 from async_grpo.errors import AsyncGrpoError, DeadlineError, StaleAnswerError, WorkerError
 from async_grpo.types import (
     Completion,
@@ -73,7 +74,7 @@ class SlotPipeline:
         self._has_published = asyncio.Condition()
         self._rules = rules
         self._timeout_s = timeout_s
-        self.stages: Counter[str] = Counter()
+        self.stages = StageClock(time.monotonic())
         self.answers = 0  # good ones, of workers and verifiers
         self.problem = ""  # why work is being tried again; empty when all is well
 
@@ -262,11 +263,11 @@ class SlotPipeline:
 
     @contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:
-        self.stages[stage] += num_samples
+        self.stages.add(stage, num_samples, now_s=time.monotonic())
         try:
             yield
         finally:
-            self.stages[stage] -= num_samples
+            self.stages.add(stage, -num_samples, now_s=time.monotonic())
 
 
 def _check_answer(

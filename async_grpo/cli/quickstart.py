@@ -68,7 +68,7 @@ class Plan:
 @click.option("--num-batches", default=90, help="batches to train")
 @click.option("--seed", default=0, help="seed of the questions and of their order")
 @click.option("--num-ranks", default=2, help="trainer ranks")
-@click.option("--max-staleness", default=0, help="batches that generation may run ahead")
+@click.option("--max-staleness", default=1, help="batches that generation may run ahead")
 @command_boundary()
 def quickstart(**options: Any) -> None:
     """Train a tiny model on countdown puzzles, here and now."""

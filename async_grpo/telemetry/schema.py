@@ -119,6 +119,15 @@ PIPELINE_METRICS = (
            "output tokens of the step's samples by wall clock"),
     Metric("samples_per_second", "num_samples", "seconds", "1/s", "Samples",
            "samples of the step by wall clock"),
+    Metric("generator_idle_fraction", "generating_idle_seconds", "pipeline_seconds", "fraction",
+           "Generators idle", "share of the time in which no sample was being generated, or queued "
+           "for it: generators stood at the edge of the staleness window"),
+    Metric("verifier_idle_fraction", "verifying_idle_seconds", "pipeline_seconds", "fraction",
+           "Verifiers idle", "share of the time in which no sample was being verified"),
+    Metric("reference_idle_fraction", "in_reference_idle_seconds", "pipeline_seconds", "fraction",
+           "Reference idle", "share of the time in which the reference had nothing to score"),
+    Metric("avg_generating_samples", "generating_seconds", "pipeline_seconds", "samples",
+           "Samples in generation", "samples being generated, or queued for it, at a time"),
 )
 
 # Sums of the batcher over the groups that dynamic sampling replaced, within the same step.

@@ -106,7 +106,7 @@ class Report:
         )
         row = metrics_row(
             step=facts,
-            pipeline_sums=end.sums,
+            pipeline_sums={**end.sums, **end.clock},
             trainer_sums={**result.metrics, "num_minibatches": result.num_minibatches},
             fates=end.fates,
         )

@@ -34,6 +34,8 @@ class EndOfStep:
     num_tokens: int  # D of token-mean: unmasked output tokens of the same samples
     fates: Mapping[str, int] = field(default_factory=dict)  # samples by fate, this step
     sums: Mapping[str, float] = field(default_factory=dict)  # numerators and denominators
+    # Seconds by stage since the step before; the only thing here that no two runs share.
+    clock: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 StreamItem = Minibatch | EndOfStep

@@ -68,7 +68,7 @@ class Stage:
         try:
             return run(self.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE))
         finally:
-            assert set(self.pipeline.stages.values()) <= {0}
+            assert set(self.pipeline.stages.counts.values()) <= {0}
             assert not self.generation.open
             assert not self.reference or not self.reference.open
 

@@ -58,7 +58,7 @@ def test_the_samples_of_a_slot_are_counted_in_the_stage_they_are_in():
     async def look():
         for second in range(3):
             await asyncio.sleep(0.5 + (second > 0) * 0.5)
-            seen.append(+stage.pipeline.stages)
+            seen.append(+stage.pipeline.stages.counts)
 
     async def scenario():
         slot = stage.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE)
