@@ -18,13 +18,13 @@ POSITIVE = (
     "max_tokens_per_gpu",
     "loss_chunksize",
     "num_training_batches",
-    "learning_rate",
     "adam_epsilon",
     "num_batches_per_ref_model_update",
     "worker_timeout_s",
     "stall_timeout_s",
 )
 NOT_NEGATIVE = (
+    "learning_rate",
     "train_minibatch_size",
     "max_staleness",
     "kl_coefficient",

@@ -194,7 +194,7 @@ def test_text_is_decoded_without_special_tokens(workers):
 
 
 def test_a_dead_engine_ends_its_worker_within_seconds(workers):
-    pid = get(workers[0].info.remote()).pid
+    process = psutil.Process(get(workers[0].info.remote()).pid)
     running = workers[0].generate.remote(
         dataclasses.replace(REQUEST, sampling=SamplingContract(1.0, (), 500))
     )
@@ -203,7 +203,7 @@ def test_a_dead_engine_ends_its_worker_within_seconds(workers):
     with pytest.raises((RayActorError, RayTaskError)) as caught:
         ray.get(running, timeout=20)
     assert isinstance(caught.value, RayActorError)
-    assert not psutil.pid_exists(pid)
+    process.wait(timeout=20)
 
 
 def test_a_killed_worker_takes_its_engine_along(workers):
