@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
             ("--max-tokens-per-gpu", "512"),
             "--max-tokens-per-gpu must exceed --max-generation-tokens (512) plus a prompt, got 512",
         ),
-        (("--learning-rate", "nan"), "--learning-rate must be positive"),
+        (("--learning-rate", "nan"), "--learning-rate must not be negative, got nan"),
         (("--aggregation", "constant"), "--constant-length-samples goes with"),
     ],
 )

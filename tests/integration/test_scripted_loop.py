@@ -66,7 +66,7 @@ LAGGING = {
 }
 REPEATED = ("first", "second")
 STANDING = {"max_staleness": 1, "num_training_batches": 4, "learning_rate": 0.0}
-TIMING = ("seconds", "_per_second", "idle", "sync_")
+TIMING = ("seconds", "_per_second", "idle", "sync_", "avg_generating_samples")
 
 
 @pytest.fixture(scope="module")

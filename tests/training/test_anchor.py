@@ -157,12 +157,13 @@ def two_steps(rank, *, defer):
     return {str(index): value for index, value in enumerate(whole(policy))}
 
 
+def both_ways(rank):
+    return [two_steps(rank, defer=defer) for defer in (False, True)]
+
+
 @pytest.mark.integration
 def test_gradients_that_stay_on_their_rank_survive_the_scoring_of_the_start(tmp_path):
-    (tmp_path / "now").mkdir()
-    (tmp_path / "later").mkdir()
-    now, _ = run_ranks(two_steps, num_ranks=2, folder=tmp_path / "now", defer=False)
-    later, _ = run_ranks(two_steps, num_ranks=2, folder=tmp_path / "later", defer=True)
+    (now, later), _ = run_ranks(both_ways, num_ranks=2, folder=tmp_path)
     assert relative_difference(later, {name: value.double() for name, value in now.items()}) < 1e-5
 
 
