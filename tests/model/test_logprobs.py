@@ -8,8 +8,6 @@ Seen to fail, each after one change of `model/logprobs.py`:
   logits made in bf16 -> test_logits_of_low_precision_are_float32
   an unused output taken for one whose gradient is 1
       -> test_each_output_can_be_used_without_the_other
-  compiled functions without the bias, or for the other pass
-      -> test_compiled_chunks_give_the_same_values_and_gradients
 """
 
 import itertools
