@@ -79,5 +79,6 @@ class _Choice(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in self.choices:
-            self.fail(f"{value!r} is not one of {', '.join(self.choices)}", param, ctx)
+            known = ", ".join(filter(None, self.choices))
+            self.fail(f"{value!r} is not one of {known}", param, ctx)
         return str(value)
