@@ -76,7 +76,8 @@ def _correction(config: TrainConfig) -> str:
     if config.mode == "behaviour":
         return "none needed, the ratio contains it"
     if config.max_staleness:
-        return f"none, though samples may be {config.max_staleness} batches old: they are biased"
+        lag = config.max_staleness
+        return f"none, though samples may be of weights {lag} versions old: the gradient is biased"
     return "none"
 
 

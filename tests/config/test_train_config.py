@@ -101,7 +101,7 @@ def test_a_divisor_given_without_a_preset_s_aggregation_is_not_inherited():
          "which is inert"),
         ({"clip_high": 0.3}, "against what the engine recorded; clipped to [0.8, 1.3]"),
         ({}, "correction: none needed, the ratio contains it"),
-        ({"ratio_mode": "on_policy"}, "samples may be 1 batches old: they are biased"),
+        ({"ratio_mode": "on_policy"}, "of weights 1 versions old: the gradient is biased"),
         (
             {"ratio_mode": "decoupled", "importance_correction": "mask"},
             "engine/trainer correction: mask(trainer/engine, 0.5, 2) a token",
