@@ -2,11 +2,13 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
-# Modules are searched for doctests too.
-PYTEST := $(BIN)/python -m pytest tests async_grpo sample-data benchmarks
+# Modules are searched for doctests too. Three files at a time, on two cores: a cluster that starts
+# is mostly waiting. In the order of tests/conftest.py, not by the number of a file's tests.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev quickstart test test-fast test-all lint types imports
+.PHONY: help setup dev quickstart test test-fast test-all lint types imports benchmarks guard
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,3 +45,9 @@ types: dev ## type annotations
 
 imports: dev ## who may import whom
 	$(BIN)/lint-imports
+
+benchmarks: dev ## every benchmark, to benchmarks/results; about an hour (ARGS="--quick packing")
+	$(BIN)/python -m benchmarks $(ARGS)
+
+guard: dev ## whether a ratio of the benchmarks got worse than the one on file (ARGS="packing")
+	$(BIN)/python -m benchmarks.guard $(ARGS)

@@ -22,10 +22,13 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
+from async_grpo.verification.graders.answers import without_prompt
+from async_grpo.verification.graders.code_execution import grade_code
 from async_grpo.verification.graders.countdown import grade_countdown
 from async_grpo.verification.graders.library import math_verify_reward
 from async_grpo.verification.graders.mathd import mathd_reward
 from async_grpo.verification.graders.symbolic import sympy_reward
+from async_grpo.verification.jailer import require_jail
 
 
 class RewardType(StrEnum):
@@ -35,28 +38,42 @@ class RewardType(StrEnum):
     SYMPY = "sympy"
     COUNTDOWN = "countdown"
     MATH_VERIFY = "math_verify"
+    CODE_EXECUTION = "code_execution"
 
 
 def mathd(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     r"""The last \boxed{} is the answer, as normalised strings."""
-    return {"reward": mathd_reward(sample["output"], sample["answer"])}
+    return {"reward": mathd_reward(_said(sample), sample["answer"])}
 
 
 def sympy(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     r"""The last \boxed{} is the answer, as mathematics."""
-    return {"reward": sympy_reward(sample["output"], sample["answer"])}
+    return {"reward": sympy_reward(_said(sample), sample["answer"])}
 
 
 def math_verify(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     """The math-verify library finds the answer in the output."""
-    return {"reward": math_verify_reward(sample["output"], sample["answer"])}
+    return {"reward": math_verify_reward(_said(sample), sample["answer"])}
 
 
 def countdown(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     """An equation that hits `target` with every number of `nums` used exactly once."""
     numbers = sample["nums"] if "nums" in sample else sample["numbers"]
-    grade = grade_countdown(sample["output"], numbers=numbers, target=sample["target"])
+    grade = grade_countdown(_said(sample), numbers=numbers, target=sample["target"])
     return {"reward": grade.reward, "format_reward": grade.format_reward}
+
+
+def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+    """The last fenced block of Python passes all tests of the question: docs/verification.md."""
+    return {"reward": grade_code(sample["output"], sample)}
+
+
+code_execution.prepare = require_jail  # type: ignore[attr-defined]  # or the run ends at its start
+
+
+def _said(sample: dict[str, Any]) -> str:
+    """What the model added: a prompt that it repeats may hold an answer."""
+    return without_prompt(sample["output"], sample.get("input") or "")
 
 
 REWARD_ADAPTERS: dict[RewardType, Callable[..., dict[str, float]]] = {
@@ -64,4 +81,5 @@ REWARD_ADAPTERS: dict[RewardType, Callable[..., dict[str, float]]] = {
     RewardType.SYMPY: sympy,
     RewardType.COUNTDOWN: countdown,
     RewardType.MATH_VERIFY: math_verify,
+    RewardType.CODE_EXECUTION: code_execution,
 }

@@ -9,12 +9,14 @@ import re
 import signal
 import threading
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo.errors import (
     AsyncGrpoError,
     ClusterError,
     DeadlineError,
+    ProcessLostError,
     SnapshotLostError,
     WeightSyncError,
     WorkerError,
@@ -63,6 +65,7 @@ def connect(address: str, *, namespace: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         text = " ".join(str(error).split())[:300]
         raise ClusterError(f"cannot connect to the Ray cluster at {found}: {text}") from error
+    logger.info("joined the Ray cluster at %s", found)
     # Ray prints its own long account of every worker that dies; our one sentence stands for it.
     ray._private.worker._worker_logs_enabled = False
     if threading.current_thread() is threading.main_thread():
@@ -94,6 +97,32 @@ def find_actor(name: str) -> Any | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The driver that an actor ends with."""
+
+    address: str  # of its machine
+    pid: int
+    is_here: bool
+
+
+def owner_of(name: str) -> Owner | None:
+    """Whose the living actor of that name is, in this namespace; None when nobody knows."""
+    import ray
+    from ray._private import state
+
+    actor = find_actor(name)
+    if actor is None:
+        return None
+    row = state.actors(actor._actor_id.hex())
+    job = next((job for job in state.jobs() if job["JobID"] == row.get("JobID")), None)
+    if job is None:
+        return None
+    here = ray.get_runtime_context().get_node_id()
+    is_here = row["OwnerAddress"]["NodeID"] == here
+    return Owner(str(job["DriverIPAddress"]), int(job["DriverPid"]), is_here)
+
+
 def on_this_node() -> Any:
     """A scheduling strategy that keeps an actor on the caller's node."""
     import ray
@@ -120,11 +149,32 @@ def free_here() -> dict[str, float]:
     return dict(available_resources_per_node().get(node, {}))
 
 
+def is_here(node_id: str) -> bool:
+    """Whether that is the node that this process is on."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id()) == node_id
+
+
+def process_of(handle: Any) -> int:
+    """The process id of an actor, dead or alive; 0 as long as Ray has found no place for it."""
+    from ray._private import state
+
+    return int(state.actors(handle._actor_id.hex()).get("Pid", 0))
+
+
 def logs_folder() -> str:
     """Where Ray keeps what the actors of this node have said."""
     import ray
 
     return str(ray._private.worker._global_node.get_logs_dir_path())
+
+
+def is_ready(reference: Any) -> bool:
+    """Whether `wait` would return, or raise, at once."""
+    import ray
+
+    return bool(ray.wait([reference], timeout=0)[0])
 
 
 def wait(reference: Any, *, timeout_s: float, who: str) -> Any:
@@ -149,7 +199,8 @@ async def call(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
     from ray.exceptions import RayError
 
     try:
-        return await asyncio.wait_for(_as_coroutine(reference), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await reference
     except RayError as error:  # first: the other side's timeout is a TimeoutError too
         raise _translated(error, who) from None
     except TimeoutError:
@@ -191,10 +242,10 @@ def _translated(error: Any, who: str) -> Exception:
     from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
     if isinstance(error, ActorUnavailableError):
-        return WorkerError(f"{who} cannot be reached: its node or the Ray cluster has ended")
+        return ProcessLostError(f"{who} cannot be reached: its node or the Ray cluster has ended")
     if isinstance(error, RayActorError):
         reason = _last_line(error).partition(" Some common causes")[0]  # for an essay on memory
-        return WorkerError(f"{who} died: {reason}")
+        return ProcessLostError(f"{who} died: {reason}")
     if not isinstance(error, RayTaskError):
         return ClusterError(f"{who} cannot be reached: {_last_line(error)}")
     cause = error.cause

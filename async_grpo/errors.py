@@ -35,6 +35,22 @@ class WorkerError(AsyncGrpoError, RuntimeError):
     """A worker could not do what it was asked; the cause is in the message."""
 
 
+class ProcessLostError(WorkerError):
+    """An actor's process has died, or its node cannot be reached; nobody knows what it did last."""
+
+
+class RankLostError(AsyncGrpoError, RuntimeError):
+    """Another trainer rank has died in the middle of what all ranks do together."""
+
+
+class BatcherLostError(ProcessLostError):
+    """The experience batcher's process has died: every rank raises it before the same item."""
+
+
+class CheckpointError(AsyncGrpoError, RuntimeError):
+    """A checkpoint that is incomplete or damaged, or that belongs to another run."""
+
+
 class WeightSyncError(AsyncGrpoError, RuntimeError):
     """A weight transfer that was refused or incomplete; the old weights still serve."""
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import socket
 from pathlib import Path
 
 from async_grpo.errors import ClusterError
+from async_grpo.loopback import is_loopback
 
+logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
+# The name tells of systems where this is Ray's default; it works on Linux as well.
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 NO_CLUSTER = (
     "start one with `ray start --head --include-dashboard=false`, or name a running one with "
     "--ray-address host:port"
@@ -25,6 +31,38 @@ def settle_authentication() -> None:
     token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
     if os.environ.get("RAY_AUTH_TOKEN") or token_file.is_file():
         os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def private_cluster(folder: Path) -> dict[str, str]:
+    """Variables for `ray start` and its clients: a token of its own, and no port to the network.
+
+    The token lies in `folder`, for this user alone.
+    """
+    token = folder / "auth_token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "GLOO_SOCKET_IFNAME": "lo",  # engines' and trainers' groups
+        "VLLM_HOST_IP": "127.0.0.1",
+        **LOOPBACK_ONLY,
+    }
+
+
+def settle_loopback(host: str, port: int) -> bool:
+    """Reach a cluster that listens on loopback only: Ray would ask at the machine's own address.
+
+    Whether it does listen there only.
+    """
+    from ray._common.network_utils import node_ip_address_from_perspective
+    from ray._private import ray_constants
+
+    if not is_loopback(host) or not refusal(node_ip_address_from_perspective(), port):
+        return False
+    os.environ.update(LOOPBACK_ONLY)
+    ray_constants.ENABLE_RAY_CLUSTER = False  # the variable was read when Ray was imported
+    return True
 
 
 def find_head(address: str) -> str:
@@ -47,6 +85,12 @@ def find_head(address: str) -> str:
     if problem:
         raise ClusterError(f"no Ray cluster answers at {address} ({problem}): {NO_CLUSTER}")
     _probe(address)
+    if not settle_loopback(host, int(port)) and "RAY_AUTH_MODE" not in os.environ:
+        logger.warning(
+            "the Ray cluster at %s runs whatever anyone on its network sends to it, for it "
+            "asks for no token: run `ray get-auth-token --generate` before `ray start`",
+            address,
+        )
     return address
 
 

@@ -1,9 +1,10 @@
 import os
+import socket
 
 import pytest
 from ray._private import services
 
-from async_grpo import cluster
+from async_grpo import cluster, head
 from async_grpo.errors import ClusterError
 from async_grpo.head import settle_authentication
 
@@ -76,3 +77,23 @@ def test_a_mode_that_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     settle_authentication()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+@pytest.fixture
+def a_head(monkeypatch):
+    """Something listens, and is taken for Ray's head; yields its port."""
+    monkeypatch.setattr(head, "_probe", lambda _: None)
+    monkeypatch.setattr(head, "settle_loopback", lambda *_: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_cluster_open_to_everyone_is_told_and_one_with_a_token_is_not(
+    a_head, monkeypatch, caplog
+):
+    head.find_head(f"127.0.0.1:{a_head}")
+    assert "asks for no token: run `ray get-auth-token --generate`" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    head.find_head(f"127.0.0.1:{a_head}")
+    assert caplog.text == ""

@@ -9,36 +9,44 @@ unblocked by: a finished group, a rank's request, a published batch
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import itertools
 import logging
-import time
+from functools import partial
 from pathlib import Path
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
+from async_grpo.batching.draws import Draws
 from async_grpo.batching.evaluation import evaluate
 from async_grpo.batching.groups import GroupRules
+from async_grpo.batching.leased_work import Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
-from async_grpo.batching.pipeline import Services, SlotFailed, SlotPipeline
+from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
 from async_grpo.batching.sample_log import SampleLog
+from async_grpo.batching.services import Services
 from async_grpo.batching.statistics import StepSums
-from async_grpo.errors import WorkerError
+from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import (
     EndOfStep,
     Group,
     Minibatch,
     PipelineStatus,
+    ResumePoint,
     Sample,
     StreamItem,
     WeightsVersion,
 )
 
 logger = logging.getLogger(__name__)
-POLL_INTERVAL_S = 0.02
+POLL_INTERVAL_S = 0.02  # while trainers stand still beside samples: the fill asked for falls
 MAX_SEQUENTIAL_FAILURES = 32
+RESTART = "restart"  # why work of later steps is done again: of the run, or of its batcher
 
 
 class ExperienceBatcher:
@@ -46,28 +54,37 @@ class ExperienceBatcher:
 
     def __init__(self, plan: BatcherPlan, services: Services) -> None:
         config = plan.config
+        resume = plan.resume
+        first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)
         self._plan = plan
         self._services = services
         self._rules = GroupRules(config)
+        quarantine = Quarantine(resume.quarantined if resume else ())
         self._pipeline = SlotPipeline(
             services,
             rules=self._rules,
             timeout_s=config.stall_timeout_s,
             max_staleness=config.max_staleness,
+            quarantine=quarantine,
         )
+        self._draws = Draws(plan, self._pipeline, quarantine)
         self._window = AdmissionWindow(
             config.batch_size,
             questions_per_step=config.questions_per_step,
             max_staleness=config.max_staleness,
             num_batches=config.num_training_batches,
             incarnation=plan.incarnation,
+            batches_published=first.batch,
+            next_ordinal=first.batch * config.batch_size
+            + first.step_in_batch * config.questions_per_step,
         )
-        self._ledger = Ledger()
+        self._ledger = Ledger.restore(resume.ledger) if resume else Ledger()
         self._rounds = RoundFormer(
             plan.num_ranks,
             max_tokens=config.max_tokens_per_gpu,
             steps_per_batch=config.steps_per_batch,
             deterministic=config.deterministic,
+            first_step=first,
         )
         self._outbox = Outbox(plan.num_ranks)
         self._sums = StepSums(max_staleness=config.max_staleness)
@@ -77,15 +94,16 @@ class ExperienceBatcher:
         self._failures_in_a_row = 0
         self._slots: set[asyncio.Task[None]] = set()
         self._pump: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()  # a round may go out that could not before
         self._newest: WeightsVersion | None = None
-        dump = config.dump_samples_filename
-        self._log = SampleLog(Path(config.output_dir) / dump if dump else None)
+        path = Path(config.output_dir) / dump if (dump := config.dump_samples_filename) else None
+        self._log = SampleLog(path, next_ordinal=self._window.next_ordinal)
 
     async def published(self, version: WeightsVersion) -> None:
         """Weights are out: the staleness window moves, and slots start."""
         self._newest = version
         await self._pipeline.published(version)
-        if version.batches:
+        if version.batches > self._window.batches_published:
             self._window.batch_published(version.batches)
         for ordinal in self._window.admissible():
             self._start_slot(ordinal)
@@ -95,11 +113,13 @@ class ExperienceBatcher:
 
     async def next_item(self, rank: int, index: int) -> StreamItem:
         """Item `index` of a rank's stream; asking for it again gives it again."""
+        self._pipeline.trainer_heard()
         return await self._outbox.take(rank, index)
 
     async def hungry(self, rank: int, index: int) -> None:
         """The rank has nothing left to compute while it waits for item `index`."""
         self._outbox.mark_hungry(rank, index)
+        self._news.set()
 
     async def abort(self, reason: str) -> None:
         """End the run: every rank that waits for an item gets `reason` as its error."""
@@ -113,6 +133,7 @@ class ExperienceBatcher:
 
     async def status(self) -> PipelineStatus:
         """What every stage is doing right now."""
+        self._pipeline.trainer_heard()
         stages, progress = self._pipeline.stages.counts, self._sums.current_reward()
         counts = self._ledger.counts()
         return PipelineStatus(
@@ -135,7 +156,8 @@ class ExperienceBatcher:
         step = self._window.step_of(ordinal)
         self._window.start(ordinal)
         num_samples = self._plan.config.samples_per_question
-        self._ledger.admit(ordinal, num_samples=num_samples, step=step)
+        if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
+            self._ledger.admit(ordinal, num_samples=num_samples, step=step)
         self._unsettled.setdefault(step, self._plan.config.questions_per_step)
         slot = asyncio.create_task(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
         self._slots.add(slot)
@@ -154,20 +176,25 @@ class ExperienceBatcher:
         if not self._unsettled[step]:
             del self._unsettled[step]
             self._rounds.step_complete(step)
+        self._news.set()
 
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
         """The group that the slot trains; those that it replaces are counted on the way."""
         oldest = self._window.oldest_weights(ordinal)
-        period = self._plan.config.num_batches_per_ref_model_update
-        reference = oldest._replace(batches=oldest.batches // period * period)
         for attempt in itertools.count():
-            question, request = self._plan.draw(ordinal, attempt=attempt)
-            group = await self._pipeline.run(question, request, oldest=oldest, reference=reference)
+            group = await self._draws.group(
+                ordinal, attempt, oldest=oldest, on_discard=partial(self._discard, ordinal)
+            )
             self._receive(group, step)
             if not group.is_replaced:
                 break
             self._replace(group, step)
         return group
+
+    def _discard(self, ordinal: int, reason: Reason) -> None:
+        """The samples of a slot are lost, and sampled again."""
+        num_samples = self._plan.config.samples_per_question
+        self._ledger.reissue(ordinal, fate="discarded", num_samples=num_samples, reason=reason)
 
     def _receive(self, group: Group, step: StepKey) -> None:
         self._failures_in_a_row = 0
@@ -203,18 +230,24 @@ class ExperienceBatcher:
             )
 
     async def _send_rounds(self) -> None:
-        clock = asyncio.get_running_loop().time
         while True:
-            await self._outbox.wait_for_demand(timeout_s=POLL_INTERVAL_S)
-            if not self._outbox.is_wanted:
-                continue
-            formed = self._rounds.next_round(clock(), hungry=self._outbox.is_hungry)
+            await self._outbox.wait_for_demand()
+            self._news.clear()
+            now_s = asyncio.get_running_loop().time()
+            formed = self._rounds.next_round(now_s, hungry=self._outbox.is_hungry)
             if isinstance(formed, Round):
                 self._outbox.put(self._minibatches(formed))
             elif isinstance(formed, StepMarker):
-                self._outbox.put((self._end_of_step(formed.step),) * self._plan.num_ranks)
+                self._outbox.put(self._ends_of_step(formed.step))
             else:
-                await asyncio.sleep(POLL_INTERVAL_S)
+                await self._until_news()
+
+    async def _until_news(self) -> None:
+        """Something has changed; or trainers stand still beside samples, and have for longer."""
+        is_short = self._outbox.is_hungry and self._rounds.num_ready
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_INTERVAL_S if is_short else None):
+                await self._news.wait()
 
     def _minibatches(self, formed: Round) -> tuple[Minibatch, ...]:
         minibatches = []
@@ -227,6 +260,11 @@ class ExperienceBatcher:
             minibatches.append(Minibatch(formed.index, samples))
         return tuple(minibatches)
 
+    def _ends_of_step(self, step: StepKey) -> tuple[EndOfStep, ...]:
+        """One a rank; the way back is rank 0's to keep."""
+        end = self._end_of_step(step)
+        return (end, *[dataclasses.replace(end, resume=None)] * (self._plan.num_ranks - 1))
+
     def _end_of_step(self, step: StepKey) -> EndOfStep:
         self._ledger.check()
         self._num_training = 0
@@ -237,12 +275,25 @@ class ExperienceBatcher:
             is_last_of_batch=step.step_in_batch + 1 == self._window.steps_per_batch,
             num_samples=num_samples,
             num_tokens=num_tokens,
+            reasons=self._ledger.step_reasons(step),
             fates=self._ledger.close_step(step),
             sums=sums,
-            clock=self._pipeline.stages.take(time.monotonic()),
+            clock=self._pipeline.take_clock(),
+            resume=self._resume_point(),
+        )
+
+    def _resume_point(self) -> ResumePoint:
+        """The cut between the step that has just ended and the next one."""
+        first = self._rounds.current_step
+        ledger = self._ledger.rolled_back(first=first, reason=RESTART)
+        return ResumePoint(
+            first.batch, first.step_in_batch, ledger.state(), self._draws.quarantined
         )
 
     def _stop_on_failure(self, task: asyncio.Task[None]) -> None:
         """The first failure is what every rank hears of, instead of waiting for a round."""
-        if not task.cancelled() and task.exception() is not None:
-            self._outbox.fail(task.exception())
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, ProcessLostError):  # to a rank, it would mean this process
+            error = WorkerError(str(error))
+        if error is not None:
+            self._outbox.fail(error)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 
-from async_grpo.batching.pipeline import SlotFailed, SlotPipeline
+from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.errors import DeadlineError
 from async_grpo.types import GenerationRequest, Question, Verdict, WeightsVersion
 
+logger = logging.getLogger(__name__)
 SAMPLES_PER_QUESTION = 4
 
 
@@ -17,12 +21,15 @@ async def evaluate(
 ) -> EvaluationResult:
     """Sample every held-out question at the training temperature, and count."""
     started = time.monotonic()
-    graded = await asyncio.gather(
-        *(
-            _grade(plan, pipeline, question, number, version)
-            for number, question in enumerate(plan.held_out)
-        )
-    )
+    tasks = [
+        asyncio.create_task(_grade(plan, pipeline, question, number, version))
+        for number, question in enumerate(plan.held_out)
+    ]
+    try:
+        graded = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
     verdicts = [verdict for group in graded for verdict in group]
     return EvaluationResult(
         num_questions=len(plan.held_out),
@@ -46,9 +53,10 @@ async def _grade(
         number, 0, question.input_token_ids, SAMPLES_PER_QUESTION, plan.sampling, seed=number
     )
     try:
-        completions = await pipeline.generate(request, oldest=version)
+        completions = await pipeline.generate(request, oldest=version, slot=("held out", number))
         return await pipeline.verify(number, question, completions)
-    except SlotFailed:
+    except (SlotFailed, DeadlineError) as error:
+        logger.warning("held-out question %d is not counted: %s", number, error)
         return ()
 
 

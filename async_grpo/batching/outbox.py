@@ -6,54 +6,55 @@ A rank asks for item i+1 while it computes item i; it says that it is hungry whe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 from async_grpo.types import StreamItem
 
 
 class Outbox:
-    """Every rank's stream, in lockstep by index."""
+    """Every rank's stream, in lockstep by index. What a call costs does not grow with the ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._items: dict[int, Sequence[StreamItem]] = {}
         self._next = 0  # index of the item that is formed next
-        self._asked: dict[int, int] = {}  # rank -> the latest index it asked for
-        self._hungry: set[tuple[int, int]] = set()  # (rank, index)
+        self._asked = [-1] * num_ranks  # the latest index that each rank asked for
+        self._num_asking = 0  # ranks that have asked for the next item
+        self._hungry: set[int] = set()  # indices that a rank stands still for
         self._failure: BaseException | None = None
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # another one after each change
         self._demand = asyncio.Event()
 
     @property
     def is_wanted(self) -> bool:
         """Every rank has asked for the item that would be formed next."""
-        return len(self._asked) == self._num_ranks and min(self._asked.values()) >= self._next
+        return self._num_asking == self._num_ranks
 
     @property
     def is_hungry(self) -> bool:
         """At least one rank stands still until the next item comes."""
-        return any(index == self._next for _, index in self._hungry)
+        return self._next in self._hungry
 
     async def take(self, rank: int, index: int) -> StreamItem:
         """Item `index` for `rank`, when it exists. Raises the failure of the batcher, if any."""
-        self._asked[rank] = max(index, self._asked.get(rank, 0))
-        if self.is_wanted:
-            self._demand.set()
-        async with self._changed:
-            await self._changed.wait_for(lambda: index in self._items or self._failure)
+        self._note(rank, index)
+        while index not in self._items and self._failure is None:
+            await self._changed.wait()
         if self._failure is not None:
-            raise self._failure
-        self._forget(min(self._asked.values()) - 1)
+            raise self._failure.with_traceback(None)  # every rank would add its own to it
         return self._items[index][rank]
 
     def mark_hungry(self, rank: int, index: int) -> None:
-        self._hungry.add((rank, index))
+        if index >= self._next:
+            self._hungry.add(index)
 
     def put(self, items: Sequence[StreamItem]) -> None:
         """The next item, one a rank."""
         self._items[self._next] = items
+        self._hungry.discard(self._next)
         self._next += 1
-        self._hungry = {(rank, index) for rank, index in self._hungry if index >= self._next}
+        self._num_asking = sum(index >= self._next for index in self._asked)
         if not self.is_wanted:
             self._demand.clear()
         self._notify()
@@ -63,20 +64,24 @@ class Outbox:
         self._failure = self._failure or error
         self._notify()
 
-    async def wait_for_demand(self, *, timeout_s: float) -> None:
+    async def wait_for_demand(self, *, timeout_s: float | None = None) -> None:
         """Return when an item is wanted, or after a moment."""
-        try:
-            await asyncio.wait_for(self._demand.wait(), timeout_s)
-        except TimeoutError:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._demand.wait()
+
+    def _note(self, rank: int, index: int) -> None:
+        """A rank asks; when the last one does, nobody needs what was before the item in hand."""
+        if index <= self._asked[rank]:
             return
+        if self._asked[rank] < self._next <= index:
+            self._num_asking += 1
+        self._asked[rank] = index
+        if self.is_wanted:
+            self._demand.set()
+            for old in [old for old in self._items if old < self._next - 1]:
+                del self._items[old]
 
     def _notify(self) -> None:
-        async def wake() -> None:
-            async with self._changed:
-                self._changed.notify_all()
-
-        self._waking = asyncio.get_running_loop().create_task(wake(), name="outbox-wake")
-
-    def _forget(self, before: int) -> None:
-        for index in [index for index in self._items if index < before]:
-            del self._items[index]
+        self._changed.set()
+        self._changed = asyncio.Event()

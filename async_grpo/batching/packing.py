@@ -6,13 +6,19 @@ are balanced by estimated FLOPs, which grow with the square of a sample's length
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from async_grpo.batching import placement
+from async_grpo.batching.placement import NOWHERE, Sizes
+
 Key = tuple[int, int]  # (ordinal, index in group)
 DEFAULT_ATTENTION_RATIO = 8192.0  # 12 times the hidden size of a model of a few 100M parameters
+
+FEW_ROUNDS = 8  # beyond, filling all but one of them tightly is no better than evenly
 
 
 class Item(NamedTuple):
@@ -63,59 +69,145 @@ def pack_round(items: Sequence[Item], *, num_ranks: int, max_tokens: int) -> Pac
     >>> pack_round(items, num_ranks=2, max_tokens=100)
     PackedRound(bins=(((0, 0), (0, 3)), ((0, 1), (0, 2))), leftover=())
     """
-    _check(items, num_ranks, max_tokens)
-    ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
-    num_left, ranks = _place(ordered, num_ranks, max_tokens, best_fit=False)
-    if num_left and sum(item.num_tokens for item in items) <= num_ranks * max_tokens:
-        num_left_tight, tight = _place(ordered, num_ranks, max_tokens, best_fit=True)
-        if num_left_tight == 0:  # worse balanced, but it saves a whole round
-            ranks = tight
-    bins: list[list[Key]] = [[] for _ in range(num_ranks)]
-    leftover = []
-    for item, rank in zip(ordered, ranks, strict=True):
-        if rank < 0:
-            leftover.append(item)
-        else:
-            bins[rank].append(item.key)
-    return PackedRound(tuple(tuple(sorted(keys)) for keys in bins), tuple(leftover))
+    ordered, sizes = _in_order(items, num_ranks, max_tokens)
+    bins = placement.place(sizes, num_ranks, max_tokens=max_tokens)
+    if NOWHERE in bins and sum(sizes.tokens) <= num_ranks * max_tokens:
+        tight = placement.place_tightly(sizes, num_ranks, max_tokens=max_tokens)
+        if NOWHERE not in tight:  # worse balanced, but it saves a whole round
+            bins = tight
+    leftover = tuple(item for item, b in zip(ordered, bins, strict=True) if b == NOWHERE)
+    if len(leftover) == len(ordered):
+        return PackedRound(((),) * num_ranks, leftover)
+    rounds = [_members(bins, num_ranks)]
+    (evened,) = placement.even_out(rounds, sizes, max_tokens=max_tokens)
+    return PackedRound(_keys(evened, ordered), leftover)
 
 
 def pack_rounds(
     items: Sequence[Item], *, num_ranks: int, max_tokens: int
 ) -> list[tuple[tuple[Key, ...], ...]]:
-    """Every item into as few balanced rounds as `pack_round` finds; bins of keys a round."""
-    rounds = []
-    waiting: Sequence[Item] = items
-    while waiting:
-        bins, waiting = pack_round(waiting, num_ranks=num_ranks, max_tokens=max_tokens)
-        rounds.append(bins)
-    return rounds
+    """Every item into few rounds that are fast: bins of keys a round, the longest round first.
 
+    Ranks wait for each other within a round only, so the time is the sum over rounds of the most
+    costly bin. Of several plans with the fewest rounds found, the fastest is evened out.
+    Deterministic, whatever the order of `items`.
 
-def _place(
-    ordered: Sequence[Item], num_ranks: int, max_tokens: int, *, best_fit: bool
-) -> tuple[int, list[int]]:
-    """(number of items that found no bin, rank of each item or -1), taking items in order.
-
-    An item goes to the rank with the least cost that has room, or with `best_fit` to the fullest
-    that has room, once every rank has its first item.
+    >>> items = [Item((0, i), n, n) for i, n in enumerate([90, 60, 50, 30, 10])]
+    >>> pack_rounds(items, num_ranks=2, max_tokens=100)
+    [(((0, 0),), ((0, 1),)), (((0, 2),), ((0, 3), (0, 4)))]
     """
-    room_R = np.full(num_ranks, max_tokens, dtype=np.int64)
-    cost_R = np.zeros(num_ranks)
-    most_room = max_tokens
-    ranks = []
-    for position, item in enumerate(ordered):
-        if item.num_tokens > most_room:
-            ranks.append(-1)
-            continue
-        preference_R = room_R if best_fit and position >= num_ranks else cost_R
-        fits_R = room_R >= item.num_tokens
-        rank = int(np.where(fits_R, preference_R, np.inf).argmin())
-        room_R[rank] -= item.num_tokens
-        cost_R[rank] += item.cost
-        most_room = int(room_R.max())
-        ranks.append(rank)
-    return ranks.count(-1), ranks
+    ordered, sizes = _in_order(items, num_ranks, max_tokens)
+    if not ordered:
+        return []
+    plans = [_Plan.of(bins, sizes, num_ranks) for bins in _placements(sizes, num_ranks, max_tokens)]
+    best = min(plans, key=lambda plan: (len(plan.rounds), plan.time))
+    rounds = placement.even_out(best.rounds, sizes, max_tokens=max_tokens)
+    return [_keys(bins, ordered) for bins in rounds]
+
+
+class _Plan(NamedTuple):
+    rounds: list[list[list[int]]]  # the indices of each rank's items, round by round
+    time: float  # sum over rounds of the most costly bin
+
+    @classmethod
+    def of(cls, bins: Sequence[int], sizes: Sizes, num_ranks: int) -> _Plan:
+        """Bins of like cost meet in a round: no other grouping of the same bins is faster."""
+        cost_B = np.bincount(bins, weights=sizes.costs)
+        by_cost_B = np.argsort(-cost_B, kind="stable")
+        members = _members(bins, len(cost_B))
+        filled = [members[number] for number in by_cost_B if members[number]]
+        filled += [[]] * (-len(filled) % num_ranks)
+        rounds = [filled[at : at + num_ranks] for at in range(0, len(filled), num_ranks)]
+        return cls(rounds, float(cost_B[by_cost_B[::num_ranks]].sum()))
+
+
+def _placements(sizes: Sizes, num_ranks: int, max_tokens: int) -> Iterator[list[int]]:
+    """The bin of every item by several rules, over as many bins as the rounds have ranks."""
+    num_large = sum(2 * num_tokens > max_tokens for num_tokens in sizes.tokens)
+    fewest = math.ceil(max(sum(sizes.tokens) / max_tokens, num_large) / num_ranks)
+    total = sum(sizes.costs)
+    # Fill round after round: frugal with rounds, because every round ends more than half full.
+    num_bins = (2 * fewest + 1) * num_ranks
+    handicaps = [2 * total * (number // num_ranks) for number in range(num_bins)]
+    filling = placement.place(sizes, num_bins, max_tokens=max_tokens, handicaps=handicaps)
+    yield filling
+    num_rounds = 1 + max(filling) // num_ranks
+    if num_rounds > fewest:
+        tight = placement.place_tightly(sizes, fewest * num_ranks, max_tokens=max_tokens)
+        if NOWHERE not in tight:
+            yield tight
+            num_rounds = fewest
+    for options in _levels(sizes, num_ranks, num_rounds, max_tokens):
+        bins = placement.place(sizes, num_rounds * num_ranks, max_tokens=max_tokens, **options)
+        if NOWHERE not in bins:
+            yield bins
+    if 1 < num_rounds <= FEW_ROUNDS:
+        bins = _tight_but_last(sizes, num_ranks, num_rounds, max_tokens)
+        if NOWHERE not in bins:
+            yield bins
+
+
+def _tight_but_last(sizes: Sizes, num_ranks: int, num_rounds: int, max_tokens: int) -> list[int]:
+    """Each round but the last as full as it gets, and what is left shared evenly."""
+    bins, left = [NOWHERE] * len(sizes.tokens), list(range(len(sizes.tokens)))
+    for number in range(num_rounds):
+        fill = placement.place if number == num_rounds - 1 else placement.place_tightly
+        rest = Sizes([sizes.tokens[at] for at in left], [sizes.costs[at] for at in left])
+        for index, rank in zip(left, fill(rest, num_ranks, max_tokens=max_tokens), strict=True):
+            if rank != NOWHERE:
+                bins[index] = number * num_ranks + rank
+        left = [index for index in left if bins[index] == NOWHERE]
+    return bins
+
+
+def _levels(
+    sizes: Sizes, num_ranks: int, num_rounds: int, max_tokens: int
+) -> Iterator[dict[str, list[float]]]:
+    """How high the bins of each round are to be filled: all alike; or up to its longest sample.
+
+    A sample above half of the budget shares its bin with no other such sample. So the first of
+    each `num_ranks` of them sets the least height of a round, and filling its round's other bins
+    up to that height costs no time.
+    """
+    yield {}
+    num_bins, total = num_rounds * num_ranks, sum(sizes.costs)
+    firsts = [
+        cost
+        for number, (num_tokens, cost) in enumerate(zip(sizes.tokens, sizes.costs, strict=True))
+        if number % num_ranks == 0 and (number == 0 or 2 * num_tokens > max_tokens)
+    ]
+    tall = 0
+    while tall < min(len(firsts), num_rounds - 1) and firsts[tall] * (num_rounds - tall) > (
+        total / num_ranks - sum(firsts[:tall])
+    ):
+        tall += 1
+    for num_set in sorted({min(tall, 1), tall} - {0}):
+        heights = firsts[:num_set]
+        level = max(0.0, total / num_ranks - sum(heights)) / (num_rounds - num_set)
+        heights += [level] * (num_rounds - num_set)
+        by_bin = [heights[number // num_ranks] for number in range(num_bins)]
+        num_limited = num_set * num_ranks
+        limits = [height * (1 + 1e-9) for height in by_bin[:num_limited]]
+        limits += [math.inf] * (num_bins - num_limited)
+        yield {"handicaps": [-height for height in by_bin], "limits": limits}
+
+
+def _in_order(items: Sequence[Item], num_ranks: int, max_tokens: int) -> tuple[list[Item], Sizes]:
+    _check(items, num_ranks, max_tokens)
+    ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
+    return ordered, Sizes([item.num_tokens for item in ordered], [item.cost for item in ordered])
+
+
+def _members(bins: Sequence[int], num_bins: int) -> list[list[int]]:
+    members: list[list[int]] = [[] for _ in range(num_bins)]
+    for index, number in enumerate(bins):
+        if number != NOWHERE:
+            members[number].append(index)
+    return members
+
+
+def _keys(bins: Sequence[Sequence[int]], ordered: Sequence[Item]) -> tuple[tuple[Key, ...], ...]:
+    return tuple(tuple(sorted(ordered[index].key for index in indices)) for indices in bins)
 
 
 def _check(items: Sequence[Item], num_ranks: int, max_tokens: int) -> None:

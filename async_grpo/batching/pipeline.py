@@ -9,21 +9,20 @@ unblocked by: free workers of each role
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from async_grpo import cluster
+from async_grpo.batching.answers import Scores, check_completions, check_scores
 from async_grpo.batching.groups import GroupRules, Samples, with_scores
-from async_grpo.batching.lag import covers_output
+from async_grpo.batching.leased_work import LeasedWork, Progress, Reason, SlotFailed
+from async_grpo.batching.quarantine import Quarantine
+from async_grpo.batching.services import Service, Services
 from async_grpo.batching.stages import StageClock
-from async_grpo.errors import AsyncGrpoError, DeadlineError, StaleAnswerError, WorkerError
+from async_grpo.errors import AsyncGrpoError, DeadlineError
 from async_grpo.types import (
     Completion,
     GenerationRequest,
@@ -37,49 +36,72 @@ from async_grpo.types import (
     WeightsVersion,
 )
 
-logger = logging.getLogger(__name__)
-Scores = NDArray[np.float32]  # [L]
-# Seconds before each try. A dead worker is the least loaded one until its registry's next ping has
-# missed it, so that tries in a row would all go to it: the last one waits for longer than that.
-TRIES_AFTER_S = (0.0, 1.0, 8.0)
-CONTROL_TIMEOUT_S = 60.0
-
-
-class SlotFailed(WorkerError):
-    """A group that could not be finished; `stage` says where it was lost."""
-
-    def __init__(self, stage: str, message: str) -> None:
-        super().__init__(message)
-        self.stage = stage
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The Ray actors that a slot passes through."""
-
-    generation: Any  # registry of generation workers
-    verifiers: Any  # the verifier pool
-    reference: Any | None  # registry of logprob workers; None when the KL coefficient is 0
+COUNT_TIMEOUT_S = 5.0  # less than a rank waits for the status that the count is part of
+OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
 
 
 class SlotPipeline:
-    """Runs slots; holds nothing between them but the counts of samples in each stage."""
+    """Runs slots; holds nothing between them but counts and the suspects of the quarantine."""
 
     def __init__(
-        self, services: Services, *, rules: GroupRules, timeout_s: float, max_staleness: int = 0
+        self,
+        services: Services,
+        *,
+        rules: GroupRules,
+        timeout_s: float,
+        max_staleness: int = 0,
+        quarantine: Quarantine | None = None,
     ) -> None:
-        self._services = services
         self._max_staleness = max_staleness
         self._batches_published = 0
         self._has_published = asyncio.Condition()
         self._rules = rules
         self._timeout_s = timeout_s
+        self._quarantine = quarantine or Quarantine()
+        self._verifiers = Service(
+            "the verifier pool", services.verifiers, name=cluster.VERIFIER_POOL
+        )
+        self._registries = {"generation": Service.registry("generation", services.generation)}
+        if services.reference is not None:
+            self._registries["logprob"] = Service.registry("logprob", services.reference)
+        self._progress = Progress()
+        self._workers = {
+            role: LeasedWork(
+                registry,
+                stage="reference" if role == "logprob" else role,
+                timeout_s=timeout_s,
+                progress=self._progress,
+                quarantine=self._quarantine,
+            )
+            for role, registry in self._registries.items()
+        }
+        self._num_scored_again = 0  # samples
+        self._trainer_heard_s = 0.0
         self.stages = StageClock(time.monotonic())
-        self.answers = 0  # good ones, of workers and verifiers
-        self.problem = ""  # why work is being tried again; empty when all is well
+
+    @property
+    def answers(self) -> int:
+        """Good ones, of workers and verifiers."""
+        return self._progress.answers
+
+    @property
+    def problem(self) -> str:
+        """Why work is being tried again; empty when all is well."""
+        return self._progress.problem
+
+    def take_clock(self) -> dict[str, float]:
+        """Seconds by stage since the last call, and what was done again in that time."""
+        sums = self.stages.take(time.monotonic())
+        sums["reference_retries"], self._num_scored_again = self._num_scored_again, 0
+        services = (self._verifiers, *self._registries.values())
+        sums["service_retries"] = sum(service.num_retries for service in services)
+        for service in services:
+            service.num_retries = 0
+        return sums
 
     async def published(self, version: WeightsVersion) -> None:
         """The trainer has completed another batch, and whatever was due with it is served."""
+        self.trainer_heard()
         async with self._has_published:
             self._batches_published = version.batches
             self._has_published.notify_all()
@@ -91,13 +113,15 @@ class SlotPipeline:
         *,
         oldest: WeightsVersion,
         reference: WeightsVersion,
+        on_discard: OnDiscard = lambda reason: None,
     ) -> Group:
         """The group of one slot at one attempt, finished or to be replaced by another question.
 
-        Raises `SlotFailed` naming the stage that lost it.
+        `on_discard` hears of all samples that are given up and sampled again. Raises `SlotFailed`
+        naming the stage that lost the group.
         """
         rules, temperature = self._rules, request.sampling.temperature
-        completions = await self.generate(request, oldest=oldest)
+        completions = await self.generate(request, oldest=oldest, on_discard=on_discard)
         verdicts = await self.verify(request.ordinal, question, completions)
         samples = tuple(
             Sample(request.ordinal, index, question, completion, verdict, advantage=0.0)
@@ -114,9 +138,17 @@ class SlotPipeline:
         return Group(request.ordinal, request.attempt, with_scores(samples, scored))
 
     async def generate(
-        self, request: GenerationRequest, *, oldest: WeightsVersion
+        self,
+        request: GenerationRequest,
+        *,
+        oldest: WeightsVersion,
+        slot: Hashable | None = None,
+        on_discard: OnDiscard = lambda reason: None,
     ) -> tuple[Completion, ...]:
-        """`request.num_samples` completions whose tokens come from `oldest` or later weights."""
+        """`request.num_samples` completions whose tokens come from `oldest` or later weights.
+
+        `slot` tells requests apart that share an ordinal; the ordinal by default.
+        """
 
         async def work(lease: Lease) -> tuple[Completion, ...]:
             completions: tuple[Completion, ...] = await cluster.call(
@@ -124,12 +156,19 @@ class SlotPipeline:
                 timeout_s=self._timeout_s,
                 who=f"generation worker {lease.worker_id}",
             )
-            _check_answer(request, completions, oldest)
+            check_completions(request, completions, oldest)
             return completions
 
-        registry = self._services.generation
         with self._in_stage("generating", request.num_samples):
-            return await self._leased(registry, "generation", request.num_samples, oldest, work)
+            found: tuple[Completion, ...] = await self._leased(
+                "generation",
+                work,
+                cost=request.num_samples,
+                version=oldest,
+                slot=request.ordinal if slot is None else slot,
+                on_retry=on_discard,
+            )
+        return found
 
     async def verify(
         self, ordinal: int, question: Question, completions: tuple[Completion, ...]
@@ -141,14 +180,12 @@ class SlotPipeline:
         )
         with self._in_stage("verifying", len(requests)):
             try:
-                verdicts: tuple[Verdict, ...] = await cluster.call(
-                    self._services.verifiers.verify.remote(requests),
-                    timeout_s=self._timeout_s,
-                    who="the verifier pool",
+                verdicts: tuple[Verdict, ...] = await self._verifiers.call(
+                    "verify", requests, timeout_s=self._timeout_s, patience_s=self._timeout_s
                 )
             except AsyncGrpoError as error:
                 raise SlotFailed("verification", str(error)) from error
-        self.answers += 1
+        self._progress.moved()
         for verdict in verdicts:
             if verdict.status == "error":
                 raise SlotFailed("verification", f"{verdict.adapter}: {verdict.reason}")
@@ -173,124 +210,71 @@ class SlotPipeline:
                 timeout_s=self._timeout_s,
                 who=f"logprob worker {lease.worker_id}",
             )
-            _check_scores(request, scores)
+            check_scores(request, scores)
             return scores
 
-        registry = self._services.reference
+        def on_retry(_: Reason) -> None:
+            self._num_scored_again += len(samples)
+
         with self._in_stage("in_reference", len(samples)):
             await self._until_reference_is_due(version)
-            scores = await self._leased(registry, "reference", request.num_tokens, version, work)
+            scores = await self._leased(
+                "logprob",
+                work,
+                cost=request.num_tokens,
+                version=version,
+                slot=samples[0].ordinal,
+                on_retry=on_retry,
+            )
         return tuple(
             replace(sample, reference_logprobs=score)
             for sample, score in zip(samples, scores, strict=True)
         )
 
+    async def _leased(self, role: str, work: Any, *, slot: Hashable, **options: Any) -> Any:
+        """The answer of a worker; the deaths that a slot met are forgotten with its answer."""
+        try:
+            return await self._workers[role].do(work, slot=slot, **options)
+        finally:
+            self._quarantine.forget(slot)
+
     async def _until_reference_is_due(self, version: WeightsVersion) -> None:
         """Version v comes when v + S batches are completed: older batches need the one before.
 
-        No deadline of its own: what it waits for is the trainer, which needs nothing of this slot
-        for these batches, may compute for as long as it likes, and takes the batcher along when it
-        ends.
+        What it waits for is the trainer, which needs nothing of this slot for these batches and may
+        compute for as long as it likes, but not be silent for as long as that: rank 0 asks for the
+        status every second. Raises `DeadlineError` when it is.
         """
         due = version.batches + self._max_staleness if version.batches else 0
-        async with self._has_published:
-            await self._has_published.wait_for(lambda: self._batches_published >= due)
-
-    async def _leased(
-        self, registry: Any, stage: str, cost: float, version: WeightsVersion, work: Any
-    ) -> Any:
-        """The result of `work(lease)`, on another lease when a worker fails or was fenced."""
-        reason = ""
-        for pause_s in TRIES_AFTER_S:
-            await asyncio.sleep(pause_s)
-            lease = await self._acquire(registry, stage, cost, version)
-            try:
-                answer = await work(lease)
-            except AsyncGrpoError as error:
-                answer, reason = None, str(error)
-            if await self._release(registry, stage, lease) and answer is not None:
-                self.answers += 1
-                self.problem = ""
-                return answer
-            if answer is not None:
-                reason = f"the lease on worker {lease.worker_id} was revoked"
-            self.problem = f"{stage}: {reason}"
-            logger.warning("%s attempt failed: %s", stage, reason)
-        tries = len(TRIES_AFTER_S)
-        raise SlotFailed(stage, f"{stage} failed {tries} times, the last time: {reason}")
-
-    async def _acquire(
-        self, registry: Any, stage: str, cost: float, version: WeightsVersion
-    ) -> Lease:
-        """A lease. The line may be longer than the deadline as long as it moves."""
-        while True:
-            num_answers = self.answers
-            try:
-                lease: Lease = await cluster.call(
-                    registry.acquire.remote(cost, version, self._timeout_s),
-                    timeout_s=self._timeout_s + CONTROL_TIMEOUT_S,
-                    who=f"the {stage} registry",
+        while self._batches_published < due:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeout_s), self._has_published:
+                    await self._has_published.wait()
+            silent_s = asyncio.get_running_loop().time() - self._trainer_heard_s
+            if self._batches_published < due and silent_s >= self._timeout_s:
+                raise DeadlineError(
+                    f"the trainer has asked for nothing for {silent_s:g} s, and published none of "
+                    f"the batches that reference weights {version} wait for"
                 )
-            except DeadlineError:
-                if self.answers == num_answers:
-                    raise
-            else:
-                return lease
 
-    async def _release(self, registry: Any, stage: str, lease: Lease) -> bool:
-        """False when the lease had been revoked: its answer must not be used."""
-        valid: bool = await cluster.call(
-            registry.release.remote(lease.lease_id),
-            timeout_s=CONTROL_TIMEOUT_S,
-            who=f"the {stage} registry",
-        )
-        return valid
+    def trainer_heard(self) -> None:
+        """A rank has asked for something, or told of something."""
+        self._trainer_heard_s = asyncio.get_running_loop().time()
 
     async def count_workers(self) -> dict[str, int]:
-        """Admitted workers by role, as the registries see them now."""
-        roles = {"generation": self._services.generation, "logprob": self._services.reference}
-        return {
-            role: len(
-                await cluster.call(
-                    registry.members.remote(),
-                    timeout_s=CONTROL_TIMEOUT_S,
-                    who=f"the {role} registry",
-                )
-            )
-            for role, registry in roles.items()
-            if registry is not None
-        }
+        """Admitted workers by role, as the registries see them now; none where one is silent."""
+        return {role: await self._count(registry) for role, registry in self._registries.items()}
 
-    @contextmanager
+    async def _count(self, registry: Service) -> int:
+        try:
+            return len(await registry.try_call("members", timeout_s=COUNT_TIMEOUT_S))
+        except AsyncGrpoError:  # it is lost: whoever needs it says so
+            return 0
+
+    @contextlib.contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:
         self.stages.add(stage, num_samples, now_s=time.monotonic())
         try:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
-
-
-def _check_answer(
-    request: GenerationRequest, completions: tuple[Completion, ...], oldest: WeightsVersion
-) -> None:
-    if len(completions) != request.num_samples:
-        raise WorkerError(f"{len(completions)} samples came back, {request.num_samples} were asked")
-    for completion in completions:
-        if completion.finish_reason == "abort":
-            raise WorkerError("the worker gave up the request before it was finished")
-        if not covers_output(completion):
-            raise WorkerError("the worker did not say of every token which weights sampled it")
-        for span in completion.weights_versions:
-            if span.version < oldest or span.version.incarnation != oldest.incarnation:
-                raise StaleAnswerError(
-                    f"tokens of weights {span.version} came back, {oldest} or later were asked"
-                )
-
-
-def _check_scores(request: LogprobRequest, scores: tuple[Scores, ...]) -> None:
-    lengths = [len(score) for score in scores]
-    asked = [len(ids) for ids in request.output_token_ids]
-    if lengths != asked:
-        raise WorkerError(f"scores of outputs of {lengths} tokens came back, {asked} were asked")
-    if not all(np.isfinite(score).all() for score in scores):
-        raise WorkerError("reference log-probabilities must be finite, and are not")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.train import TrainConfig
-from async_grpo.types import GenerationRequest, Question, SamplingContract
+from async_grpo.types import GenerationRequest, Question, ResumePoint, SamplingContract
 
 
 class Replacement(Protocol):
@@ -37,11 +37,15 @@ class BatcherPlan:
     num_ranks: int
     incarnation: int
     attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
+    resume: ResumePoint | None = None  # None: from the first question
+
+    def index(self, ordinal: int, *, attempt: int) -> int:
+        """Which question a slot asks at one attempt, from 0."""
+        return self.replacement(ordinal, attempt=attempt) if attempt else self.order(ordinal)
 
     def draw(self, ordinal: int, *, attempt: int) -> tuple[Question, GenerationRequest]:
         """The question of a slot at one attempt, from 0, and what is asked of an engine."""
-        index = self.replacement(ordinal, attempt=attempt) if attempt else self.order(ordinal)
-        question = self.questions[index]
+        question = self.questions[self.index(ordinal, attempt=attempt)]
         request = GenerationRequest(
             ordinal,
             attempt,

@@ -2,7 +2,7 @@
 
 A round goes out as soon as one of these holds:
 
-- the step's samples are complete: what is left drains in as few rounds as packing finds;
+- the step's samples are complete: all rounds of what is left are planned at once, few and even;
 - it is well filled: the ready tokens reach `fill_target` of all ranks' budgets (or more wait than
   fit, which leaves every round more than half full);
 - trainers have been idle beside samples that wait: the fill that is asked for falls linearly from
@@ -10,14 +10,20 @@ A round goes out as soon as one of these holds:
   starves trainers.
 
 Steps go out one after the other, each closed by `StepMarker`; early finishers of later steps wait.
+What one more sample costs does not depend on how many wait: before its step is complete a round is
+formed from the oldest two rounds' worth, of which it leaves the small ones, to fill later gaps.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.packing import Item, Key, pack_round
+from async_grpo.batching.packing import Item, Key, pack_round, pack_rounds
+
+CHOICE = 2  # rounds' worth of samples that a round of an incomplete step is chosen from
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,31 @@ class StepMarker:
     """Every round of `step` has gone out."""
 
     step: StepKey
+
+
+@dataclass(slots=True)
+class _Ready:
+    """The samples of one step that wait for a round."""
+
+    items: deque[Item] = field(default_factory=deque)
+    num_tokens: int = 0  # of `items`
+    planned: deque[tuple[tuple[Key, ...], ...]] = field(default_factory=deque)  # once complete
+
+    def add(self, item: Item) -> None:
+        self.items.append(item)
+        self.num_tokens += item.num_tokens
+
+    def take(self, num_tokens: int) -> list[Item]:
+        """The oldest samples, until they have so many tokens."""
+        taken, wanted = [], self.num_tokens - num_tokens
+        while self.items and self.num_tokens > wanted:
+            taken.append(self.items.popleft())
+            self.num_tokens -= taken[-1].num_tokens
+        return taken
+
+    def put_back(self, items: Sequence[Item]) -> None:
+        self.items.extendleft(reversed(items))
+        self.num_tokens += sum(item.num_tokens for item in items)
 
 
 class RoundFormer:
@@ -65,7 +96,8 @@ class RoundFormer:
         self._step = first_step
         self._round_index = 0
         self._hungry_since_s: float | None = None
-        self._ready: dict[StepKey, list[Item]] = {}
+        self._ready: dict[StepKey, _Ready] = {}
+        self._num_ready = 0
         self._complete: set[StepKey] = set()
 
     @property
@@ -76,7 +108,7 @@ class RoundFormer:
     @property
     def num_ready(self) -> int:
         """Samples that wait for a round, of all steps."""
-        return sum(len(items) for items in self._ready.values())
+        return self._num_ready
 
     def offer(self, step: StepKey, *, item: Item) -> None:
         """A sample of `step` is ready to train."""
@@ -86,7 +118,8 @@ class RoundFormer:
                 f"a sample must fit max_tokens_per_gpu ({self._max_tokens}), got {item.num_tokens} "
                 f"tokens in sample {item.key}: raise --max-tokens-per-gpu or shorten the sample"
             )
-        self._ready.setdefault(step, []).append(item)
+        self._ready.setdefault(step, _Ready()).add(item)
+        self._num_ready += 1
 
     def step_complete(self, step: StepKey) -> None:
         """No further sample of `step` will be offered."""
@@ -107,18 +140,17 @@ class RoundFormer:
         >>> former.next_round(8.5, hungry=False)
         StepMarker(step=StepKey(batch=0, step_in_batch=0))
         """
-        ready = self._ready.get(self._step, [])
-        if not (hungry and ready):
+        ready = self._ready.get(self._step, _Ready())
+        if not (hungry and (ready.items or ready.planned)):
             self._hungry_since_s = None
         elif self._hungry_since_s is None:
             self._hungry_since_s = now_s
         if self._step in self._complete:
-            return self._form(ready) if ready else self._end_step()
-        if not ready or self._deterministic:
+            return self._next_planned(ready) or self._end_step()
+        if not ready.items or self._deterministic:
             return None
-        num_tokens = sum(item.num_tokens for item in ready)
         asked = self._asked_fill(now_s) * self._num_ranks * self._max_tokens
-        return self._form(ready) if num_tokens >= asked else None
+        return self._form(ready) if ready.num_tokens >= asked else None
 
     def _asked_fill(self, now_s: float) -> float:
         """Share of all budgets that the ready tokens must reach."""
@@ -129,10 +161,24 @@ class RoundFormer:
             return 0.0
         return self._fill_target * (1 - waited_s / self._patience_s)
 
-    def _form(self, ready: list[Item]) -> Round:
-        packed = pack_round(ready, num_ranks=self._num_ranks, max_tokens=self._max_tokens)
-        self._ready[self._step] = list(packed.leftover)
-        formed = Round(self._step, self._round_index, packed.bins)
+    def _form(self, ready: _Ready) -> Round:
+        """One round of a step of which more is to come."""
+        choice = ready.take(CHOICE * self._num_ranks * self._max_tokens)
+        packed = pack_round(choice, num_ranks=self._num_ranks, max_tokens=self._max_tokens)
+        ready.put_back(packed.leftover)
+        return self._send(packed.bins)
+
+    def _next_planned(self, ready: _Ready) -> Round | None:
+        """The next of the rounds of all that was left when the step was complete."""
+        if ready.items:
+            items = ready.take(ready.num_tokens)
+            rounds = pack_rounds(items, num_ranks=self._num_ranks, max_tokens=self._max_tokens)
+            ready.planned.extend(rounds)
+        return self._send(ready.planned.popleft()) if ready.planned else None
+
+    def _send(self, bins: tuple[tuple[Key, ...], ...]) -> Round:
+        formed = Round(self._step, self._round_index, bins)
+        self._num_ready -= sum(map(len, bins))
         self._round_index += 1
         self._hungry_since_s = None
         return formed

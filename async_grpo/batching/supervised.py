@@ -40,8 +40,9 @@ def supervised_stream(
     rank: int,
     max_tokens: int,
     attention_ratio: float = DEFAULT_ATTENTION_RATIO,
+    first_batch: int = 0,
 ) -> Iterator[StreamItem]:
-    """One rank's minibatches and step ends for `num_batches` batches of pairs.
+    """One rank's minibatches and step ends of a run of `num_batches` batches of pairs.
 
     `stream_index(ordinal)` is the index into `pairs` of a slot of the run. Pairs are checked
     before anything is streamed: `DataError` names one that is empty or exceeds `max_tokens`.
@@ -56,7 +57,8 @@ def supervised_stream(
     )
 
     def stream() -> Iterator[StreamItem]:
-        for first in range(0, num_batches * batch_size, questions_per_step):
+        ordinals = range(first_batch * batch_size, num_batches * batch_size, questions_per_step)
+        for first in ordinals:
             step = window.step_of(first)
             ordinals = window.ordinals_of(step)
             samples = {(o, 0): _sample(o, pairs[stream_index(o)]) for o in ordinals}

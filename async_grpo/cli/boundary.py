@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import click
 from async_grpo.errors import AsyncGrpoError
 
 EXIT_ERROR = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_SIGNAL = 128  # and the signal's number, as shells have it: 130 Ctrl-C, 143 SIGTERM
 
 DEPENDENCIES = frozenset(
     {
@@ -29,13 +30,14 @@ def command_boundary() -> Iterator[None]:
     """Around a command's body, as `with` or as a decorator below click's own.
 
     `AsyncGrpoError`: its message on one line, exit 1. A dependency that is missing or broken: one
-    line with the remedy, exit 1. Ctrl-C: exit 130. Anything else is a bug and keeps its traceback.
+    line with the remedy, exit 1. Ctrl-C: exit 130, SIGTERM: 143. Anything else is a bug and keeps
+    its traceback.
     """
     try:
         yield
-    except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        click.echo(str(interrupt) or "interrupted", err=True)
+        sys.exit(EXIT_SIGNAL + getattr(interrupt, "number", signal.SIGINT))
     except AsyncGrpoError as error:
         _fail(_first_cause(error))
     except (ImportError, RuntimeError, OSError) as error:

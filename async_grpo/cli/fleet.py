@@ -1,9 +1,9 @@
 """The workers of one dispatcher, and what they share with those of others.
 
-consumes:     nothing; it watches
-produces:     registered workers, and signs of life for the registry and the verifier pool
-waits for:    models to load, up to --start-timeout-s
-unblocked by: a worker that is ready, or an error of any actor it watches
+consumes:     the registry's view of each worker
+produces:     registered workers, lost ones replaced; signs of life for registry and verifier pool
+waits for:    the work of its workers to be done, when they are to leave
+unblocked by: being checked every moment; an error that no restart can mend
 """
 
 from __future__ import annotations
@@ -11,39 +11,69 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from async_grpo import cluster
+from async_grpo.cli.seat import Seat
+from async_grpo.cli.shared_actor import SharedActor
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import AsyncGrpoError, ClusterError, WorkerError
+from async_grpo.errors import AsyncGrpoError, ClusterError
 
 logger = logging.getLogger(__name__)
-CALL_TIMEOUT_S = 120.0
 RELEASE_TIMEOUT_S = 5.0
 ROOM_TIMEOUT_S = 5.0  # in which workers that have just ended give back what they held
 POLL_INTERVAL_S = 1.0
 
 
 class Fleet:
-    """Within, actors of this dispatcher may be started; all of them end with the `with` block."""
+    """Within, the workers of this dispatcher live; all of them end with the `with` block."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, *, say: Callable[[str], None] = logger.info) -> None:
+        """`say` is told whatever a person who watches should know."""
         self._config = config
-        self._shared: dict[str, Any] = {}
-        self._workers: dict[str, Any] = {}
+        self._say = say
+        self._seats = [Seat(config, say=say) for _ in range(config.num_workers)]
+        self._verifiers: SharedActor | None = None
 
     def __enter__(self) -> Self:
-        """Make what is missing, after everything that can be wrong has been looked at."""
+        """Make what is missing. Workers first: they load while the rest is made."""
         from async_grpo.cli import launch
 
-        self._check_room(launch.resources(self._config), num_workers=self._config.num_workers)
-        if self._config.mode == "generation":
-            self._shared["the verifier pool"] = launch.make_verifier_pool(self._config)
-        self._registry = launch.make_registry(self._config.mode)
-        self._shared["the registry"] = self._registry
+        config = self._config
+        self._check_room(launch.resources(config), num_workers=config.num_workers)
+        logger.info(
+            "loading %s in %d %s worker(s)", config.model_path, config.num_workers, config.mode
+        )
+        for seat in self._seats:
+            seat.start(time.monotonic())
+        try:
+            self._join_others(config)
+        except BaseException:  # nobody else would end them
+            self._end_workers()
+            raise
         return self
+
+    def _join_others(self, config: WorkerConfig) -> None:
+        """Find or make what all dispatchers share; raises what a running pool differs in."""
+        from async_grpo.cli import launch
+
+        started = time.monotonic()
+        if config.mode == "generation":
+            self._verifiers = SharedActor(
+                "the verifier pool",
+                launch.make_verifier_pool(config),
+                make=lambda: launch.find_verifier_pool(config),
+                ask=lambda pool: pool.touch.remote(),
+            )
+            logger.info("verifiers ready after %.1f s", time.monotonic() - started)
+        self._registry = SharedActor(
+            "the registry",
+            launch.make_registry(config.mode),
+            make=lambda: launch.make_registry(config.mode),
+            ask=lambda registry: registry.standing.remote(self._names()),
+        )
 
     def __exit__(
         self,
@@ -56,62 +86,46 @@ class Fleet:
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError):
-            calls = [self._registry.deregister.remote(name) for name in self._workers]
+            calls = [self._registry.handle.deregister.remote(name) for name in self._names()]
             if calls:
                 ray.wait(calls, num_returns=len(calls), timeout=RELEASE_TIMEOUT_S)
-            for handle in self._workers.values():
-                ray.kill(handle)
+            self._end_workers()
 
-    def start(self, names: Sequence[str]) -> None:
-        """Start one worker a name; they load side by side."""
-        from async_grpo.cli import launch
-
-        logger.info("loading %s in %d %s worker(s)", self._config.model_path, len(names),
-                    self._config.mode)  # fmt: skip
-        for name in names:
-            self._workers[name] = launch.start_worker(self._config, name)
-
-    def register(self, name: str) -> None:
-        """Wait until a worker has loaded and the registry has admitted it."""
+    def _end_workers(self) -> None:
         import ray
 
-        handle, timeout_s = self._workers[name], self._config.start_timeout_s
-        loaded = handle.info.remote()
-        deadline = time.monotonic() + timeout_s
-        while not ray.wait([loaded], timeout=POLL_INTERVAL_S)[0]:
-            self._keep_shared()
-            if time.monotonic() > deadline:
-                raise WorkerError(
-                    f"worker {name} was not ready within {timeout_s:g} s: raise --start-timeout-s "
-                    f"or see its log in {cluster.logs_folder()}"
-                )
-        try:
-            info = cluster.wait(loaded, timeout_s=CALL_TIMEOUT_S, who=f"worker {name}")
-        except WorkerError as error:
-            raise self._lost(name, error) from None
-        admitted = self._registry.register.remote(info, handle)
-        cluster.wait(admitted, timeout_s=timeout_s, who="the registry")
+        for seat in self._seats:
+            if seat.handle is not None:
+                ray.kill(seat.handle)
 
     def check(self) -> None:
-        """Tell what is shared that it is needed; raises when it or a worker has died."""
-        self._keep_shared()
-        for name, handle in self._workers.items():
-            try:
-                cluster.wait(handle.ping.remote(), timeout_s=CALL_TIMEOUT_S, who=f"worker {name}")
-            except AsyncGrpoError as error:
-                raise self._lost(name, error) from None
+        """Look after everything once; raises what no restart can mend."""
+        now_s = time.monotonic()
+        if self._verifiers is not None:
+            self._verifiers.keep(now_s)
+        standing = self._registry.keep(now_s) or {}
+        for seat in self._seats:
+            seat.look_after(self._registry.handle, standing.get(seat.name), now_s=now_s)
 
-    def _keep_shared(self) -> None:
-        """Also while workers load: a registry without members ends itself after a time."""
-        for who, handle in self._shared.items():
-            cluster.wait(handle.touch.remote(), timeout_s=CALL_TIMEOUT_S, who=who)
+    def drain(self, *, timeout_s: float) -> None:
+        """Have the workers finish what they do, in time, without giving them new work."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(AsyncGrpoError):  # a registry that is lost has no leases
+            for name in self._names():
+                call = self._registry.handle.drain.remote(name)
+                cluster.wait(call, timeout_s=RELEASE_TIMEOUT_S, who="the registry")
+            if self._num_leases():
+                self._say(f"finishing what runs, for at most {timeout_s:g} s; once more: at once")
+            while self._num_leases() and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL_S / 4)
 
-    def _lost(self, name: str, error: AsyncGrpoError) -> WorkerError:
-        """Why a worker is lost: the registry knows best, when it is the one who excluded it."""
-        fenced = self._registry.fenced.remote()
-        reason = cluster.wait(fenced, timeout_s=CALL_TIMEOUT_S, who="the registry").get(name)
-        what = f"worker {name} was excluded: {reason}" if reason else str(error)
-        return WorkerError(f"{what} (its log is in {cluster.logs_folder()})")
+    def _num_leases(self) -> int:
+        call = self._registry.handle.standing.remote(self._names())
+        standing = cluster.wait(call, timeout_s=RELEASE_TIMEOUT_S, who="the registry")
+        return sum(worker.num_leases for worker in standing.values())
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(seat.name for seat in self._seats if seat.name)
 
     def _check_room(self, each: dict[str, float], *, num_workers: int) -> None:
         """Raise unless this node can hold the workers: Ray would wait for room without a word."""

@@ -1,26 +1,155 @@
-"""How our processes end: Ctrl-C and SIGTERM are answered alike, and nothing is waited for twice."""
+"""How our processes end: Ctrl-C and SIGTERM are answered alike, and nothing is waited for twice.
+
+A trainer rank that trains is asked to stop between two gradient steps, so that it can leave a
+checkpoint; one that still loads or waits is broken off. In both a thread keeps the time, because
+the main thread may stand in a collective or in Ray, where Python's handlers do not run.
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol
+
+from async_grpo.errors import RankLostError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through torchrun
+GRACE_S = 25.0  # for the step and its checkpoint: torchrun kills its ranks after 30 s
+BREAK_OFF_S = 8.0  # for letting go of the workers, when nothing is to be saved
+
+
+class Interrupted(KeyboardInterrupt):
+    """This process was asked to end, by signal `number`."""
+
+    def __init__(self, number: int, sentence: str = "interrupted") -> None:
+        super().__init__(sentence)
+        self.number = number
+
+
+class Stop(Protocol):
+    """What a run looks at before each of its items: see `training.stopping`."""
+
+    is_honoured: bool
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+
+class RankInterrupts:
+    """Answers the signals of one trainer rank, from any state of its main thread.
+
+    The first one sets `stop` where that is honoured; elsewhere it raises `Interrupted` on the main
+    rank and ends another. After a time of grace, or at a later deliberate signal, the process ends.
+    """
+
+    def __init__(
+        self, stop: Stop, *, is_main: bool, say: Callable[[str], None], grace_s: float = GRACE_S
+    ) -> None:
+        self._stop = stop
+        self._is_main = is_main
+        self._say = say
+        self._grace_s = grace_s
+        self.number = 0  # of the first signal; 0 when there was none
+
+    def listen(self) -> None:
+        """From now on; to be called by the main thread."""
+        # The C handler writes each signal there, whatever the main thread is doing.
+        self._signals, writer = socket.socketpair()
+        writer.setblocking(False)
+        self._writer = writer  # open as long as this
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in NUMBERS:
+            signal.signal(number, self._on_main_thread)
+        threading.Thread(target=self._answer, name="interrupts", daemon=True).start()
+
+    @contextmanager
+    def told(self, output_dir: str | Path) -> Iterator[None]:
+        """Around a run: one that was asked to end says so, and where it can go on."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            pass
+        except RankLostError:  # the others have left at once: this one was asked to as well
+            if self.number != signal.SIGINT:
+                raise
+        if not self.number and not self._stop.is_set():
+            return
+        number = self.number or signal.SIGTERM  # another rank was asked
+        if not self._is_main:
+            sys.exit(128 + number)
+        raise Interrupted(number, where_to_go_on(output_dir))
+
+    def _on_main_thread(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_main and not self._is_ending() and not self.number:
+            self.number = number
+            raise Interrupted(number)
+
+    def _answer(self) -> None:
+        number, asked_at = self._next_signal(None), time.monotonic()
+        if self._is_ending():
+            self.number, left_s = number, self._grace_s
+            self._stop.set()
+            self._say(f"{_name(number)}: ending in order; once more ends at once")
+        elif self._is_main:
+            left_s = BREAK_OFF_S
+        else:
+            os._exit(128 + number)
+        deadline = asked_at + left_s
+        while again := self._next_signal(deadline):
+            if time.monotonic() - asked_at > SAME_REQUEST_S:
+                self._say(f"interrupted: ended at once, by a second {_name(again)}")
+                os._exit(128 + number)
+        self._say(f"interrupted: ended at once, it did not come to an end within {left_s:g} s")
+        os._exit(128 + number)  # no flush: the main thread may hold a stream's lock
+
+    def _is_ending(self) -> bool:
+        """Whether the main thread ends in order, or will when it sees the request."""
+        return self._stop.is_honoured or self._stop.is_set()
+
+    def _next_signal(self, deadline: float | None) -> int:
+        """The number of the next of our signals; 0 when none comes before the deadline."""
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._signals], [], [], left)[0]:
+                return 0
+            number = self._signals.recv(1)[0]
+            if number in NUMBERS:
+                return number
+
+
+def where_to_go_on(output_dir: str | Path) -> str:
+    """One sentence for somebody who has interrupted a run.
+
+    >>> where_to_go_on("/does/not/exist")
+    'interrupted; no checkpoint was saved yet'
+    """
+    found = [
+        (marker.stat().st_mtime_ns, int(number), marker.parent)
+        for marker in Path(output_dir).glob("checkpoints/batch_*/COMMITTED")
+        # A batch that was saved again lies in batch_12.2.
+        if (number := marker.parent.name.removeprefix("batch_").partition(".")[0]).isdigit()
+    ]
+    if not found:
+        return "interrupted; no checkpoint was saved yet"
+    _, batches, folder = max(found)
+    return f"interrupted; the same command goes on after batch {batches}, from {folder}"
 
 
 def interrupt_once() -> None:
     """Raise `KeyboardInterrupt` at the first signal; later ones do not disturb the clean-up."""
     for number in NUMBERS:
         signal.signal(number, _interrupt)
-
-
-def end_at_once() -> None:
-    """End the process at the first signal, without a word: for ranks with nothing to clean up."""
-    for number in NUMBERS:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def leave(code: int) -> NoReturn:
@@ -30,7 +159,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    for number in NUMBERS:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    for other in NUMBERS:
+        signal.signal(other, signal.SIG_IGN)
+    raise Interrupted(number)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError
+
+if TYPE_CHECKING:
+    from async_grpo.verification.config import VerifierConfig
 
 FAILED_SAMPLES = "failed_samples.jsonl"
 CALL_TIMEOUT_S = 60.0
@@ -20,29 +23,12 @@ def make_registry(role: str) -> Any:
     """The registry of a role, made by whoever asks first."""
     from async_grpo.routing.registry import WorkerRegistry
 
-    registry = _shared_actor(WorkerRegistry, cluster.registry_name(role)).remote(role)
-    registry.touch.remote()  # from now on it ends itself when nobody comes
-    return registry
+    return _shared_actor(WorkerRegistry, cluster.registry_name(role)).remote(role)
 
 
 def make_verifier_pool(config: WorkerConfig) -> Any:
     """The cluster's verifier pool; raises `ConfigError` when a running one grades otherwise."""
-    from async_grpo.verification.config import VerifierConfig
-    from async_grpo.verification.pool import VerifierPool
-
-    keeps_failed = config.write_failed_generation_samples
-    wanted = VerifierConfig(
-        reward_names=config.reward_names,
-        registry=config.reward_registry,
-        num_verifiers=config.global_num_verifiers,
-        timeout_s=config.verifier_timeout_s,
-        memory_mib=config.verifier_memory_mib,
-        search_paths=(os.getcwd(),),
-        failed_samples=os.path.abspath(FAILED_SAMPLES) if keeps_failed else "",
-    )
-    here = cluster.on_this_node()  # where the files are that the options name
-    actor = _shared_actor(VerifierPool, cluster.VERIFIER_POOL, scheduling_strategy=here)
-    pool = actor.remote(wanted)
+    wanted, pool = _verifier_config(config), find_verifier_pool(config)
     running = cluster.wait(pool.config.remote(), timeout_s=CALL_TIMEOUT_S, who="the verifier pool")
     wanted.require_same_rewards(running)
     try:
@@ -51,6 +37,30 @@ def make_verifier_pool(config: WorkerConfig) -> Any:
         ray.kill(pool)  # or the next dispatcher would find a pool that can never grade
         raise
     return pool
+
+
+def find_verifier_pool(config: WorkerConfig) -> Any:
+    """The same, made by whoever asks first, without asking anything of it."""
+    from async_grpo.verification.pool import VerifierPool
+
+    here = cluster.on_this_node()  # where the files are that the options name
+    actor = _shared_actor(VerifierPool, cluster.VERIFIER_POOL, scheduling_strategy=here)
+    return actor.remote(_verifier_config(config))
+
+
+def _verifier_config(config: WorkerConfig) -> VerifierConfig:
+    from async_grpo.verification.config import VerifierConfig
+
+    keeps_failed = config.write_failed_generation_samples
+    return VerifierConfig(
+        reward_names=config.reward_names,
+        registry=config.reward_registry,
+        num_verifiers=config.global_num_verifiers,
+        timeout_s=config.verifier_timeout_s,
+        memory_mib=config.verifier_memory_mib,
+        search_paths=(os.getcwd(),),
+        failed_samples=os.path.abspath(FAILED_SAMPLES) if keeps_failed else "",
+    )
 
 
 def start_worker(config: WorkerConfig, name: str) -> Any:
@@ -73,7 +83,9 @@ def _shared_actor(actor_class: type[Any], name: str, **options: Any) -> Any:
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
-        max_concurrency=10_000,
+        max_restarts=-1,  # a process that is killed comes back under the same handle
+        max_concurrency=100_000,  # each lease has a call that waits for its end
+        enable_task_events=False,  # the head would keep a record of every call
         **options,
     )
 
@@ -98,6 +110,7 @@ def _start_generation_worker(config: WorkerConfig, name: str) -> Any:
         worker_id=name,
         overhead_seqs=config.overhead_seqs,
         temperature=config.temperature or None,
+        lease_s=config.worker_lease_s,
     )
 
 
@@ -110,6 +123,7 @@ def _start_logprob_worker(config: WorkerConfig, name: str) -> Any:
         max_tokens=config.max_tokens_per_gpu,
         dtype=config.dtype,
         temperature=config.temperature or None,
+        lease_s=config.worker_lease_s,
     )
 
 
@@ -119,6 +133,7 @@ def _worker_actor(actor_class: type[Any], config: WorkerConfig, **options: Any) 
         num_cpus=taken["CPU"],
         num_gpus=taken["GPU"],
         max_concurrency=1000,
+        enable_task_events=False,
         scheduling_strategy=cluster.on_this_node(),
         **options,
     )

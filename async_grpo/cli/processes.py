@@ -68,6 +68,11 @@ class Process:
         """Of the child, which leads a session of its own."""
         return self._child.pid
 
+    @property
+    def is_running(self) -> bool:
+        """The child has not ended."""
+        return self._child.poll() is None
+
     def wait_for(self, text: str, *, timeout_s: float) -> None:
         """Until the log holds `text`. Raises with the log's end when the child ends before."""
         deadline = time.monotonic() + timeout_s

@@ -25,14 +25,16 @@ from typing import Any
 
 import click
 
+from async_grpo import head
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.processes import Process
-from async_grpo.errors import ConfigError, WorkerError
+from async_grpo.errors import ConfigError, DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
 MODEL = Path("sample-data/tiny-countdown")
 READY_TIMEOUT_S = 300.0
+SCRIPT_TIMEOUT_S = 300.0
 LONGEST_ANSWER = 64
 
 
@@ -79,10 +81,9 @@ def quickstart(**options: Any) -> None:
     _prepare(plan)
     with contextlib.ExitStack() as stack:
         environment = stack.enter_context(_cluster(plan))
+        logger.info("starting a generation worker, a logprob worker and the trainer ...")
         workers = [stack.enter_context(_worker(plan, mode, environment)) for mode in WORKERS]
-        logger.info("starting one generation and one logprob worker ...")
-        for worker in workers:
-            worker.wait_for("registered", timeout_s=READY_TIMEOUT_S)
+        # At once: it waits for them itself, and what takes it longest is to import.
         trainer = stack.enter_context(_trainer(plan, environment))
         trainer.wait(watched=workers)
     _plot(plan)
@@ -114,26 +115,25 @@ def _prepare(plan: Plan) -> None:
 @contextlib.contextmanager
 def _cluster(plan: Plan) -> Iterator[dict[str, str]]:
     """A Ray head of our own; yields the environment that leads to it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "RAY_ADDRESS": f"127.0.0.1:{port}",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    environment.pop("RAY_AUTH_MODE", None)
+    port, client_port = _free_port(), _free_port()
     # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as session:
+        environment = os.environ | head.private_cluster(Path(session)) | {
+            "RAY_ADDRESS": f"127.0.0.1:{port}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+        environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
         command = [
             *("ray", "start", "--head", "--block", "--node-ip-address", "127.0.0.1"),
             *("--port", str(port), "--num-cpus", "8", "--temp-dir", session),
-            *("--include-dashboard=false", "--disable-usage-stats"),
+            *("--include-dashboard=false", "--ray-client-server-port", str(client_port)),
+            "--disable-usage-stats",
         ]
         command[0] = str(Path(sys.executable).with_name("ray"))
         logger.info("starting Ray ...")
         log = plan.logs / "ray.log"
-        head = Process(
+        ray_head = Process(
             "the Ray head",
             command,
             log=log,
@@ -141,11 +141,18 @@ def _cluster(plan: Plan) -> Iterator[dict[str, str]]:
             stop_signal=signal.SIGTERM,
         )
         try:
-            with head:
-                head.wait_for("Ray runtime started", timeout_s=READY_TIMEOUT_S)
+            with ray_head:
+                ray_head.wait_for("Ray runtime started", timeout_s=READY_TIMEOUT_S)
                 yield environment
         finally:
             _keep_logs(Path(session), plan.logs / "ray")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 WORKERS = {
@@ -173,9 +180,9 @@ def _keep_logs(session: Path, target: Path) -> None:
 
 
 def _trainer(plan: Plan, environment: dict[str, str]) -> Process:
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
     command = [
-        *(torchrun, "--standalone", "--nproc-per-node", str(plan.num_ranks), "trainer_core.py"),
+        *(sys.executable, "-m", "async_grpo.cli.local_torchrun", "--standalone"),
+        *("--nproc-per-node", str(plan.num_ranks), "trainer_core.py"),
         *("--model-name-or-path", str(MODEL), "--data-path", str(plan.questions)),
         *("--eval-data-path", str(plan.held_out), "--output-dir", str(plan.folder)),
         *("--num-training-batches", str(plan.num_batches), "--batch-size", "32"),
@@ -191,7 +198,7 @@ def _trainer(plan: Plan, environment: dict[str, str]) -> Process:
         log=log,
         environment=environment,
         shows_output=True,
-        stop_timeout_s=8.0,  # its ranks are gone at once, torchrun itself takes its time
+        stop_timeout_s=30.0,  # the ranks' own time of grace, and torchrun's end
     )
 
 
@@ -220,7 +227,16 @@ def _conclude(plan: Plan, *, seconds: float) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SCRIPT_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"{command[0]} was not done within {SCRIPT_TIMEOUT_S:g} s") from None
     if done.returncode:
         raise WorkerError(f"{command[0]} failed: {done.stderr.strip() or done.stdout.strip()}")
 

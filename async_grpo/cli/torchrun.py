@@ -8,24 +8,49 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import click
 
 from async_grpo.cli.interrupts import leave
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import AsyncGrpoError, RankLostError
+from async_grpo.verification import namespaces
 
 OTHERS_WAIT_S = 3.0  # within which torchrun ends the other ranks of its machine
+LATER_S = 3600  # what only follows from another rank's end must not look like the first cause
 
 
 def is_main_rank() -> bool:
     """Whether this process speaks for all ranks; true without torchrun."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def keep_to_loopback(environ: MutableMapping[str, str]) -> None:
+    """Ranks of one machine open no port to the network; a choice of the user's stays.
+
+    >>> environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    >>> keep_to_loopback(environ)
+    >>> environ["GLOO_SOCKET_IFNAME"]
+    'lo'
+    """
+    if environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1"):
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def end_with_agent() -> None:
+    """Have this rank asked to end when torchrun's agent is gone: nobody watches over it any more.
+
+    The system's own means, because a killed agent says nothing; Linux only.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        namespaces.die_with_parent(signal.SIGTERM)
 
 
 @contextmanager
@@ -34,20 +59,21 @@ def one_voice() -> Iterator[None]:
     try:
         yield
     except (AsyncGrpoError, click.UsageError) as error:
-        if not is_main_rank():
+        is_first = not isinstance(error, RankLostError)
+        if is_first and not is_main_rank():
             time.sleep(OTHERS_WAIT_S)  # if rank 0 has failed too, this one does not live to tell
         sentence = error.format_message() if isinstance(error, click.UsageError) else str(error)
-        _leave_cause(f"error: {sentence}")
+        _leave_cause(f"error: {sentence}", is_first=is_first)
         if is_main_rank():
             raise
         sys.exit(1)
 
 
 @contextmanager
-def ends_at_once() -> Iterator[None]:
+def ends_at_once(stop: Event | None = None) -> Iterator[None]:
     """A process boundary: after an error or Ctrl-C, leave without waiting for threads.
 
-    One of them may still announce weights, for minutes.
+    One of them may still announce weights, for minutes. `stop`: torchrun asks this rank to end.
     """
     try:
         yield
@@ -56,7 +82,7 @@ def ends_at_once() -> Iterator[None]:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         if not is_main_rank():
-            time.sleep(OTHERS_WAIT_S)
+            (stop or Event()).wait(OTHERS_WAIT_S)
         _leave_cause(f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1
@@ -71,8 +97,8 @@ class RankCommand(click.Command):
             return super().parse_args(ctx, args)
 
 
-def _leave_cause(message: str) -> None:
+def _leave_cause(message: str, *, is_first: bool = True) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        stamp = {"timestamp": str(int(time.time()))}
+        stamp = {"timestamp": str(int(time.time()) + (0 if is_first else LATER_S))}
         Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": stamp}}))

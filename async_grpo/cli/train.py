@@ -5,15 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Any
+from threading import Event
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.interrupts import RankInterrupts
 from async_grpo.cli.options import CONTEXT, given_options, options_of
-from async_grpo.cli.torchrun import RankCommand, ends_at_once, is_main_rank, one_voice
+from async_grpo.cli.torchrun import (
+    RankCommand,
+    end_with_agent,
+    ends_at_once,
+    is_main_rank,
+    keep_to_loopback,
+    one_voice,
+)
 from async_grpo.config.train import TrainConfig
+from async_grpo.training.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from async_grpo.training.ranks import Ranks
 
 GROUP_TIMEOUT_SLACK_S = 600.0
 QUIET = {
@@ -33,32 +45,50 @@ def main(**options: Any) -> None:
     config = TrainConfig.from_options(given_options(options))
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    keep_to_loopback(os.environ)
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(
         level="WARNING", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout
     )
+    stop = StopRequest()
+    interrupts = RankInterrupts(stop, is_main=is_main_rank(), say=_say)
+    interrupts.listen()
+    end_with_agent()
     if is_main_rank():
-        interrupts.interrupt_once()
         logging.getLogger("async_grpo").setLevel(config.logging_level)
     else:
-        interrupts.end_at_once()
         logging.disable(logging.WARNING)
-    with ends_at_once(), command_boundary(), one_voice():
-        run(config)
+    with ends_at_once(stop), command_boundary(), one_voice(), interrupts.told(config.output_dir):
+        run(config, stop=stop)
 
 
-def run(config: TrainConfig) -> None:
+def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     """Join the other ranks and train."""
-    from async_grpo.training.ranks import Ranks
+    from async_grpo.training.ranks import Ranks, as_rank_loss
 
     timeout_s = config.stall_timeout_s + config.worker_timeout_s + GROUP_TIMEOUT_SLACK_S
-    ranks = Ranks.start(timeout_s=timeout_s)
+    try:
+        _train(config, Ranks.start(timeout_s=timeout_s), stop=stop)
+    except RuntimeError as error:
+        if (lost := as_rank_loss(error)) is None:
+            raise
+        raise lost from error
+
+
+def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
     if config.objective == "sft":
         from async_grpo.training.sft import train_sft
 
-        train_sft(config, ranks)
+        train_sft(config, ranks, stop=stop)
     else:
         from async_grpo.training.loop import train_grpo
 
-        train_grpo(config, ranks)
+        train_grpo(config, ranks, stop=stop)
+    if stop and stop.is_set():
+        ranks.agree(0)  # torchrun ends the others as soon as one has left
     ranks.stop()
+
+
+def _say(sentence: str) -> None:
+    if is_main_rank():
+        click.echo(sentence, err=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
+from pathlib import Path
 from typing import Any
 
 import click
@@ -20,9 +20,10 @@ from async_grpo.cli.fleet import Fleet
 from async_grpo.cli.options import CONTEXT, options_of
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
+from async_grpo.model.folder import check_files, stated_positions
 
 logger = logging.getLogger(__name__)
-WATCH_INTERVAL_S = 1.0
+WATCH_INTERVAL_S = 0.5
 ENDING_S = 5.0
 
 
@@ -43,14 +44,7 @@ def main(**options: Any) -> None:
 
 def serve(config: WorkerConfig) -> None:
     """Serve until the cluster ends, and this process with it; raises what went wrong before."""
-    from async_grpo.model.folder import check_model_folder
-
-    facts = check_model_folder(config.model_path)
-    if config.mode == "generation" and config.max_model_len > facts.max_positions:
-        raise ConfigError(
-            f"--max-model-len must not exceed the {facts.max_positions} positions of the model, "
-            f"got {config.max_model_len}: lower it, or leave it out"
-        )
+    _check_model(config)
     cluster.connect(config.ray_address, namespace=config.namespace)
     places = cluster.endpoints()
     try:
@@ -62,16 +56,31 @@ def serve(config: WorkerConfig) -> None:
     interrupts.leave(0)  # Ray would look for its head for 15 s
 
 
+def _check_model(config: WorkerConfig) -> None:
+    """What the folder's files show at once; a model that cannot be trained is the trainer's to say.
+
+    Reading it as a whole would take this process the seconds in which its workers import the same.
+    """
+    folder = Path(config.model_path)
+    check_files(folder)
+    stated = stated_positions(folder)
+    if config.mode == "generation" and stated is not None and config.max_model_len > stated:
+        raise ConfigError(
+            f"--max-model-len must not exceed the {stated} positions of the model, "
+            f"got {config.max_model_len}: lower it, or leave it out"
+        )
+
+
 def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
-    names = [f"{config.mode}-{uuid.uuid4().hex[:8]}" for _ in range(config.num_workers)]
-    with Fleet(config) as fleet:
-        fleet.start(names)
-        for name in names:
-            fleet.register(name)
-            click.echo(f"worker {name} registered")
-        while not cluster.has_ended(places):
-            fleet.check()
-            time.sleep(WATCH_INTERVAL_S)
+    with Fleet(config, say=click.echo) as fleet:
+        try:
+            while not cluster.has_ended(places):
+                fleet.check()
+                time.sleep(WATCH_INTERVAL_S)
+        except KeyboardInterrupt:
+            interrupts.interrupt_once()  # another one breaks this off
+            fleet.drain(timeout_s=config.drain_timeout_s)
+            raise
 
 
 def _ends_soon(places: cluster.Places) -> bool:

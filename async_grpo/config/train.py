@@ -22,6 +22,7 @@ POSITIVE = (
     "num_batches_per_ref_model_update",
     "worker_timeout_s",
     "stall_timeout_s",
+    "keep_checkpoints",
 )
 NOT_NEGATIVE = (
     "learning_rate",
@@ -43,6 +44,7 @@ NOT_NEGATIVE = (
     "max_grad_norm",
     "min_samples_per_checkpoint",
     "eval_every_batches",
+    "checkpoint_every_batches",
 )
 
 
@@ -54,6 +56,11 @@ class TrainConfig(ObjectiveConfig):
     data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
     output_dir: str = option("runs/latest", "folder for metrics, samples and exports")
     overwrite: bool = option(False, "replace the run that the output folder holds")
+    resume: str = option(
+        "auto",
+        "auto: go on from the newest good checkpoint of the output folder, if there is one; never; "
+        "or the folder of a checkpoint, or of a run",
+    )
     objective: str = option(
         "grpo", "grpo, or sft on prompt and completion pairs", choices=("grpo", "sft")
     )
@@ -126,6 +133,10 @@ class TrainConfig(ObjectiveConfig):
     min_samples_per_checkpoint: int = option(
         0, "samples trained between exports to hf_format/; 0: only at the end"
     )
+    checkpoint_every_batches: int = option(
+        10, "batches between checkpoints that the run can go on from, and one at the end; 0: none"
+    )
+    keep_checkpoints: int = option(2, "checkpoints kept, the newest ones")
     dump_samples_filename: str = option(
         "samples.jsonl", "file in the output folder for every trained sample; empty: none"
     )

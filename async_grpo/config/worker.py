@@ -40,16 +40,32 @@ class WorkerConfig:
     ray_address: str = option("auto", "host:port of the Ray cluster; auto: the one on this machine")
     namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
     start_timeout_s: float = option(600.0, "seconds a worker may take to load and register")
+    worker_lease_s: float = option(
+        30.0,
+        "seconds of silence after which a worker counts as lost: more than it ever computes "
+        "without a pause, on a slow machine",
+    )
+    max_restarts: int = option(
+        5, "times in an hour that a lost worker is started again, each after a longer pause"
+    )
+    drain_timeout_s: float = option(
+        30.0, "seconds that running work may take after the first Ctrl-C; the second ends at once"
+    )
     logging_level: str = option("INFO", "log detail", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "tensor_parallel_size", "max_num_seqs", "global_num_verifiers"):
             value = getattr(self, name)
             require(value >= 1, name, "must be at least 1", value, "give a positive number")
-        for name in ("overhead_seqs", "kv_cache_gib", "temperature", "max_model_len"):
+        for name in (
+            "overhead_seqs", "kv_cache_gib", "temperature", "max_model_len", "max_restarts",
+            "drain_timeout_s",
+        ):  # fmt: skip
             value = getattr(self, name)
             require(value >= 0, name, "must not be negative", value, "give 0 or more")
-        for name in ("max_tokens_per_gpu", "verifier_timeout_s", "verifier_memory_mib"):
+        for name in (
+            "max_tokens_per_gpu", "verifier_timeout_s", "verifier_memory_mib", "worker_lease_s",
+        ):  # fmt: skip
             value = getattr(self, name)
             require(value > 0, name, "must be positive", value, "give a positive number")
         require(

@@ -1,6 +1,7 @@
 """Samples laid end to end without padding, as tensors for the model and the loss.
 
-Legend: P prompt tokens, L output tokens, T packed tokens, S sequences, N trained tokens.
+Legend: P prompt tokens, L output tokens, T packed tokens, S sequences, N trained tokens, U tokens
+of the sequences, each with its prompt.
 """
 
 from __future__ import annotations
@@ -34,21 +35,24 @@ def collate(
     *,
     aggregation: str,
     constant_length: int = 0,
+    share_prompts: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> PackedMinibatch:
     """Pack one rank's samples; without samples, an inert filler whose loss is exactly zero.
 
     A masked token is read by the model but not trained; a fully masked sample adds nothing to N.
-    Tokens behind a sample's last trained one influence nothing and are left out of T. `dtype` is
-    that of the weights and advantages.
+    Tokens behind a sample's last trained one influence nothing and are left out of T. With
+    `share_prompts` a prompt that several samples have lies in the row once: the same sums, of fewer
+    products. `dtype` is that of the weights and advantages.
     """
     rows = [_row(sample, aggregation, constant_length) for sample in samples]
-    return _pack(rows, dtype) if rows else _filler(dtype)
+    return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype)
 
 
 def collate_pairs(
     pairs: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]],
     *,
+    share_prompts: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> PackedMinibatch:
     """Pack (prompt ids, output ids) so that every output token is scored, each with weight 1."""
@@ -64,7 +68,7 @@ def collate_pairs(
         )
         for prompt, output in pairs
     ]
-    return _pack(rows, dtype) if rows else _filler(dtype)
+    return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype)
 
 
 def split_by_sample(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
@@ -131,20 +135,26 @@ def _filler(dtype: torch.dtype) -> PackedMinibatch:
     return replace(_pack([row], dtype), num_samples=0)
 
 
-def _pack(rows: Sequence[_Row], dtype: torch.dtype) -> PackedMinibatch:
+def _pack(
+    rows: Sequence[_Row], dtype: torch.dtype, *, share_prompts: bool = False
+) -> PackedMinibatch:
     if any(len(row.prompt) == 0 for row in rows):
         raise ValueError("every prompt needs at least one token, got an empty one: check the data")
     sequences = [_needed_tokens(row) for row in rows]
     lengths = np.array([len(sequence) for sequence in sequences])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
+    places = _places(rows, lengths, share_prompts=share_prompts)
+    repeat_index = np.concatenate(places)
+    # numpy gives the first of equal ones; the row is in the order of these.
+    _, first_index = np.unique(repeat_index, return_index=True)
+    is_shared = len(first_index) < len(repeat_index)
     counts = np.array([len(row.trained) for row in rows])
-    starts = offsets[:-1]
     positions = [
-        start + len(row.prompt) - 1 + row.trained for row, start in zip(rows, starts, strict=True)
+        place[len(row.prompt) - 1 + row.trained] for row, place in zip(rows, places, strict=True)
     ]
     return PackedMinibatch(
-        input_ids=_ids(sequences),
-        position_ids=_ids([np.arange(length) for length in lengths]),
+        input_ids=_ids([np.concatenate(sequences)[first_index]]),
+        position_ids=_ids([np.concatenate([np.arange(n) for n in lengths])[first_index]]),
         cu_seqlens=torch.from_numpy(offsets.astype(np.int32)),
         max_seqlen=int(lengths.max()),
         logit_positions=_ids(positions),
@@ -155,7 +165,26 @@ def _pack(rows: Sequence[_Row], dtype: torch.dtype) -> PackedMinibatch:
         behaviour_logprobs=_floats([row.behaviour[row.trained] for row in rows]),
         reference_logprobs=_references(rows),
         num_samples=len(rows),
+        repeat_index=_ids([repeat_index]) if is_shared else None,
+        first_index=_ids([first_index]) if is_shared else None,
     )
+
+
+def _places(
+    rows: Sequence[_Row], lengths: NDArray[np.intp], *, share_prompts: bool
+) -> list[NDArray[np.intp]]:
+    """Where each token of each sequence lies in the packed row."""
+    prompts: dict[bytes, NDArray[np.intp]] = {}  # where those that lie there whole begin and end
+    places, end = [], 0
+    for row, length in zip(rows, lengths, strict=True):
+        key = row.prompt.tobytes() if share_prompts and length >= len(row.prompt) else b""
+        prompt = prompts.get(key, np.arange(0))
+        place = np.concatenate([prompt, np.arange(end, end + length - len(prompt))])
+        if key:
+            prompts.setdefault(key, place[: len(row.prompt)])
+        end += length - len(prompt)
+        places.append(place)
+    return places
 
 
 def _needed_tokens(row: _Row) -> NDArray[np.int32]:

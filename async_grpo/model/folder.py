@@ -7,12 +7,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 RESCALED_LOGITS = {  # option of a config: its neutral values
     "final_logit_softcapping": (None, 0, 0.0),
@@ -88,6 +89,8 @@ def check_files(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig  # here, because it takes seconds and `check_files` none
+
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError) as error:
@@ -98,6 +101,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def _read_tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
@@ -113,6 +118,8 @@ def _first(error: Exception) -> str:
 
 
 def check_architecture(config: PreTrainedConfig, path: str) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     known = set(_flat(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
     architectures = config.architectures or [
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "none")
@@ -145,8 +152,18 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
     return [name for item in names for name in (item if isinstance(item, tuple) else (item,))]
 
 
+def stated_positions(folder: Path) -> int | None:
+    """The longest sequence as config.json states it, None when it does not; in no time."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError:  # whoever reads the whole of it says what is wrong
+        return None
+    stated = [config.get(name) for name in POSITIONS] if isinstance(config, dict) else []
+    return next((value for value in stated if isinstance(value, int) and value > 0), None)
+
+
 def _max_positions(config: PreTrainedConfig, path: str) -> int:
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+    for name in POSITIONS:
         value = getattr(config, name, None)
         if value:
             return int(value)

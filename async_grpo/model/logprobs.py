@@ -73,14 +73,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         setting: _Setting,
     ) -> tuple[Tensor, Tensor]:
         statistics_of = _compiled(_statistics) if setting.compile else _statistics
-        statistics = [
-            statistics_of(
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        # Made first: what outlives a chunk, allocated between chunks, would fragment the heap until
+        # it holds as much as all logits at once (glibc, below 32 MiB a tensor).
+        logprobs, log_normaliser, entropy = (
+            torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(3)
+        )
+        for rows in _chunks(len(targets), setting.chunk_size):
+            logprobs[rows], log_normaliser[rows], entropy[rows] = statistics_of(
                 hidden[rows], weight, bias, targets=targets[rows], temperature=setting.temperature
             )
-            for rows in _chunks(len(targets), setting.chunk_size)
-        ]
-        columns = zip(*statistics, strict=True)
-        logprobs, log_normaliser, entropy = (torch.cat(column) for column in columns)
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
         ctx.setting = setting
         ctx.set_materialize_grads(False)
@@ -111,7 +113,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
-            grad_weight += _product(grad.T, hidden[rows])
+            _add_product_(grad_weight, grad.T, hidden[rows])
+            del grad  # before the next chunk's is made
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
 
@@ -136,6 +139,14 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left @ right`; in one type without a second tensor of `total`'s size."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += _product(left, right)
+
+
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """[C, V] logits over temperature, in at least float32: a fresh tensor."""
     logits = _product(hidden, weight.T)
@@ -144,22 +155,25 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _log_softmax_(logits: Tensor, log_normaliser: Tensor, bias: Tensor | None) -> Tensor:
-    """[C, V] in the place of `logits`; finite where a bias of -inf excludes a token."""
-    logprobs = logits.sub_(log_normaliser[:, None])
-    return logprobs if bias is None else logprobs.clamp_(min=LEAST_LOGPROB)
-
-
 def _statistics(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log-probability of the targets, log-normaliser and entropy, each [C]."""
+    """log-probability of the targets, log-normaliser and entropy, each [C].
+
+    With x the logits minus their largest and z = sum exp(x): entropy = log z - sum(x exp(x)) / z,
+    whose terms are all positive. One exponential of the chunk serves all three.
+    """
     logits = _logits(hidden, weight, bias, temperature)
-    log_normaliser = torch.logsumexp(logits, dim=-1)
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser
-    logprobs = _log_softmax_(logits, log_normaliser, bias)
-    entropy = -torch.linalg.vecdot(logprobs.exp(), logprobs)
-    return chosen, log_normaliser, entropy
+    largest = logits.amax(-1, keepdim=True)
+    logits.sub_(largest)
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    if bias is not None:
+        logits.clamp_(min=LEAST_LOGPROB)
+    exponentials = logits.exp()
+    total = exponentials.sum(-1)
+    log_total = total.log()
+    entropy = log_total - exponentials.mul_(logits).sum(-1) / total
+    return chosen - log_total, largest.squeeze(-1) + log_total, entropy
 
 
 def _grad_logits(
@@ -179,12 +193,15 @@ def _grad_logits(
     d logprob_target / d logit_j = [j = target] - p_j
     d entropy / d logit_j = -p_j (logprob_j + entropy)
     """
-    logprobs = _log_softmax_(_logits(hidden, weight, bias, temperature), log_normaliser, bias)
-    grad = logprobs.exp()
+    logprobs = _logits(hidden, weight, bias, temperature).sub_(log_normaliser[:, None])
+    if bias is not None:
+        logprobs.clamp_(min=LEAST_LOGPROB)
+    grad_chosen = grad_chosen[:, None] / temperature
     if grad_entropy is None:
-        grad.mul_(-grad_chosen[:, None])
+        grad = logprobs.exp_().mul_(-grad_chosen)
     else:
-        logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_chosen[:, None])
+        grad = logprobs.exp()
+        grad_entropy = grad_entropy[:, None] / temperature
+        logprobs.add_(entropy[:, None]).mul_(grad_entropy).add_(grad_chosen)
         grad.mul_(logprobs).neg_()
-    grad.scatter_add_(-1, targets[:, None], grad_chosen[:, None])
-    return grad if temperature == 1.0 else grad.div_(temperature)
+    return grad.scatter_add_(-1, targets[:, None], grad_chosen)

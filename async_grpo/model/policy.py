@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from async_grpo.model.attention import PACKED
 from async_grpo.model.logprobs import TokenLogprobs, token_logprobs
 from async_grpo.types import PackedMinibatch
 
@@ -29,6 +30,8 @@ class PolicyModel(nn.Module):
         self, packed: PackedMinibatch, *, temperature: float, chunk_size: int
     ) -> TokenLogprobs:
         """Score `packed.target_ids` [N]; logits exist for `chunk_size` tokens at a time."""
+        if packed.repeat_index is not None and not self.shares_prompts:
+            raise ValueError(f"prompts may be shared with {PACKED} attention only: collate without")
         hidden = self.model.base_model(
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
@@ -37,10 +40,12 @@ class PolicyModel(nn.Module):
             cu_seq_lens_k=packed.cu_seqlens,
             max_length_q=packed.max_seqlen,
             max_length_k=packed.max_seqlen,
+            repeat_index=packed.repeat_index,
+            first_index=packed.first_index,
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
         return token_logprobs(
-            hidden[packed.logit_positions],
+            hidden.index_select(0, packed.logit_positions),
             head.weight,
             packed.target_ids,
             temperature=temperature,
@@ -48,6 +53,11 @@ class PolicyModel(nn.Module):
             bias=getattr(head, "bias", None),
             compile=self.compile_logprobs,
         )
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether `forward` understands minibatches in which samples share a prompt."""
+        return bool(self.model.config._attn_implementation == PACKED)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -41,7 +41,8 @@ class Scorer:
         self, pairs: Sequence[tuple[TokenIds, TokenIds]], *, temperature: float
     ) -> list[NDArray[np.float32]]:
         """Log-probabilities [L] of every output token of each (prompt ids, output ids)."""
-        packed = to_device(collate_pairs(pairs), self._device)
+        packed = collate_pairs(pairs, share_prompts=self._policy.shares_prompts)
+        packed = to_device(packed, self._device)
         scored = self._policy(packed, temperature=temperature, chunk_size=CHUNK_SIZE)
         return [part.float().cpu().numpy() for part in split_by_sample(scored.logprobs, packed)]
 

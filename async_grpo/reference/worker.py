@@ -17,15 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import ray
-import torch
 from numpy.typing import NDArray
 
 from async_grpo import cluster
 from async_grpo.errors import StaleAnswerError, WorkerError
-from async_grpo.model.scoring import Scorer
 from async_grpo.reference.coalescer import Coalescer
 from async_grpo.types import LogprobRequest, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
-from async_grpo.weight_sync.buckets import unpack_bucket
 
 Scores = NDArray[np.float32]  # [L]
 
@@ -66,13 +63,26 @@ class LogprobWorker:
         max_tokens: int,
         dtype: str = "auto",
         temperature: float | None = None,
+        lease_s: float = 30.0,
     ) -> None:
+        # Not at the top: whoever starts workers imports this file, and these take seconds.
+        began = time.monotonic()
+        import torch
+
+        from async_grpo.model.scoring import Scorer
+        from async_grpo.weight_sync.buckets import unpack_bucket
+
+        imported = time.monotonic()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._unpack_bucket = unpack_bucket
         self._scorer = Scorer(model_path, device=device, dtype=dtype)
+        ready = time.monotonic()
+        self._startup = (("importing", imported - began), ("loading the model", ready - imported))
         self._model_path = model_path
         self._worker_id = worker_id
         self._max_tokens = max_tokens
         self._temperature = temperature
+        self._lease_s = lease_s
         self._version: WeightsVersion | None = None
         self._line = Coalescer(max_tokens)
         self._waiting: dict[int, _Output] = {}
@@ -93,10 +103,13 @@ class LogprobWorker:
             overhead=0.0,
             max_model_len=min(self._max_tokens, self._scorer.facts.max_positions),
             temperature=self._temperature,
+            lease_s=self._lease_s,
+            startup=self._startup,
         )
 
-    async def ping(self) -> str:
-        """The version served, or `none`."""
+    async def ping(self, after_s: float = 0.0) -> str:
+        """The version served, or `none`, told `after_s` from now if this worker lives then."""
+        await asyncio.sleep(after_s)
         return str(self._version or "none")
 
     async def logprobs(self, request: LogprobRequest) -> tuple[Scores, ...]:
@@ -128,7 +141,7 @@ class LogprobWorker:
         async with self._model:
             if self._version is None or snapshot.version > self._version:
                 if not is_alias:
-                    tensors = itertools.chain.from_iterable(map(unpack_bucket, buckets, data))
+                    tensors = itertools.chain.from_iterable(map(self._unpack_bucket, buckets, data))
                     await asyncio.to_thread(self._scorer.load, tensors)
                 self._version = snapshot.version
             seconds = time.monotonic() - started_at

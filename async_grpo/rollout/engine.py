@@ -6,6 +6,7 @@ An engine answers requests and takes new weights while it does; it knows neither
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import (
@@ -75,6 +77,19 @@ class Engine:
         self.vocab_size: int = model_config.get_vocab_size()
         self.dtype: str = str(model_config.dtype).removeprefix("torch.")
         self._shares_prompts = config.enable_prefix_caching
+
+    @property
+    def is_dead(self) -> bool:
+        """The engine's process has ended, which nobody may have noticed who asks nothing of it."""
+        return bool(self._llm.errored)
+
+    def cpu_seconds(self) -> float:
+        """What the engine's processes have spent so far: it grows as long as they work."""
+        spent_s = 0.0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                spent_s += sum(process.cpu_times()[:2])
+        return spent_s
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
         """Sample `request.num_samples` outputs; their `text` is left empty.

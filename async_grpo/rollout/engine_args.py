@@ -13,7 +13,7 @@ TRANSFER_BACKEND = "staged_file"
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
-KV_BLOCK_TOKENS = 128  # vLLM's largest block; a sequence may waste one, and vLLM keeps one
+KV_BLOCK_TOKENS = 32  # the least: prompts share whole blocks, and a sequence may waste one
 
 
 def engine_args(config: EngineConfig) -> AsyncEngineArgs:
@@ -46,6 +46,7 @@ def engine_args(config: EngineConfig) -> AsyncEngineArgs:
 
 def _for_cpu(args: AsyncEngineArgs) -> AsyncEngineArgs:
     args.enforce_eager = True
+    args.block_size = KV_BLOCK_TOKENS
     # A seeded request whose prompt is cut in two winds back its generator, which a CPU generator
     # cannot: the engine would die of it.
     args.enable_chunked_prefill = False

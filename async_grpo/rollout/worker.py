@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+ENGINE_POLL_S = 0.5
 
 
 class GenerationWorker:
@@ -51,8 +52,10 @@ class GenerationWorker:
         worker_id: str,
         overhead_seqs: int = 0,
         temperature: float | None = None,
+        lease_s: float = 30.0,
     ) -> None:
         # Not at the top: whoever starts workers imports this file, and these take seconds.
+        began = time.monotonic()
         from transformers import AutoTokenizer
 
         from async_grpo.rollout.engine import Engine
@@ -61,10 +64,15 @@ class GenerationWorker:
         self._worker_id = worker_id
         self._overhead_seqs = overhead_seqs
         self._temperature = temperature
+        self._lease_s = lease_s
+        imported = time.monotonic()
         self._tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self._engine = Engine(config)
+        ready = time.monotonic()
+        self._startup = (("importing", imported - began), ("building the engine", ready - imported))
         self._version: WeightsVersion | None = None
         self._loading = asyncio.Lock()
+        self._answering: asyncio.Task[WeightsVersion | None] | None = None  # the engine, a ping
         self._ack: WeightsAck | None = None  # of the version served
         self._transport = ""  # of the open route
 
@@ -82,11 +90,34 @@ class GenerationWorker:
             max_model_len=self._engine.max_model_len,
             temperature=self._temperature,
             devices=await self._alive(self._engine.devices()),
+            lease_s=self._lease_s,
+            startup=self._startup,
         )
 
-    async def ping(self) -> str:
-        """The version served, or `none`; a worker whose engine died ends itself instead."""
-        return str(await self._alive(self._engine.version()) or "none")
+    async def ping(self, after_s: float = 0.0) -> str:
+        """The version served, or `none`, told `after_s` from now if this worker still lives then.
+
+        A worker whose engine died ends itself instead; one whose engine is frozen does not answer.
+        """
+        deadline = time.monotonic() + after_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if self._engine.is_dead:
+                _end_process(f"worker {self._worker_id} ends: its engine has died")
+            await asyncio.sleep(min(left_s, ENGINE_POLL_S))
+        return str(await self._version_of_engine() or "none")
+
+    async def _version_of_engine(self) -> WeightsVersion | None:
+        """By its own word; by ours while it computes on an update, and answers nobody."""
+        if self._answering is None or self._answering.done():
+            self._answering = asyncio.create_task(
+                self._alive(self._engine.version()), name="version-of-engine"
+            )
+        spent_s = self._engine.cpu_seconds()
+        while not (await asyncio.wait({self._answering}, timeout=ENGINE_POLL_S))[0]:
+            # One that is frozen meanwhile spends nothing: its deadlines are too long to wait for.
+            if self._loading.locked() and self._engine.cpu_seconds() > spent_s:
+                return self._version
+        return self._answering.result()
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
         """Sample one group.

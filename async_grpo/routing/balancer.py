@@ -57,10 +57,10 @@ class _Worker:
 class Balancer:
     """Grants, counts and revokes leases. Lease ids are never used twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_lease_id: int = 0) -> None:
         self._workers: dict[str, _Worker] = {}
         self._holders: dict[int, _Worker] = {}  # lease id -> worker
-        self._next_lease_id = 0
+        self._next_lease_id = first_lease_id
         self._by_slot: list[_Worker | None] = []
         self._free_slots: list[int] = []
         # One entry a slot; a free slot has infinite pressure, so it is never chosen.
@@ -93,23 +93,35 @@ class Balancer:
 
     def remove_worker(self, worker_id: str) -> tuple[int, ...]:
         """The worker left or was fenced; its leases, now revoked, in order of granting."""
+        revoked = self.revoke(worker_id)
         worker = self._workers.pop(worker_id)
         self._by_slot[worker.slot] = None
         self._pressure_W[worker.slot] = np.inf
         self._free_slots.append(worker.slot)
-        for lease_id in worker.leases:
-            del self._holders[lease_id]
-        return tuple(worker.leases)
+        return revoked
+
+    def revoke(self, worker_id: str) -> tuple[int, ...]:
+        """All leases on a worker that stays a member, in order of granting."""
+        worker = self._workers[worker_id]
+        revoked = tuple(worker.leases)
+        for lease_id in revoked:
+            self.release(lease_id)
+        return revoked
 
     def set_version(self, worker_id: str, version: WeightsVersion | None) -> None:
         """The worker serves new weights, or with None must wait for some; its leases stay."""
         self._workers[worker_id].version = version
         self._refresh(self._workers[worker_id])
 
-    def drain(self, worker_id: str) -> None:
-        """No new leases for this worker; those it has run out."""
-        self._workers[worker_id].draining = True
+    def drain(self, worker_id: str, *, draining: bool = True) -> None:
+        """No new leases for this worker, those it has run out; or, with False, some again."""
+        self._workers[worker_id].draining = draining
         self._refresh(self._workers[worker_id])
+
+    @property
+    def num_draining(self) -> int:
+        """Workers that get no new leases because somebody wants them empty."""
+        return sum(worker.draining for worker in self._workers.values())
 
     def try_acquire(self, cost: float, version: WeightsVersion | None) -> LeaseGrant | None:
         """A lease on the least-loaded worker that may take it; None when all must be waited for.
@@ -152,6 +164,11 @@ class Balancer:
         """The worker of a valid lease."""
         worker = self._holders.get(lease_id)
         return worker.worker_id if worker else None
+
+    def num_leases_of(self, worker_id: str) -> int:
+        """How many leases a worker has; 0 when it is not a member."""
+        worker = self._workers.get(worker_id)
+        return len(worker.leases) if worker else 0
 
     def loads(self) -> tuple[WorkerLoad, ...]:
         """All workers, in the order in which they joined."""

@@ -61,6 +61,10 @@ class JsonlWriter:
         """Append `row`."""
         self._file.write(to_json(row) + b"\n")
 
+    def sync(self) -> None:
+        """Return once the rows so far would survive a power cut; callable from any thread."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -83,6 +87,12 @@ class JsonlWriter:
             position = start
         if position < end:
             self._file.truncate(position)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return once what another process has written to a file would survive a power cut."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def write_json_atomic(path: str | Path, value: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -37,6 +36,9 @@ class StepFacts:
     seconds: float
     seconds_waiting: float
     seconds_publishing: float
+    seconds_checkpointing: float = 0.0
+    failed_checkpoints: int = 0
+    batcher_restarts: int = 0
     sync_batches: int | None = None  # of the latest finished sync, as all below
     sync_seconds: float | None = None
     sync_pause_seconds: float | None = None
@@ -64,11 +66,17 @@ def merge_sums(a: Sums, b: Sums) -> dict[str, float]:
 
 
 def metrics_row(
-    *, step: StepFacts, pipeline_sums: Sums, trainer_sums: Sums, fates: Mapping[str, int]
+    *,
+    step: StepFacts,
+    pipeline_sums: Sums,
+    trainer_sums: Sums,
+    fates: Mapping[str, int],
+    reasons: Mapping[str, int] | None = None,
 ) -> Row:
     """One line of the metrics file: every metric of the schema, then counts that it cannot list.
 
-    These are `fate_<name>`, and `lag_<n>_samples` and `lag_<n>_tokens` from the pipeline's sums.
+    These are `fate_<name>`, `failed_<why>` and `discarded_<why>` of them where there are any, and
+    `lag_<n>_samples` and `lag_<n>_tokens` from the pipeline's sums.
     A metric without its sums, with a denominator of 0, or that is not finite is None.
     """
     known: dict[str, float | None] = {
@@ -78,7 +86,7 @@ def metrics_row(
         **asdict(step),
     }
     row: Row = {metric.name: _value(metric, known) for metric in METRICS}
-    return row | _fate_counts(fates) | _lag_histogram(pipeline_sums)
+    return row | _fate_counts(fates) | _reason_counts(reasons or {}) | _lag_histogram(pipeline_sums)
 
 
 def effective_tokens(trainer_sums: Sums) -> float | None:
@@ -119,10 +127,16 @@ def _lag_histogram(sums: Sums) -> dict[str, int]:
 def _fate_counts(fates: Mapping[str, int]) -> dict[str, int]:
     """Keys that every tracker accepts as a name.
 
-    >>> _fate_counts({"trained": 6, "failed(worker died)": 2})
-    {'fate_trained': 6, 'fate_failed_worker_died': 2}
+    >>> _fate_counts({"trained": 6, "zero_contribution": 2})
+    {'fate_trained': 6, 'fate_zero_contribution': 2}
     """
-    counts: Counter[str] = Counter()
-    for fate, count in fates.items():
-        counts["fate_" + re.sub(r"\W+", "_", fate).strip("_")] += count
-    return dict(counts)
+    return {f"fate_{fate}": count for fate, count in fates.items()}
+
+
+def _reason_counts(reasons: Mapping[str, int]) -> dict[str, int]:
+    """Samples of the fates `failed` and `discarded`, by reason.
+
+    >>> _reason_counts({"discarded: worker died": 8, "failed: verification": 2})
+    {'discarded_worker_died': 8, 'failed_verification': 2}
+    """
+    return {re.sub(r"\W+", "_", reason): count for reason, count in reasons.items()}

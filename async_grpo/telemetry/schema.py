@@ -11,11 +11,12 @@ from typing import Literal
 
 Unit = Literal[
     "", "fraction", "samples", "questions", "tokens", "batches", "steps", "minibatches",
-    "seconds", "nats", "bytes", "1/s",
+    "seconds", "nats", "bytes", "1/s", "restarts", "calls", "checkpoints",
 ]  # fmt: skip
 Window = Literal["step", "run"]
 COUNT_UNITS = frozenset(
     {"samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes"}
+    | {"restarts", "calls", "checkpoints"}
 )
 
 
@@ -63,8 +64,15 @@ STEP_METRICS = (
     _plain("seconds", "seconds", "Time per step", "wall clock since the previous step ended"),
     _plain("seconds_waiting", "seconds", "Waiting", "of these, rank 0 waited for samples"),
     _plain("seconds_publishing", "seconds", "Publishing", "of these, rank 0 published weights"),
+    _plain("seconds_checkpointing", "seconds", "Checkpointing",
+           "of these, rank 0 copied what a checkpoint holds, or waited for the one before"),
+    _plain("failed_checkpoints", "checkpoints", "Failed checkpoints",
+           "checkpoints that could not be written; training went on", window="run"),
     Metric("trainer_idle_fraction", "seconds_waiting", "seconds", "fraction", "Trainer idle",
            "share of the step in which rank 0 waited for samples"),
+    _plain("batcher_restarts", "restarts", "Batcher restarts",
+           "times that the experience batcher died and its unfinished step was done again",
+           window="run"),
     _plain("sync_batches", "batches", "Latest sync",
            "batches in the weights whose sync was the latest to finish: what follows is of it",
            window="run"),
@@ -126,6 +134,11 @@ PIPELINE_METRICS = (
            "Verifiers idle", "share of the time in which no sample was being verified"),
     Metric("reference_idle_fraction", "in_reference_idle_seconds", "pipeline_seconds", "fraction",
            "Reference idle", "share of the time in which the reference had nothing to score"),
+    _plain("reference_retries", "samples", "Scored again",
+           "samples sent to another reference worker after one failed; outputs that were sampled "
+           "again are counted by reason, as `discarded_<reason>`"),
+    _plain("service_retries", "calls", "Calls made again",
+           "calls that met a registry or verifier pool whose process was lost"),
     Metric("avg_generating_samples", "generating_seconds", "pipeline_seconds", "samples",
            "Samples in generation", "samples being generated, or queued for it, at a time"),
 )

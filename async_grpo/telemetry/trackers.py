@@ -34,7 +34,9 @@ class Trackers:
         output_dir: str | Path,
         config: Mapping[str, Any],
         is_main_rank: bool = True,
+        first_step: int = 1,
     ) -> None:
+        """`first_step`: what an earlier life of the run has logged from there on is undone."""
         self._trackers: list[GeneralTracker] = []
         if not is_main_rank or not names:
             return
@@ -42,7 +44,9 @@ class Trackers:
         _look_at_process_group()
         hyperparameters = {key: _hyperparameter(value) for key, value in config.items()}
         for name in dict.fromkeys(names):
-            self._trackers.append(_start(name, run_name, Path(output_dir), hyperparameters))
+            self._trackers.append(
+                _start(name, run_name, Path(output_dir), hyperparameters, first_step)
+            )
 
     def log(self, row: Mapping[str, float | int | None], *, step: int) -> None:
         """Send the numbers of `row`; a tracker that fails is given up, training goes on."""
@@ -98,12 +102,16 @@ def _look_at_process_group() -> None:
 
 
 def _start(
-    name: str, run_name: str, output_dir: Path, hyperparameters: Mapping[str, Any]
+    name: str,
+    run_name: str,
+    output_dir: Path,
+    hyperparameters: Mapping[str, Any],
+    first_step: int,
 ) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
-    arguments = _arguments(name, output_dir)
+    arguments = _arguments(name, output_dir, first_step)
     if tracker_class.requires_logging_directory:
         folder = output_dir / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,14 +128,16 @@ def _start(
     return tracker
 
 
-def _arguments(name: str, output_dir: Path) -> dict[str, Any]:
+def _arguments(name: str, output_dir: Path, first_step: int) -> dict[str, Any]:
     """What a tracker must be told to keep its files in the output folder and name the run."""
     run = output_dir.resolve().name
-    return {
+    arguments: dict[str, dict[str, Any]] = {
+        "tensorboard": {"purge_step": first_step} if first_step > 1 else {},
         "wandb": {"dir": str(output_dir), "name": run},
         "mlflow": {"run_name": run},
         "dvclive": {"dir": str(output_dir / "dvclive")},
-    }.get(name, {})
+    }
+    return arguments.get(name, {})
 
 
 def _hyperparameter(value: object) -> bool | int | float | str:

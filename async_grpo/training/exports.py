@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 from async_grpo.config.train import TrainConfig
@@ -21,6 +22,14 @@ class Exports:
         self._learner = learner
         self._num_samples = 0
         self._last_export = -1
+
+    def state(self) -> dict[str, int]:
+        """What a resumed run needs to export when this one would have."""
+        return {"samples": self._num_samples, "last_export": self._last_export}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """The inverse of `state`."""
+        self._num_samples, self._last_export = state["samples"], state["last_export"]
 
     def count(self, end: EndOfStep) -> None:
         """A gradient step was finished."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ def deferred_gradients(policy: PolicyModel, *, defer: bool) -> Iterator[None]:
 def drop_local_gradients(policy: PolicyModel) -> None:
     """Forget the unreduced gradients of this rank, which `zero_grad` does not reach."""
     for module in _sharded_modules(policy):
-        for group in module._get_fsdp_state()._fsdp_param_groups:  # there is no public way
+        for group in _parameter_groups(module):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
@@ -122,6 +123,14 @@ def _reduce_by_sum(policy: PolicyModel) -> None:
     for module in _sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """What FSDP2 keeps of a module's parameters; there is no public way to it."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
 
 
 def _sharded_modules(policy: PolicyModel) -> list[FSDPModule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +13,11 @@ from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.anchor import BatchStart, needs_batch_start
+from async_grpo.training.checkpoint import load_tensors
 from async_grpo.training.fsdp import compute_dtype, shard
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.replay import Replay
+from async_grpo.training.resumption import Start
 from async_grpo.training.schedule import Scheduler
 from async_grpo.training.step import (
     GradientStep,
@@ -23,6 +26,8 @@ from async_grpo.training.step import (
     make_optimizer,
 )
 from async_grpo.types import EndOfStep, Minibatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +56,13 @@ class Learner:
             activation_checkpointing=config.activation_checkpointing,
             compile=config.use_torch_compile,
         )
+        learner = cls.equip(policy, config, ranks)
+        logger.info("policy and optimizer are ready")
+        return learner
+
+    @classmethod
+    def equip(cls, policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> Learner:
+        """Give a policy that is where and as it shall be trained its optimizer and its step."""
         optimizer = make_optimizer(policy, config)
         step = GradientStep(
             policy,
@@ -73,6 +85,7 @@ class Learner:
             minibatch.samples,
             aggregation=self.aggregation,
             constant_length=self.config.constant_length_samples,
+            share_prompts=self.policy.shares_prompts,
         )
         self.step.accumulate(to_device(packed, self.device))
         self.step.count(
@@ -89,6 +102,26 @@ class Learner:
         if end.is_last_of_batch:
             self.step.begin_batch()
         return result
+
+    def discard(self) -> None:
+        """Forget the minibatches of an unfinished step, which will all come again."""
+        self.step.discard()
+        self.replay.discard()
+
+    def restore(self, start: Start) -> None:
+        """Collective: go on from a checkpoint, whatever number of ranks has saved it.
+
+        Raises `CheckpointError` on every rank when one cannot read it.
+        """
+        assert start.folder and start.manifest
+        load_tensors(
+            start.folder,
+            self.policy,
+            self.step.optimizer,
+            start.clocks,
+            world_size=start.manifest.world_size,
+        )
+        self.step.restore_clocks(start.clocks)
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""

@@ -12,17 +12,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from threading import Event
 
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.words import objective_in_words
-from async_grpo.errors import ClusterError
+from async_grpo.training.checkpoints import Checkpoints
 from async_grpo.training.exports import Exports
+from async_grpo.training.first_failure import RunRecord, first_failure_recorded
 from async_grpo.training.learner import Learner
 from async_grpo.training.preparation import Run, open_run
 from async_grpo.training.ranks import Ranks
+from async_grpo.training.recovery import BatcherKeeper, LastingStream
 from async_grpo.training.report import Report
-from async_grpo.training.stream import RankStream
+from async_grpo.training.resumption import Start, find_start
+from async_grpo.training.stopping import honoured
 from async_grpo.training.watcher import watch_pipeline
 from async_grpo.training.weights import WeightSync
 from async_grpo.types import EndOfStep, Minibatch, StreamItem
@@ -31,40 +35,86 @@ logger = logging.getLogger(__name__)
 EVALUATION_TIMEOUT_S = 1800.0
 
 
-def train_grpo(config: TrainConfig, ranks: Ranks) -> None:
-    """One whole run on one rank; rank 0 also owns the batcher, the report and the exports."""
-    run = ranks.on_main(lambda: open_run(config, num_ranks=ranks.world_size))
-    batcher = run.batcher if run else _find_batcher(config)
-    if run:
-        logger.info("outputs end with token ids %s", run.plan.sampling.stop_token_ids)
-        for sentence in objective_in_words(config):
-            logger.info("%s", sentence)
+def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:
+    """One whole run on one rank; rank 0 also owns the batcher, the report and the exports.
+
+    All ranks leave together, before their next item, once `stop` is set on any of them.
+    """
+    record = RunRecord(config.output_dir, rank=ranks.rank)
+    start = ranks.share(lambda: find_start(config))
+    if start.is_finished:
+        return
+
+    def prepare() -> Run:
+        run = open_run(config, start=start, num_ranks=ranks.world_size)
+        record.forget()
+        return run
+
+    run = ranks.on_main(prepare)
+    with first_failure_recorded(record, ranks):
+        _train(config, ranks, run, record, start=start, stop=stop)
+
+
+def _train(
+    config: TrainConfig,
+    ranks: Ranks,
+    run: Run | None,
+    record: RunRecord,
+    *,
+    start: Start,
+    stop: Event | None,
+) -> None:
+    if run is None:
+        cluster.connect(config.ray_address, namespace=config.namespace)
+    else:
+        _describe(run)
     learner = Learner.build(config, ranks)
     with ExitStack() as stack:
         if run:
             stack.callback(run.close)
-        report = stack.enter_context(Report(config)) if run else None
+        report = stack.enter_context(Report(config, start=start)) if run else None
         if report:
-            stack.enter_context(watch_pipeline(batcher, report.console))
+            stack.enter_context(watch_pipeline(report.console.status, record.incidents))
         sync = WeightSync(learner, run, on_synced=report.synced if report else None)
         stack.callback(sync.close)
+        keeper = BatcherKeeper(run, sync, report.batcher_restarted) if run and report else None
         exports = Exports(config, learner)
-        sync.publish(0)
-        _evaluate(run, report, sync)
+        checkpoints = Checkpoints(
+            config,
+            learner,
+            ranks,
+            exports=exports,
+            report=report,
+            hashes=run.hashes if run else None,
+            references=sync.references_to_save,
+        )
+        if start.folder:
+            sync.restore_references(start)
+            learner.restore(start)
+            exports.restore(start.state["exports"])
+        sync.publish(start.batches)
+        if not start.folder:
+            _evaluate(keeper, report, sync, stop)
 
         def after_batch(end: EndOfStep) -> None:
+            record.trained(end.batch + 1)
             seconds = sync.publish(end.batch + 1)
             if report:
                 report.publishing(seconds)
             exports.export_if_due()
             is_last = end.batch + 1 == config.num_training_batches
             if is_last or _is_due(end.batch + 1, config.eval_every_batches):
-                _evaluate(run, report, sync)
+                _evaluate(keeper, report, sync, stop)
+            checkpoints.batch_ended(end)
 
-        stream = RankStream(batcher, rank=ranks.rank, stall_timeout_s=config.stall_timeout_s)
-        train_steps(stream, learner, report, exports, after_batch=after_batch)
-        exports.export()
-        sync.wait()
+        stream = LastingStream(config, ranks, learner=learner, keeper=keeper, stop=stop)
+        with honoured(stop):
+            train_steps(stream, learner, report, exports, after_batch=after_batch)
+        if not stream.is_stopped:
+            exports.export()
+            sync.wait()
+        checkpoints.save_last()
+        checkpoints.wait()
 
 
 def train_steps(
@@ -91,25 +141,29 @@ def train_steps(
                 return
 
 
-def _find_batcher(config: TrainConfig) -> object:
-    cluster.connect(config.ray_address, namespace=config.namespace)
-    batcher = cluster.find_actor(cluster.BATCHER)
-    if batcher is None:
-        raise ClusterError("rank 0's experience batcher has gone: look at rank 0's error")
-    return batcher
+def _describe(run: Run) -> None:
+    """Say in words what will be trained."""
+    logger.info("outputs end with token ids %s", run.plan.sampling.stop_token_ids)
+    for sentence in objective_in_words(run.plan.config):
+        logger.info("%s", sentence)
 
 
 def _is_due(num_batches: int, interval: int) -> bool:
     return bool(interval) and num_batches % interval == 0
 
 
-def _evaluate(run: Run | None, report: Report | None, sync: WeightSync) -> None:
-    if run is None or report is None or not run.plan.held_out:
+def _evaluate(
+    keeper: BatcherKeeper | None, report: Report | None, sync: WeightSync, stop: Event | None
+) -> None:
+    """Rank 0's; a request to stop breaks it off."""
+    if keeper is None or report is None or not keeper.run.plan.held_out:
         return
     sync.wait()
-    result = cluster.wait(
-        run.batcher.evaluate.remote(),
+    result = keeper.ask(
+        "evaluate",
         timeout_s=EVALUATION_TIMEOUT_S,
         who="the evaluation of held-out questions",
+        stop=stop,
     )
-    report.evaluation(result)
+    if result is not None:
+        report.evaluation(result)

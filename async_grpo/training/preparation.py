@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +19,8 @@ from transformers import AutoTokenizer
 
 from async_grpo import cluster
 from async_grpo.batching.packing import attention_ratio
-from async_grpo.batching.pipeline import Services
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.services import Services, renewed
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_questions
@@ -26,15 +29,17 @@ from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.model.size import read_size
 from async_grpo.telemetry.trackers import check_trackers
+from async_grpo.training.background import in_background
+from async_grpo.training.fingerprints import hash_data, hash_model
 from async_grpo.training.recruitment import Demand, find_services
-from async_grpo.training.report import METRICS_FILE
-from async_grpo.types import Question, SamplingContract
+from async_grpo.training.resumption import Start, check_contents
+from async_grpo.training.takeover import take_name
+from async_grpo.types import Question, ResumePoint, SamplingContract, TrainingPair
 from async_grpo.weight_sync.transport import device_id
 
+logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
-TAKEOVER_TIMEOUT_S = 10.0  # in which Ray notices that an earlier trainer has died
-POLL_INTERVAL_S = 0.5
 
 
 def check_run(config: TrainConfig) -> ModelFacts:
@@ -46,11 +51,6 @@ def check_run(config: TrainConfig) -> ModelFacts:
 
 def _check_output_dir(config: TrainConfig) -> None:
     folder = Path(config.output_dir).absolute()
-    if (folder / METRICS_FILE).exists() and not config.overwrite:
-        raise ConfigError(
-            f"--output-dir {config.output_dir} holds a run already: name another folder, "
-            "or replace it with --overwrite"
-        )
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
@@ -58,26 +58,41 @@ def _check_output_dir(config: TrainConfig) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Run:
-    """What rank 0 alone holds of a run."""
+    """What rank 0 alone holds of a run; handles change when their actors are made anew."""
 
     plan: BatcherPlan
     services: Services
     batcher: Any
+    hashes: Future[Mapping[str, str]]  # of what must be the same when the run goes on
+
+    def restart_batcher(self, resume: ResumePoint | None) -> None:
+        """Another batcher goes on at `resume` (None: where the run began); weights stay."""
+        self.services = renewed(self.services)
+        plan = replace(self.plan, resume=resume or self.plan.resume)
+        with contextlib.suppress(RayError):
+            ray.kill(self.batcher)  # a dead actor keeps its name as long as somebody has its handle
+        self.batcher = _take_name(plan, self.services)
+        for registry in registries_of(self.services).values():
+            call = registry.replace_batcher.remote(self.batcher)
+            cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the registry")
 
     def close(self) -> None:
         """Let go of the workers, then end the batcher: until then nobody else may have them."""
-        ends = [registry.end_run.remote() for registry in _registries(self.services)]
+        ends = [registry.end_run.remote() for registry in registries_of(self.services).values()]
         with contextlib.suppress(RayError):
             ray.wait(ends, num_returns=len(ends), timeout=CLOSE_TIMEOUT_S)
             ray.kill(self.batcher)
 
 
-def open_run(config: TrainConfig, *, num_ranks: int) -> Run:
+def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
     """Check everything that can be wrong, find the workers, start the batcher; in this order."""
     facts = check_run(config)
     plan = plan_run(config, facts, num_ranks=num_ranks)
+    logger.info("%d questions to train on, %d ranks", len(plan.questions), num_ranks)
+    hashes = hash_contents(config, facts, plan.questions, start=start)
+    plan = replace(plan, resume=start.point)
     cluster.connect(config.ray_address, namespace=config.namespace)
     prompts = (len(question.input_token_ids) for question in plan.questions + plan.held_out)
     services = find_services(
@@ -88,7 +103,28 @@ def open_run(config: TrainConfig, *, num_ranks: int) -> Run:
             device=device_id(),
         )
     )
-    return Run(plan, services, start_batcher(plan, services))
+    return Run(plan, services, start_batcher(plan, services), hashes)
+
+
+def hash_contents(
+    config: TrainConfig,
+    facts: ModelFacts,
+    records: Sequence[Question] | Sequence[TrainingPair],
+    *,
+    start: Start,
+) -> Future[Mapping[str, str]]:
+    """Hashes for the manifest of a checkpoint, taken meanwhile; at once where they must fit one."""
+
+    def work() -> Mapping[str, str]:
+        model = hash_model(config.model_name_or_path)
+        return {"model": model, "tokenizer": facts.tokenizer_hash, "data": hash_data(records)}
+
+    hashes = in_background(work, name="hash-contents")
+    if start.folder:
+        model = config.model_name_or_path
+        paths = {"model": model, "tokenizer": model, "data": config.data_path}
+        check_contents(start, hashes.result(), paths)
+    return hashes
 
 
 def plan_run(config: TrainConfig, facts: ModelFacts, *, num_ranks: int) -> BatcherPlan:
@@ -150,8 +186,9 @@ def start_batcher(plan: BatcherPlan, services: Services) -> Any:
     taken.
     """
     batcher = _take_name(plan, services)
-    for registry in _registries(services):
-        cluster.wait(registry.begin_run.remote(), timeout_s=CALL_TIMEOUT_S, who="the registry")
+    for registry in registries_of(services).values():
+        call = registry.begin_run.remote(batcher)
+        cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the registry")
     return batcher
 
 
@@ -162,20 +199,13 @@ def _take_name(plan: BatcherPlan, services: Services) -> Any:
         name=cluster.BATCHER,
         num_cpus=0,
         max_concurrency=10_000,
+        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
         scheduling_strategy=cluster.on_this_node(),
     )
-    deadline = time.monotonic() + TAKEOVER_TIMEOUT_S
-    while True:
-        try:
-            return options.remote(plan, services)
-        except ValueError as error:
-            if time.monotonic() > deadline:
-                raise ConfigError(
-                    "another trainer uses these workers: wait for it, or start workers and trainer "
-                    "with another --namespace"
-                ) from error
-        time.sleep(POLL_INTERVAL_S)
+    return take_name(lambda: options.remote(plan, services))
 
 
-def _registries(services: Services) -> list[Any]:
-    return [services.generation] + ([services.reference] if services.reference else [])
+def registries_of(services: Services) -> dict[str, Any]:
+    """The run's registries by role."""
+    reference = {"logprob": services.reference} if services.reference else {}
+    return {"generation": services.generation} | reference

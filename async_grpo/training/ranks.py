@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import AsyncGrpoError, RankLostError
+from async_grpo.loopback import keep_stores_to_loopback
 
 T = TypeVar("T")
+STORE_TIMEOUT_S = 300.0  # in which all ranks have started
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+# What gloo's and NCCL's collectives say when a peer's process has ended.
+LOSS = re.compile(
+    r"gloo/transport.*(closed by peer|reset by peer|Broken pipe|Connection refused)"
+    r"|Connection (closed|reset) by peer|ncclRemoteError|remote process exited",
+    re.DOTALL,
+)
+
+
+def as_rank_loss(error: BaseException) -> RankLostError | None:
+    """What a failed collective means when another rank's death has broken it, else None."""
+    if isinstance(error, AsyncGrpoError) or not isinstance(error, RuntimeError):
+        return None
+    if not LOSS.search(str(error)):
+        return None
+    lost = RankLostError("another trainer rank has died: its own error, or its end, is the cause")
+    lost.__cause__ = error
+    return lost
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,12 +57,19 @@ class Ranks:
         """
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT="0")
+            keep_stores_to_loopback()
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            backend,
+            store=_store_of_this_attempt(),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=timeout_s),
+        )
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         return cls(dist.get_rank(), dist.get_world_size(), device, mesh)
 
@@ -68,7 +97,34 @@ class Ranks:
             raise AsyncGrpoError(message[0])
         return result
 
+    def share(self, prepare: Callable[[], T]) -> T:
+        """What `prepare` returns on rank 0, where alone it runs, on every rank; errors likewise."""
+        result = [self.on_main(prepare)]
+        dist.broadcast_object_list(result, src=0)
+        return cast(T, result[0])
+
+    def agree(self, urgency: int) -> int:
+        """The largest value that any rank gives; collective, over hosts and not devices."""
+        if self.world_size == 1:
+            return urgency
+        flag = torch.tensor(urgency)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return int(flag)
+
     def stop(self) -> None:
         """Leave the group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _store_of_this_attempt() -> dist.Store:
+    """Where the ranks meet. torchrun's store still tells where those before a restart were."""
+    serves = os.environ["RANK"] == "0" and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=serves,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+    )
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

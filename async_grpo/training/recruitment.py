@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo import cluster
-from async_grpo.batching.pipeline import Services
+from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ClusterError, ConfigError, DeadlineError, WorkerError
 from async_grpo.types import WorkerInfo
@@ -87,7 +87,11 @@ def _find(need: _Need, demand: Demand) -> Any:
                 f"a {need.role} worker{need.why}, start one with {need.command}"
             )
         if now - reminded > REMIND_INTERVAL_S:
-            logger.info("waiting for a %s worker: start one with %s", need.role, need.command)
+            logger.info(
+                "waiting for a %s worker; if none is loading, start one with %s",
+                need.role,
+                need.command,
+            )
             reminded = now
         time.sleep(POLL_INTERVAL_S)
 

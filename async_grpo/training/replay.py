@@ -53,6 +53,10 @@ class Replay:
         """Remember a minibatch until its step has ended."""
         self._minibatches.append(minibatch)
 
+    def discard(self) -> None:
+        """The step is not finished: forget its minibatches."""
+        self._minibatches = []
+
     def end_step(self, step: int, *, suspects: Sequence[int]) -> Path | None:
         """Write `suspects`, indices of this step's minibatches, if there are any; forget all.
 
@@ -100,10 +104,11 @@ def load_minibatches(path: str | Path) -> tuple[Minibatch, ...]:
             columns = {name: file[name] for name in file.files}
     except (OSError, ValueError, BadZipFile) as error:
         raise DataError(f"{path} must hold kept minibatches, cannot be read: {error}") from error
-    if columns.get("format") != FORMAT:
+    found = columns.get("format")
+    if found is None or found.shape != () or found != FORMAT:  # a foreign file may have an array
         raise DataError(
             f"{path} must hold kept minibatches of format {FORMAT}, got "
-            f"{columns.get('format')}: read it with the release that wrote it"
+            f"{found}: read it with the release that wrote it"
         )
     samples = _samples(columns)
     return tuple(

@@ -5,40 +5,46 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from async_grpo.batching.records import EvaluationResult
 from async_grpo.config.train import TrainConfig
 from async_grpo.telemetry.console import Console
-from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
+from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_atomic
 from async_grpo.telemetry.metrics import StepFacts, metrics_row
 from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.replay import REPLAY_FOLDER
+from async_grpo.training.resumption import Start
+from async_grpo.training.run_folder import (
+    CHECKPOINTS_FOLDER,
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    PARAMETERS_FILE,
+    clear,
+    cut_back,
+)
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
 from async_grpo.types import EndOfStep
 from async_grpo.weight_sync.sync_report import SyncReport
 
 logger = logging.getLogger(__name__)
-METRICS_FILE = "training_metrics.jsonl"
-EVALUATIONS_FILE = "evaluation_metrics.jsonl"
-PARAMETERS_FILE = "training_params.json"
 
 
 class Report:
     """Rank 0's record of the run; every other rank has none."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, *, start: Start | None = None) -> None:
+        """`start`: where the run begins; None, as by default: at its first question."""
         folder = Path(config.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS_FILE, EVALUATIONS_FILE, config.dump_samples_filename):
-            if name:
-                (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / REPLAY_FOLDER, ignore_errors=True)
+        state = start.state.get("report") if start else None
+        _prepare(folder, config, start)
         write_json_atomic(folder / PARAMETERS_FILE, dataclasses.asdict(config))
+        dump = config.dump_samples_filename
+        self._dump = folder / dump if dump else None  # which the batcher writes
         self._metrics = JsonlWriter(folder / METRICS_FILE)
         self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
         self._trackers = Trackers(
@@ -46,6 +52,7 @@ class Report:
             run_name=config.run_name,
             output_dir=folder,
             config=dataclasses.asdict(config),
+            first_step=state["steps"] + 1 if state else 1,
         )
         self.console = Console(num_batches=config.num_training_batches)
         self._open = contextlib.ExitStack()
@@ -56,6 +63,11 @@ class Report:
         self._step_started = time.monotonic()
         self._seconds_publishing = 0.0
         self._sync: SyncReport | None = None
+        self._batcher_restarts = 0
+        self._failed_checkpoints = 0
+        self._seconds_checkpointing = 0.0
+        if state:
+            self._restore(state)
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
@@ -74,6 +86,48 @@ class Report:
     def synced(self, sync: SyncReport) -> None:
         """The latest sync has finished, which every line tells until the next one has."""
         self._sync = sync
+
+    def batcher_restarted(self) -> None:
+        """The batcher has died and was made anew."""
+        self._batcher_restarts += 1
+
+    def checkpointing(self, seconds: float) -> None:
+        """This rank stood still to copy its tensors, or for the save before."""
+        self._seconds_checkpointing += seconds
+
+    def checkpoint_failed(self) -> None:
+        """A checkpoint was given up; heard from a thread."""
+        self._failed_checkpoints += 1
+
+    def state(self) -> dict[str, Any]:
+        """The counters and how far the files go, for a checkpoint."""
+        return {
+            "steps": self._num_steps,
+            "skipped": dict(self._skipped),
+            "samples": self._num_samples,
+            "tokens": self._num_tokens,
+            "failed_checkpoints": self._failed_checkpoints,
+            "batcher_restarts": self._batcher_restarts,
+            "file_bytes": {
+                writer.path.name: writer.path.stat().st_size
+                for writer in (self._metrics, self._evaluations)
+            },
+        }
+
+    def sync_files(self) -> None:
+        """What is in the files by now survives a power cut."""
+        self._metrics.sync()
+        self._evaluations.sync()
+        if self._dump is not None and self._dump.exists():
+            sync_to_disk(self._dump)
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._num_steps = state["steps"]
+        self._skipped = Counter(state["skipped"])
+        self._num_samples = state["samples"]
+        self._num_tokens = state["tokens"]
+        self._failed_checkpoints = state["failed_checkpoints"]
+        self._batcher_restarts = state["batcher_restarts"]
 
     def step(self, end: EndOfStep, result: StepResult, *, denominator: int, waited: float) -> None:
         """One line of metrics for one gradient step, taken or skipped.
@@ -102,6 +156,9 @@ class Report:
             seconds=now - self._step_started,
             seconds_waiting=waited,
             seconds_publishing=self._seconds_publishing,
+            seconds_checkpointing=self._seconds_checkpointing,
+            failed_checkpoints=self._failed_checkpoints,
+            batcher_restarts=self._batcher_restarts,
             **(dataclasses.asdict(self._sync) if self._sync else {}),
         )
         row = metrics_row(
@@ -109,11 +166,12 @@ class Report:
             pipeline_sums={**end.sums, **end.clock},
             trainer_sums={**result.metrics, "num_minibatches": result.num_minibatches},
             fates=end.fates,
+            reasons=end.reasons,
         )
         self._metrics.write(row)
         self._trackers.log(row, step=self._num_steps)
         self.console.step(row)
-        self._step_started, self._seconds_publishing = now, 0.0
+        self._step_started, self._seconds_publishing, self._seconds_checkpointing = now, 0.0, 0.0
 
     def evaluation(self, result: EvaluationResult) -> None:
         """One line for one pass over the held-out questions."""
@@ -133,3 +191,13 @@ class Report:
             row["eval_reward"],
             row["eval_solved"],
         )
+
+
+def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
+    """The files of the run as they are where it begins."""
+    if start and start.source:
+        cut_back(folder, start.state["report"]["file_bytes"], source=start.source)
+        return
+    files = (METRICS_FILE, EVALUATIONS_FILE, config.dump_samples_filename)
+    folders = (CHECKPOINTS_FOLDER, REPLAY_FOLDER)
+    clear(folder, files=tuple(filter(None, files)), folders=folders)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
+from threading import Event
 
 from transformers import AutoTokenizer
 
@@ -11,19 +14,31 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_pairs
 from async_grpo.data.stream import QuestionStream
+from async_grpo.model.folder import ModelFacts
+from async_grpo.training.checkpoints import Checkpoints
 from async_grpo.training.exports import Exports
+from async_grpo.training.first_failure import RunRecord, first_failure_recorded
 from async_grpo.training.learner import Learner
 from async_grpo.training.loop import train_steps
-from async_grpo.training.preparation import check_run, read_attention_ratio
+from async_grpo.training.preparation import check_run, hash_contents, read_attention_ratio
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.report import Report
+from async_grpo.training.resumption import Start, find_start
+from async_grpo.training.stopping import honoured, until_stopped
 from async_grpo.types import EndOfStep, TrainingPair
 
 
-def train_sft(config: TrainConfig, ranks: Ranks) -> None:
-    """One whole supervised run on one rank; needs neither Ray nor workers."""
-    ranks.on_main(lambda: _load_pairs(config))
-    pairs = _load_pairs(config)
+def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:
+    """One whole supervised run on one rank; needs neither Ray nor workers.
+
+    All ranks leave together, before their next item, once `stop` is set on any of them.
+    """
+    stop = stop or Event()
+    start = ranks.share(lambda: find_start(config))
+    if start.is_finished:
+        return
+    hashes = ranks.on_main(lambda: _check(config, start))
+    pairs, _ = _load_pairs(config)
     learner = Learner.build(config, ranks)
     order = QuestionStream(len(pairs), seed=config.infinite_sampler_seed)
     stream = supervised_stream(
@@ -36,22 +51,44 @@ def train_sft(config: TrainConfig, ranks: Ranks) -> None:
         rank=ranks.rank,
         max_tokens=config.max_tokens_per_gpu,
         attention_ratio=read_attention_ratio(config),
+        first_batch=start.batches,
     )
-    with ExitStack() as stack:
-        report = stack.enter_context(Report(config)) if ranks.is_main else None
+    record = RunRecord(config.output_dir, rank=ranks.rank)
+    if ranks.is_main:
+        record.forget()
+    with first_failure_recorded(record, ranks), ExitStack() as stack:
+        report = stack.enter_context(Report(config, start=start)) if ranks.is_main else None
         exports = Exports(config, learner)
+        checkpoints = Checkpoints(
+            config, learner, ranks, exports=exports, report=report, hashes=hashes
+        )
+        if start.folder:
+            learner.restore(start)
+            exports.restore(start.state["exports"])
 
-        def after_batch(_end: EndOfStep) -> None:
+        def after_batch(end: EndOfStep) -> None:
+            record.trained(end.batch + 1)
             exports.export_if_due()
+            checkpoints.batch_ended(end)
 
-        train_steps(stream, learner, report, exports, after_batch=after_batch)
-        exports.export()
+        items = until_stopped(stream, agree=ranks.agree, stop=stop)
+        with honoured(stop):
+            train_steps(items, learner, report, exports, after_batch=after_batch)
+        if not stop.is_set():
+            exports.export()
+        checkpoints.save_last()
+        checkpoints.wait()
 
 
-def _load_pairs(config: TrainConfig) -> tuple[TrainingPair, ...]:
+def _check(config: TrainConfig, start: Start) -> Future[Mapping[str, str]]:
+    pairs, facts = _load_pairs(config)
+    return hash_contents(config, facts, pairs, start=start)
+
+
+def _load_pairs(config: TrainConfig) -> tuple[tuple[TrainingPair, ...], ModelFacts]:
     """Every rank reads the file itself; rank 0 checks it first, with everything else."""
     facts = check_run(config)
-    return load_pairs(
+    pairs = load_pairs(
         config.data_path,
         split=config.data_split,
         column_mapping=parse_column_mapping(config.column_mapping),
@@ -59,3 +96,4 @@ def _load_pairs(config: TrainConfig) -> tuple[TrainingPair, ...]:
         vocab_size=facts.vocab_size,
         max_pair_tokens=min(config.max_tokens_per_gpu, facts.max_positions),
     )
+    return pairs, facts

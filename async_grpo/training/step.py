@@ -115,6 +115,20 @@ class GradientStep:
         return self._scheduler.clocks.steps
 
     @property
+    def clocks(self) -> Clocks:
+        """How far the optimizer has come."""
+        return self._scheduler.clocks
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Its state is what a checkpoint holds beside the policy."""
+        return self._optimizer
+
+    def restore_clocks(self, clocks: Clocks) -> None:
+        """A resumed run: the optimizer's own state is put in place by whoever loads it."""
+        self._scheduler.clocks = clocks
+
+    @property
     def _device(self) -> torch.device:
         return next(self._policy.parameters()).device
 

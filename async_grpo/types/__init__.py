@@ -29,6 +29,7 @@ from async_grpo.types.training import (
     EndOfStep,
     Minibatch,
     PackedMinibatch,
+    ResumePoint,
     StreamItem,
 )
 from async_grpo.types.weights import (
@@ -43,6 +44,9 @@ from async_grpo.types.weights import (
 from async_grpo.types.workers import (
     Lease,
     PipelineStatus,
+    RegistryEvent,
+    RegistryStatus,
+    Standing,
     WorkerInfo,
 )
 
@@ -60,8 +64,12 @@ __all__ = [
     "PipelineStatus",
     "PublishReport",
     "Question",
+    "RegistryEvent",
+    "RegistryStatus",
+    "ResumePoint",
     "Sample",
     "SamplingContract",
+    "Standing",
     "StreamItem",
     "TensorMeta",
     "TrainingPair",

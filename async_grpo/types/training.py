@@ -1,13 +1,14 @@
 """What trainer ranks receive, and what they make of it.
 
-Legend: T packed tokens of a minibatch, S packed sequences, N trained (unmasked output) tokens.
+Legend: T packed tokens of a minibatch, S packed sequences, N trained (unmasked output) tokens,
+U tokens of the sequences, each with its prompt; T = U where no prompt is shared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.types.samples import Sample
 
@@ -24,6 +25,19 @@ class Minibatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """Where a batcher can go on: the end of a gradient step, before anything of the next one.
+
+    What had begun of later steps is counted as discarded, and in flight again.
+    """
+
+    batch: int  # of the next gradient step
+    step_in_batch: int
+    ledger: Mapping[str, Any]  # `Ledger.state()`: plain JSON values
+    quarantined: tuple[int, ...] = ()  # indices of questions that kill workers
+
+
+@dataclass(frozen=True, slots=True)
 class EndOfStep:
     """Closes a gradient step on every rank, with the denominators nobody could know earlier."""
 
@@ -33,9 +47,11 @@ class EndOfStep:
     num_samples: int  # D of sample-mean and constant: trained + zero contribution
     num_tokens: int  # D of token-mean: unmasked output tokens of the same samples
     fates: Mapping[str, int] = field(default_factory=dict)  # samples by fate, this step
+    reasons: Mapping[str, int] = field(default_factory=dict)  # of these, by "fate: reason"
     sums: Mapping[str, float] = field(default_factory=dict)  # numerators and denominators
-    # Seconds by stage since the step before; the only thing here that no two runs share.
+    # Seconds by stage, and retries, since the step before: what no two runs share.
     clock: Mapping[str, float] = field(default_factory=dict, compare=False)
+    resume: ResumePoint | None = field(default=None, compare=False, repr=False)  # rank 0's alone
 
 
 StreamItem = Minibatch | EndOfStep
@@ -47,11 +63,15 @@ class PackedMinibatch:
 
     Position `logit_positions[n]` of the packed row predicts `target_ids[n]`; per-token arrays of
     length N follow that order, sample after sample.
+
+    A prompt that several samples share may lie in the row once, with the first of them. Token u of
+    the whole sequences is then token `repeat_index[u]` of the row, and token t of the row is the
+    first time token `first_index[t]` of the whole sequences.
     """
 
     input_ids: torch.Tensor  # [T] int64
-    position_ids: torch.Tensor  # [T] int64, restarts at 0 with every sequence
-    cu_seqlens: torch.Tensor  # [S+1] int32
+    position_ids: torch.Tensor  # [T] int64, of each token in its sequence
+    cu_seqlens: torch.Tensor  # [S+1] int32, in [0, U]
     max_seqlen: int
     logit_positions: torch.Tensor  # [N] int64, in [0, T)
     target_ids: torch.Tensor  # [N] int64
@@ -61,3 +81,5 @@ class PackedMinibatch:
     behaviour_logprobs: torch.Tensor  # [N] float32
     reference_logprobs: torch.Tensor | None  # [N] float32
     num_samples: int  # 0 for a filler
+    repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: no prompt is shared
+    first_index: torch.Tensor | None = None  # [T] int64, in [0, U)

@@ -108,3 +108,4 @@ class PublishReport:
     version: WeightsVersion
     acks: tuple[WeightsAck, ...]
     failures: Mapping[str, str]  # worker id -> reason
+    late: tuple[str, ...] = ()  # worker ids: they still load, and serve nobody until they have

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from async_grpo.types.weights import WeightsVersion
 
@@ -24,6 +24,8 @@ class WorkerInfo:
     max_model_len: int
     temperature: float | None = None  # None: whatever the trainer asks for
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
+    lease_s: float = 30.0  # silent for so long, it counts as lost
+    startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +37,35 @@ class Lease:
     handle: Any  # the worker's Ray actor handle
     cost: float
     version: WeightsVersion
+
+
+class Standing(NamedTuple):
+    """How a registry sees a worker."""
+
+    is_member: bool
+    num_leases: int
+    excluded: str  # why it was fenced; empty when it was not, or when nobody knows
+
+
+class RegistryEvent(NamedTuple):
+    """Something that has happened to a worker, or to the leases on it."""
+
+    at: float  # seconds since the epoch
+    kind: str  # "registered", "fenced", "left", "drained", "revoked", "run begun", "run ended"
+    worker_id: str = ""
+    cause: str = ""  # in one word or two: "died", "silent", "update", "left", "run ended"
+    reason: str = ""  # in a sentence
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryStatus:
+    """What a registry knows at this moment, and how often what has happened since it started."""
+
+    session: int  # another one after each restart
+    workers: int
+    leases: int
+    serves: WeightsVersion | None  # the weights that were announced last
+    counts: Mapping[str, int]  # by "kind" or "kind: cause" of `RegistryEvent`
 
 
 @dataclass(frozen=True, slots=True)

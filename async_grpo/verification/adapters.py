@@ -19,10 +19,16 @@ Adapter = Callable[[dict[str, Any]], Mapping[str, float]]
 
 
 def load_adapters(config: VerifierConfig) -> dict[str, Adapter]:
-    """The adapters that the run names, by name; raises `ConfigError` for one that cannot be had."""
+    """The adapters that the run names, by name; raises `ConfigError` for one that cannot be had.
+
+    An adapter's attribute `prepare` is called once in each process, and may raise `ConfigError`.
+    """
     for folder in reversed(config.search_paths):
         sys.path.insert(0, folder)
-    return {name: _load_adapter(name, config) for name in config.reward_names}
+    adapters = {name: _load_adapter(name, config) for name in config.reward_names}
+    for adapter in adapters.values():
+        getattr(adapter, "prepare", lambda: None)()
+    return adapters
 
 
 def _load_adapter(name: str, config: VerifierConfig) -> Adapter:

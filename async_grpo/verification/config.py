@@ -16,6 +16,7 @@ class VerifierConfig:
     num_verifiers: int = 50  # wanted; see `count_processes`
     timeout_s: float = 10.0  # one adapter on one sample
     memory_mib: int = 4096  # address space of one process
+    file_mib: int = 256  # largest file that one process may write
     search_paths: tuple[str, ...] = ()  # folders where modules and relative paths are looked for
     failed_samples: str = ""  # file to which samples are appended that could not be graded
     start_timeout_s: float = 60.0  # a process may take to import the adapters

@@ -13,7 +13,6 @@ import asyncio
 import json
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,14 +36,17 @@ class PoolInfo:
     reward_names: tuple[str, ...]
     node_id: str
     pid: int
+    is_confined: bool  # verifier processes live in namespaces of their own
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatus:
-    """What a pool is doing, and has done; counts are of samples."""
+    """What a pool is doing, and has done since it started."""
 
-    verifying: int
-    done: Mapping[str, int]  # by Verdict.status, since the pool started
+    verifying: int  # samples
+    done: Mapping[str, int]  # samples, by Verdict.status
+    events: Mapping[str, int]  # attempts that were accidents, and how they were mended: see Sandbox
+    num_up: int  # slots that have a process
 
 
 def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
@@ -77,8 +79,6 @@ class VerifierPool:
     """Made an actor by its caller: `ray.remote(VerifierPool).options(...).remote(config)`."""
 
     def __init__(self, config: VerifierConfig, *, idle_exit_s: float = 600.0) -> None:
-        # Each verifier process would import its parent's main script: Ray's worker, ray and all.
-        sys.modules["__main__"].__file__ = None
         self._config = config
         self._idle_exit_s = idle_exit_s
         self._num_processes = count_processes(
@@ -100,11 +100,13 @@ class VerifierPool:
         if self._starting is None:
             self._starting = asyncio.create_task(self._sandbox.start(), name="sandbox start")
         await asyncio.shield(self._starting)
+        self._called.set()
         return PoolInfo(
             self._num_processes,
             self._config.reward_names,
             ray.get_runtime_context().get_node_id(),
             os.getpid(),
+            self._sandbox.is_confined,
         )
 
     async def verify(self, requests: tuple[VerificationRequest, ...]) -> tuple[Verdict, ...]:
@@ -123,7 +125,8 @@ class VerifierPool:
         return tuple(verdicts)
 
     async def status(self) -> PoolStatus:
-        return PoolStatus(self._verifying, dict(self._done))
+        sandbox = self._sandbox
+        return PoolStatus(self._verifying, dict(self._done), sandbox.events, sandbox.num_up)
 
     async def config(self) -> VerifierConfig:
         """For `VerifierConfig.require_same_rewards` of a dispatcher that finds the pool running."""
@@ -134,12 +137,16 @@ class VerifierPool:
         self._called.set()
 
     async def _exit_when_idle(self) -> None:
-        while await self._called_in_time() or self._verifying:
+        while await self._called_in_time() or self._is_busy():
             self._called.clear()
         logger.info("the verifier pool ends: nobody has called it for %g s", self._idle_exit_s)
         await self._sandbox.close()
         # exit_actor() ends an actor from its methods only, not from a task of its own.
         ray.kill(ray.get_runtime_context().current_actor)
+
+    def _is_busy(self) -> bool:
+        is_starting = self._starting is not None and not self._starting.done()
+        return is_starting or self._verifying > 0
 
     async def _called_in_time(self) -> bool:
         try:

@@ -8,31 +8,45 @@ from typing import Literal
 
 from async_grpo.types import Verdict, VerdictStatus
 
+NUM_ATTEMPTS = 2  # of an overrun or an error, each on a fresh process
+MAX_LOST = 4  # attempts whose process was taken away, which says nothing of the text
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one adapter did with one output, at one attempt.
 
-    `overrun`: it used more time, memory or stack than a verification may.
+    `overrun`: it used more time, memory, stack, files or processes than a verification may.
+    `error`: the adapter failed. `lost`: its process was killed, stopped or starved from outside.
     """
 
     adapter: str
-    status: Literal["scored", "unscorable", "overrun", "error"]
+    status: Literal["scored", "unscorable", "overrun", "error", "lost"]
     reward: float = 0.0
     format_reward: float | None = None
     reason: str = ""
     max_reward: float = 1.0
 
 
+def is_settled(attempts: Sequence[Outcome]) -> bool:
+    """Whether another attempt could tell more."""
+    if attempts and attempts[-1].status in ("scored", "unscorable"):
+        return True
+    num_lost = sum(attempt.status == "lost" for attempt in attempts)
+    return len(attempts) - num_lost >= NUM_ATTEMPTS or num_lost >= MAX_LOST
+
+
 def settle(attempts: Sequence[Outcome]) -> Outcome:
     """One adapter's outcome over its attempts: the last, but an overrun every time is final.
 
-    What overruns again on a fresh process is the text's own doing, a bad answer.
+    What overruns again on a fresh process is the text's own doing, a bad answer. What was lost
+    counts for nothing; when nothing else is left, verification has failed.
     """
     last = attempts[-1]
-    if last.status != "overrun":
+    if last.status in ("scored", "unscorable", "error"):
         return last
-    repeated = all(attempt.status == "overrun" for attempt in attempts)
+    told = [attempt for attempt in attempts if attempt.status != "lost"]
+    repeated = len(told) >= NUM_ATTEMPTS and all(attempt.status == "overrun" for attempt in told)
     status: VerdictStatus = "unscorable" if repeated else "error"
     reasons = dict.fromkeys(attempt.reason for attempt in attempts)
     return Outcome(last.adapter, status, reason=", then ".join(reasons))

@@ -23,18 +23,22 @@ PackedBucket = tuple[tuple[TensorMeta, ...], NDArray[np.uint8], int]
 
 
 def pack_buckets(
-    named_tensors: NamedTensors, *, bucket_bytes: int = BUCKET_BYTES
+    named_tensors: NamedTensors,
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    buffer: NDArray[np.uint8] | None = None,
 ) -> Iterator[PackedBucket]:
     """Lay tensors into buckets of at most `bucket_bytes`; yields (manifest, bytes, checksum).
 
     A tensor larger than a bucket gets one of its own size. Tensors are copied when taken, so the
-    iterator may free or reuse them.
+    iterator may free or reuse them. `buffer`: memory of `bucket_bytes` for every bucket in turn,
+    whose bytes are then valid until the next one is asked for; new memory is slower to write.
     """
-    writer = _BucketWriter(bucket_bytes)
+    writer = _BucketWriter(bucket_bytes, buffer)
     for name, tensor in named_tensors:
         if not writer.has_room(tensor.nbytes):
             yield writer.close()
-            writer = _BucketWriter(bucket_bytes)
+            writer = _BucketWriter(bucket_bytes, buffer)
         writer.add(name, tensor.detach())
     if writer.tensors:
         yield writer.close()
@@ -43,9 +47,10 @@ def pack_buckets(
 class _BucketWriter:
     """One bucket being filled; memory is taken lazily by the system as it is written."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, buffer: NDArray[np.uint8] | None) -> None:
         self.bucket_bytes = bucket_bytes
         self.tensors: list[TensorMeta] = []
+        self._buffer = buffer
         self._data = np.zeros(0, dtype=np.uint8)
         self._used = 0
 
@@ -54,12 +59,18 @@ class _BucketWriter:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         start = _aligned(self._used)
-        if not self.tensors:  # zeros: gaps between tensors are part of the checksum
-            self._data = np.zeros(max(self.bucket_bytes, tensor.nbytes), dtype=np.uint8)
+        if not self.tensors:
+            self._data = self._memory(max(self.bucket_bytes, tensor.nbytes))
+        self._data[self._used : start] = 0  # gaps between tensors are part of the checksum
         meta = TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), start)
         self._used = start + tensor.nbytes
         view_tensor(self._data, meta).copy_(tensor)
         self.tensors.append(meta)
+
+    def _memory(self, size_bytes: int) -> NDArray[np.uint8]:
+        if self._buffer is not None and self._buffer.nbytes >= size_bytes:
+            return self._buffer
+        return np.empty(size_bytes, dtype=np.uint8)
 
     def close(self) -> PackedBucket:
         data = self._data[: self._used]

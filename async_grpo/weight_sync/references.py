@@ -10,7 +10,14 @@ every batch before that needs an older one, so v is due when v + S batches are c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from async_grpo.types import WeightsSnapshot
+
+
+def reference_batches(batch: int, *, period: int, max_staleness: int) -> int:
+    """The version, in batches, that scores a batch."""
+    return max(0, batch - max_staleness) // period * period
 
 
 class ReferenceSchedule:
@@ -21,6 +28,7 @@ class ReferenceSchedule:
         self._period = period
         self._max_staleness = max_staleness
         self._kept: dict[int, WeightsSnapshot] = {}  # by batches; their bytes live as long
+        self._served: WeightsSnapshot | None = None
 
     def completed(self, snapshot: WeightsSnapshot) -> WeightsSnapshot | None:
         """The weights after one more batch are `snapshot`; returns what the reference loads now.
@@ -33,8 +41,20 @@ class ReferenceSchedule:
         ['0.0', '-', '-', '0.2', '-', '0.4']
         """
         batches = snapshot.version.batches
-        if batches == 0:
-            return snapshot
         if batches % self._period == 0:
             self._kept[batches] = snapshot
-        return self._kept.pop(batches - self._max_staleness, None)
+        due = reference_batches(batches, period=self._period, max_staleness=self._max_staleness)
+        if self._served is not None and self._served.version.batches == due:
+            return None
+        self._served = self._kept[due]
+        self._kept = {kept: weights for kept, weights in self._kept.items() if kept > due}
+        return self._served
+
+    def restore(self, snapshots: Iterable[WeightsSnapshot]) -> None:
+        """Before the first `completed` of a resumed run: all that `to_save` gave, and version 0."""
+        self._kept |= {snapshot.version.batches: snapshot for snapshot in snapshots}
+
+    def to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+        """What a run that goes on after `batches` needs beside model folder and policy."""
+        held = ([self._served] if self._served else []) + list(self._kept.values())
+        return tuple(weights for weights in held if 0 < weights.version.batches < batches)

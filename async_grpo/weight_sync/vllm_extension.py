@@ -88,7 +88,10 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
         if "path" in update_info:
             self.receive_weights(self.parse_update_info(update_info))
         else:
-            self._open_route().receive(update_info)
+            route = self._open_route()
+            if not route.is_receiving:
+                _forget_packed(self.model)
+            route.receive(update_info)
 
     def receive_weights(self, update_info: StagedFileUpdate) -> None:
         """Map and verify one bucket.
@@ -118,12 +121,13 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
         """Load what was staged; an error here leaves a broken model that must not serve."""
         with torch.no_grad():
             if self._staged:
+                _forget_packed(self.model)
                 initialize_layerwise_reload(self.model)
                 loaded = self.model.load_weights(iter(self._staged.items()))
                 finalize_layerwise_reload(self.model, self.model_config)
             else:
                 loaded = self._open_route().finish(self._expected_weights())
-            _repack_tied_head(self.model)
+            _pack_tied_head(self.model)
         torch.accelerator.synchronize()  # the copies read what is dropped next
         self._staged = {}
         if loaded is not None and (skipped := self._parameters - set(loaded)):
@@ -163,16 +167,23 @@ def _metas(tensors: list[list]) -> list[TensorMeta]:
     return [TensorMeta(n, d, tuple(s), o) for n, d, s, o in tensors]
 
 
-def _repack_tied_head(model: torch.nn.Module) -> None:
-    """On CPU vLLM multiplies by a packed copy of the output head, which no reload refreshes."""
-    modules = list(model.modules())
-    for head in modules:
-        if not hasattr(head, "cpu_linear") or not hasattr(head, "quant_method"):
-            continue
-        if any(
-            other is not head and getattr(other, "weight", None) is head.weight for other in modules
-        ):
-            head.quant_method.process_weights_after_loading(head)
+def _forget_packed(model: torch.nn.Module) -> None:
+    """On CPU vLLM multiplies by packed copies of the weights; whoever loads packs its own again."""
+    for module in model.modules():
+        vars(module).pop("cpu_linear", None)
+
+
+def _pack_tied_head(model: torch.nn.Module) -> None:
+    """No reload packs a tied output head, which loads nothing: it takes its embedding's copy."""
+    packed = {
+        id(module.weight): module.cpu_linear
+        for module in model.modules()
+        if "cpu_linear" in vars(module)
+    }
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if id(weight) in packed and "cpu_linear" not in vars(module):
+            module.cpu_linear = packed[id(weight)]
 
 
 class WeightsExtension:

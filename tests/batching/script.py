@@ -11,6 +11,7 @@ from async_grpo.batching.admission import StepKey
 from async_grpo.config.train import TrainConfig
 
 NUM_QUESTIONS = 7
+MAX_TRIES = 3
 REWARDS = (0.0, 0.5, 1.0)
 BEHAVIOUR, REFERENCE = -0.5, -1.0  # log-probability of every token
 
@@ -27,6 +28,7 @@ class Script:
     failing_later: frozenset[int] = frozenset()  # ordinals whose replacements fail so
     dropped: frozenset[int] = frozenset()  # ordinals that no generation worker can answer
     flaky: frozenset[int] = frozenset()  # ordinals whose first try at each attempt fails
+    deadly: frozenset[int] = frozenset()  # questions that kill the worker that samples them
     even: frozenset[int] = frozenset()  # ordinals whose first samples all get the same reward
     barren: frozenset[int] = frozenset()  # ordinals whose samples at any attempt do
     slowest_s: float = 5.0
@@ -147,14 +149,20 @@ class ExpectedStep:
 
     @cached_property
     def fates(self):
-        size = self.script.config.samples_per_question
+        """Every try but the last of an attempt is discarded, but for leases that are lost."""
+        script, size = self.script, self.script.config.samples_per_question
+        num_discarded = 0
+        for ordinal, (replaced, kept, stage) in self.slots.items():
+            num_attempts = len(replaced) + (kept is not None or stage != "generation")
+            num_discarded += num_attempts * (ordinal in script.flaky)
+            num_discarded += (MAX_TRIES - 1) * (stage == "generation")
         slots = self.slots.values()
         num_trained = len(self.trained)
         return Counter(
             trained=num_trained,
             zero_contribution=len(self._kept()) - num_trained,
             failed=size * sum(kept is None for _, kept, _ in slots),
-            discarded=0,
+            discarded=size * num_discarded,
             replaced=size * sum(len(replaced) for replaced, _, _ in slots),
         )
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from async_grpo.bundles import CallTaker
 from async_grpo.types import Completion, Lease, Question, Sample, Verdict, VersionSpan
 
 LIMIT_S = 3600.0  # of jumping time: a test that takes longer hangs
@@ -44,8 +45,12 @@ class Handle:
 
     def __init__(self, actor):
         self._actor = actor
+        self._taker = None
 
     def __getattr__(self, name):
+        if name == "take_calls":
+            self._taker = self._taker or CallTaker(self._actor)
+            return SimpleNamespace(remote=self._taker.take)
         return SimpleNamespace(remote=getattr(self._actor, name))
 
 
@@ -56,14 +61,25 @@ class Registry:
         self.workers = workers
         self.asked = []  # (cost, version) of every lease
         self.open = set()
-        self.revoked = set()
+        self.revoked = set()  # silently: only a release tells
+        self.ended = {}  # lease id -> what those hear who wait for its end
 
     async def acquire(self, cost, version, timeout_s):
         lease_id = len(self.asked)
         self.asked.append((cost, version))
         self.open.add(lease_id)
         number = lease_id % len(self.workers)
-        return Lease(lease_id, f"w{number}", Handle(self.workers[number]), cost, version)
+        return Lease(lease_id, self.name(number), Handle(self.workers[number]), cost, version)
+
+    async def until_revoked(self, lease_id):
+        return await self._end(lease_id)
+
+    def revoke(self, lease_id, reason):
+        self.revoked.add(lease_id)
+        self._end(lease_id).set_result(reason)
+
+    def _end(self, lease_id):
+        return self.ended.setdefault(lease_id, asyncio.get_running_loop().create_future())
 
     async def release(self, lease_id):
         self.open.remove(lease_id)
@@ -71,6 +87,9 @@ class Registry:
 
     async def members(self):
         return self.workers
+
+    def name(self, number):
+        return f"w{number}"
 
 
 def make_question(num_tokens=3):

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE, Script
 from scripted import Handle, Registry, make_completion, make_question, make_verdict
 
 from async_grpo.batching.batcher import ExperienceBatcher
-from async_grpo.batching.pipeline import Services
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import WorkerError
+from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import Minibatch, SamplingContract, VersionSpan, WeightsVersion
 
 INCARNATION = 5
@@ -39,6 +39,8 @@ class Cluster:
         self.attempts[ordinal] = attempt
         first, number = self.version, self.tries[ordinal, attempt]
         await asyncio.sleep(script.seconds("generate", ordinal, attempt, number))
+        if script.question(ordinal, attempt) in script.deadly:
+            raise ProcessLostError("segmentation fault")
         if ordinal in script.dropped or (ordinal in script.flaky and number == 1):
             raise WorkerError("this worker is out of order")
         shapes = script.lengths(ordinal, attempt)[: request.num_samples]
@@ -83,26 +85,31 @@ class Run:
         self.generation = Registry(self.cluster, self.cluster)
         if script.loses_a_lease:  # one: with a flaky worker a slot has still a third try
             self.generation.revoked = {2}
-        self.batcher = ExperienceBatcher(
-            BatcherPlan(
-                config=script.config,
-                questions=QUESTIONS,
-                held_out=held_out,
-                order=lambda ordinal: ordinal % NUM_QUESTIONS,
-                replacement=script.replacement,
-                seed_of=None,
-                sampling=SamplingContract(1.0, (1,), script.config.max_generation_tokens),
-                num_ranks=script.num_ranks,
-                incarnation=INCARNATION,
-                attention_ratio=ATTENTION_RATIO,
-            ),
-            Services(
-                generation=Handle(self.generation),
-                verifiers=Handle(self.cluster),
-                reference=Handle(Registry(self.cluster)) if script.config.needs_reference else None,
-            ),
+        self.plan = BatcherPlan(
+            config=script.config,
+            questions=QUESTIONS,
+            held_out=held_out,
+            order=lambda ordinal: ordinal % NUM_QUESTIONS,
+            replacement=script.replacement,
+            seed_of=None,
+            sampling=SamplingContract(1.0, (1,), script.config.max_generation_tokens),
+            num_ranks=script.num_ranks,
+            incarnation=INCARNATION,
+            attention_ratio=ATTENTION_RATIO,
         )
+        self.batcher = self.make_batcher()
         self.num_published = 0
+
+    def make_batcher(self, resume=None):
+        services = Services(
+            generation=Handle(self.generation),
+            verifiers=Handle(self.cluster),
+            reference=self.make_reference() if self.config.needs_reference else None,
+        )
+        return ExperienceBatcher(replace(self.plan, resume=resume), services)
+
+    def make_reference(self):
+        return Handle(Registry(self.cluster))
 
     async def publish(self, batches):
         """Load and announce in the background, as the trainer's thread does."""

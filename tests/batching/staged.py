@@ -8,7 +8,9 @@ from scripted import Handle, Registry, make_completion, make_question, make_verd
 from scripted_run import make_config
 
 from async_grpo.batching.groups import GroupRules
-from async_grpo.batching.pipeline import Services, SlotFailed, SlotPipeline
+from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.batching.services import Services
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)

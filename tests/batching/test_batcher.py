@@ -78,7 +78,10 @@ def test_a_step_in_which_every_group_failed_has_a_denominator_of_0():
     assert (end.batch, end.step_in_batch) == (1, 0)
     assert (end.num_samples, end.num_tokens, dict(end.sums)) == (0, 0, {})
     assert end.fates == {
-        "trained": 0, "zero_contribution": 0, "failed": 6, "discarded": 0, "replaced": 0
+        "trained": 0, "zero_contribution": 0, "failed": 6, "discarded": 6, "replaced": 0
+    }  # fmt: skip
+    assert end.reasons == {
+        "failed: verification": 3, "failed: generation": 3, "discarded: worker error": 6
     }  # fmt: skip
     assert len(ends(items[0])) == 6
 
@@ -89,7 +92,25 @@ def test_the_ledger_names_the_stage_that_lost_a_group():
     assert running.batcher._ledger.counts().reasons == {
         "failed: verification": 3,
         "failed: generation": 6,
+        "discarded: worker error": 2 * 2 * 3,  # two tries before the last one, of three samples
     }
+
+
+def test_a_question_that_kills_workers_is_asked_no_more(caplog):
+    """Question 2 is drawn by ordinals 2, 9, 16, 23: three deaths, then none."""
+    script = Script(config=make_config(num_training_batches=7), deadly=frozenset({2}))
+    items, _, running = run(train(script))
+    assert running.cluster.tries[2, 0] == 3
+    assert all(running.cluster.tries[ordinal, 0] == 0 for ordinal in (9, 16, 23))
+    reasons = running.batcher._ledger.counts().reasons
+    assert (reasons["failed: quarantine"], reasons["discarded: worker died"] >= 6) == (12, True)
+    assert items[0][-1].resume.quarantined == (2,)
+    told = [record.message for record in caplog.records if "not asked any more" in record.message]
+    assert len(told) == 1 and told[0].startswith("question 2 ") and "'2+2='" in told[0]
+    innocent = [sample.ordinal for own in items for m in own if isinstance(m, Minibatch)
+                for sample in m.samples]  # fmt: skip
+    zero = sum(end.fates["zero_contribution"] for end in ends(items[0]))
+    assert len(innocent) + zero == (28 - 4) * 3
 
 
 def test_a_run_in_which_nothing_works_is_ended():

@@ -1,10 +1,19 @@
+"""Held-out questions, graded beside the run.
+
+Seen to fail: a lease that does not come in time ends the evaluation
+-> test_a_held_out_question_that_no_worker_takes_in_time_is_counted
+"""
+
+import asyncio
+from dataclasses import replace
+
 import pytest
 from script import Script
 from scripted import make_question, run
 from scripted_run import Run, make_config
 
 from async_grpo.batching.evaluation import SAMPLES_PER_QUESTION
-from async_grpo.errors import WorkerError
+from async_grpo.errors import DeadlineError, WorkerError
 
 
 def evaluate(script, *, num_questions):
@@ -49,6 +58,40 @@ def test_an_evaluation_leaves_the_ledger_and_the_run_alone():
     counts = running.batcher._ledger.counts()
     assert counts.admitted_slots == 4
     assert counts.samples["failed"] == 0
+
+
+def test_workers_that_fail_or_die_cost_an_evaluation_nothing_but_time():
+    plain, _ = evaluate(make_script(), num_questions=8)
+    script = make_script(flaky=frozenset(range(8)))
+    flaky, running = evaluate(script, num_questions=8)
+    assert running.cluster.tries[7, 0] == 2
+    assert replace(flaky, seconds=plain.seconds) == plain
+
+
+def test_a_held_out_question_that_kills_workers_fails_alone_and_excludes_no_other():
+    result, running = evaluate(make_script(deadly=frozenset({5})), num_questions=7)
+    assert (result.num_samples, result.num_failed) == (24, 4)
+    assert running.batcher._draws.quarantined == ()
+
+
+def test_a_held_out_question_that_no_worker_takes_in_time_is_counted():
+    running = Run(make_script(), held_out=tuple(make_question() for _ in range(3)))
+    acquire = running.generation.acquire
+
+    async def too_late(cost, version, timeout_s):
+        if len(running.generation.asked) == 6:
+            raise DeadlineError("nobody was free")
+        return await acquire(cost, version, timeout_s)
+
+    running.generation.acquire = too_late
+
+    async def scenario():
+        await running.publish(0)
+        await asyncio.sleep(50.0)  # the four slots of the run have had their leases
+        return await running.batcher.evaluate()
+
+    result = run(scenario())
+    assert (result.num_samples, result.num_failed) == (8, 4)
 
 
 def test_without_weights_there_is_nothing_to_evaluate():

@@ -149,7 +149,11 @@ def check_end(step, end):
     script, config = step.script, step.script.config
     assert (end.batch, end.step_in_batch) == step.key
     assert end.is_last_of_batch == (step.key.step_in_batch + 1 == config.steps_per_batch)
-    assert dict(end.fates) == step.fates
+    assert dict(end.fates) == step.fates | {
+        "discarded": step.fates["discarded"] + num_revoked(end.reasons)
+    }
+    with_reason = step.fates["failed"] + end.fates["discarded"]
+    assert sum(end.reasons.values()) == with_reason
     assert (end.num_samples, end.num_tokens) == step.denominators
     sums = end.sums
     assert sums.get("num_samples", 0) == end.num_samples
@@ -166,6 +170,11 @@ def check_end(step, end):
     assert sums.get("replaced_tokens", 0) == step.sum_over_replaced(
         lambda o, a: sum(n for n, _ in script.lengths(o, a))
     )
+
+
+def num_revoked(reasons):
+    """Samples of the one lease that a run may lose; whose it is is a matter of time."""
+    return reasons.get("discarded: lease revoked", 0)
 
 
 def lag_bins(sums, what):
@@ -191,6 +200,9 @@ def check_samples(step, samples):
 def check_books(running, status, expected):
     counts = running.batcher._ledger.counts()
     totals = {fate: sum(step.fates[fate] for step in expected) for fate in counts.samples}
+    lost = num_revoked(counts.reasons)
+    assert lost in (0, running.config.samples_per_question * running.script.loses_a_lease)
+    totals["discarded"] += lost
     assert dict(counts.samples) == totals
     assert counts.admitted_samples == sum(totals.values()) == status.done
     assert (counts.in_flight_samples, counts.in_flight_slots) == (0, 0)
@@ -223,9 +235,12 @@ def identity(sample):
 
 
 def without_lag(end):
-    """The end of a step, to the last bit of its sums; only the age of the weights may differ."""
+    """The end of a step, to the last bit of its sums.
+
+    Only the age of the weights may differ, and whose work was lost and done again.
+    """
     sums = {k: v for k, v in end.sums.items() if "lag" not in k}
-    return replace(end, sums=sums)
+    return replace(end, sums=sums, fates={**end.fates, "discarded": 0}, reasons={})
 
 
 def ends(ranks):

@@ -3,6 +3,8 @@
 - `reissue` forgets to admit the new samples, or the state forgets the open slots -> TestLedger
 - the weakest fate of its samples names a slot -> TestLedger, work_done_again_is_discarded_once
 - `close_step` while samples are in flight -> TestLedger, a_step_is_counted_apart
+- `rolled_back` that forgets what was in flight, admits nothing again, changes the original, keeps
+  closed slots, or takes the step before along -> TestLedger
 """
 
 import json
@@ -116,6 +118,18 @@ def test_tokens_are_counted_when_received():
     assert Ledger.restore(ledger.state()).counts().output_tokens == 123
 
 
+def test_earlier_steps_keep_what_they_have_when_later_ones_are_done_again():
+    ledger = ledger_with(num_samples=4)
+    ledger.settle(0, fate="trained", num_samples=4)
+    ledger.admit(1, num_samples=4, step=StepKey(0, 1))
+    ledger.settle(1, fate="failed", num_samples=4, reason="verification")
+    again = ledger.rolled_back(first=StepKey(0, 1), reason="restart")
+    assert again.step_counts(STEP)["trained"] == 4
+    assert again.step_counts(StepKey(0, 1))["discarded"] == 4
+    assert again.open_ordinals == (1,)
+    assert again.counts().reasons == {"discarded: restart": 4}
+
+
 SLOTS_A_STEP = 3
 
 
@@ -127,6 +141,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger()
         self.next_ordinal = 0
         self.open = {}  # ordinal -> samples in flight
+        self.sizes = {}  # ordinal -> samples of its latest issue
         self.fates_of = {}  # ordinal -> fates that its samples reached
         self.by_step = {}  # step -> samples by fate
         self.closed = Counter()
@@ -145,6 +160,7 @@ class LedgerMachine(RuleBasedStateMachine):
         step = self.step_of(ordinal)
         self.ledger.admit(ordinal, num_samples=num_samples, step=step)
         self.open[ordinal], self.fates_of[ordinal] = num_samples, set()
+        self.sizes[ordinal] = num_samples
         self.by_step.setdefault(step, Counter())
         self.admitted += num_samples
 
@@ -167,7 +183,7 @@ class LedgerMachine(RuleBasedStateMachine):
         reason = "again" if fate == "discarded" else ""
         self.ledger.reissue(ordinal, fate=fate, num_samples=new, reason=reason)
         self.count(ordinal, fate, self.open[ordinal])
-        self.open[ordinal] = new
+        self.open[ordinal] = self.sizes[ordinal] = new
         self.admitted += new
 
     @rule(num_tokens=st.integers(0, 100))
@@ -198,6 +214,28 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def restart_from_a_checkpoint(self):
         self.ledger = Ledger.restore(json.loads(json.dumps(self.ledger.state())))
+
+    @precondition(lambda self: self.by_step)
+    @rule(data=st.data())
+    def go_on_from_an_earlier_step(self, data):
+        """What later steps had done is discarded; as much as was admitted is in flight again."""
+        first = data.draw(st.sampled_from(sorted(self.by_step)))
+        before = json.dumps(self.ledger.state())
+        ledger = self.ledger.rolled_back(first=first, reason="restart")
+        assert json.dumps(self.ledger.state()) == before, "the run goes on with the original"
+        assert Ledger.restore(json.loads(json.dumps(ledger.state()))).state() == ledger.state()
+        for step in self.by_step:
+            if step < first:
+                assert ledger.step_counts(step) == self.ledger.step_counts(step)
+        self.ledger = ledger
+        for ordinal in [o for o in self.sizes if self.step_of(o) in self.by_step]:
+            if self.step_of(ordinal) >= first:
+                self.by_step[self.step_of(ordinal)]["discarded"] += self.open.get(ordinal, 0)
+                self.open[ordinal], self.fates_of[ordinal] = self.sizes[ordinal], {"discarded"}
+                self.admitted += self.sizes[ordinal]
+        for step, counts in self.by_step.items():
+            if step >= first:
+                self.by_step[step] = Counter(discarded=counts.total())
 
     @invariant()
     def it_balances_and_agrees_with_the_model(self):

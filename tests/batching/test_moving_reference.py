@@ -13,7 +13,7 @@ from itertools import product
 
 import pytest
 from ray.exceptions import RayTaskError
-from scripted import Handle, run
+from scripted import Handle, make_sample, run
 from scripted_run import INCARNATION, Run, Script, make_config
 
 from async_grpo.errors import DeadlineError, StaleAnswerError
@@ -41,7 +41,8 @@ class ReferenceWorker:
         self.asked = []  # (batches completed, version) of every request
         self.stale = 0
 
-    async def ping(self):
+    async def ping(self, after_s=0.0):
+        await asyncio.sleep(after_s)
         return str(self.version)
 
     async def abort_all(self):
@@ -80,14 +81,12 @@ class MovingRun(Run):
             period=script.config.num_batches_per_ref_model_update,
             max_staleness=script.config.max_staleness,
         )
-        self.registry = RemoteRegistry("logprob")
         self.worker = ReferenceWorker(self.cluster)
         self.announced = {}  # version -> batches completed when it was announced
-        self.batcher._pipeline._services = self.batcher._services = type(self.batcher._services)(
-            generation=self.batcher._services.generation,
-            verifiers=self.batcher._services.verifiers,
-            reference=Handle(self.registry),
-        )
+
+    def make_reference(self):
+        self.reference = Handle(None)
+        return self.reference
 
     async def publish(self, batches):
         snapshot = WeightsSnapshot(WeightsVersion(INCARNATION, batches), ())
@@ -100,6 +99,7 @@ class MovingRun(Run):
         await self.batcher.published(snapshot.version)
 
     async def train(self):
+        self.registry = self.reference._actor = RemoteRegistry("logprob")
         info = WorkerInfo("reference", "logprob", "", 0, "", 8, 10_000.0, 0.0, 8)
         await self.registry.register(info, Handle(self.worker))
         return await super().train()
@@ -147,11 +147,48 @@ def test_snapshots_are_let_go_when_the_reference_has_them():
         assert len(schedule._kept) <= 2
 
 
+async def watched(running):
+    """A run that is asked for its status, as rank 0's watcher does it."""
+    training = asyncio.ensure_future(running.train())
+    while not training.done():
+        await asyncio.wait({training}, timeout=20.0)
+        await running.batcher.status()
+    await training
+
+
+def serve(schedule, batches, served):
+    """What the reference serves once so many batches are completed."""
+    due = schedule.completed(WeightsSnapshot(WeightsVersion(0, batches), ()))
+    return served if due is None else due.version.batches
+
+
+@pytest.mark.parametrize("staleness", range(4))
+@pytest.mark.parametrize("period", range(1, 5))
+@pytest.mark.parametrize("resumed_at", range(1, 10))
+def test_a_resumed_run_serves_the_references_of_one_that_went_on(staleness, period, resumed_at):
+    """From what a checkpoint holds, the model folder (version 0) and the policy itself."""
+    options = {"period": period, "max_staleness": staleness}
+    alone, resumed = ReferenceSchedule(**options), ReferenceSchedule(**options)
+    served = None
+    for batches in range(resumed_at + 1):
+        served = serve(alone, batches, served)
+    saved = alone.to_save(resumed_at)
+    assert all(0 < snapshot.version.batches < resumed_at for snapshot in saved)
+    assert len(saved) <= 1 + -(-max(staleness - 1, 0) // period)
+    folder = [WeightsSnapshot(WeightsVersion(0, 0), ())] if served == 0 else []
+    resumed.restore([*saved, *folder])
+    again = serve(resumed, resumed_at, None)
+    assert again == served == needed(resumed_at, staleness=staleness, period=period)
+    for batches in range(resumed_at + 1, resumed_at + 10):
+        served, again = serve(alone, batches, served), serve(resumed, batches, again)
+        assert again == served
+
+
 def test_a_reference_that_never_comes_ends_the_run_by_name():
     running = moving_run(1, 1)
     running.schedule.completed = lambda snapshot: None if snapshot.version.batches else snapshot
     with pytest.raises(Exception, match=NOBODY_SERVES):
-        run(running.train())
+        run(watched(running))
 
 
 def test_the_fixture_would_notice_a_reference_that_comes_too_early():
@@ -168,9 +205,26 @@ class SlowTrainer(Script):
         return 5 * 100.0 if key[0] == "train" else super().seconds(*key)
 
 
+def test_a_reference_waits_for_no_trainer_that_is_silent():
+    running = moving_run(1, 1)
+
+    async def scenario():
+        info = WorkerInfo("reference", "logprob", "", 0, "", 8, 10_000.0, 0.0, 8)
+        running.registry = running.reference._actor = RemoteRegistry("logprob")
+        await running.registry.register(info, Handle(running.worker))
+        await running.publish(0)
+        running.cluster.version = WeightsVersion(INCARNATION, 5)
+        sample = make_sample(running.cluster.version)
+        await running.batcher._pipeline._score((sample,), 1.0, WeightsVersion(INCARNATION, 1))
+
+    silent = r"the trainer has asked for nothing for .* weights 5.1"
+    with pytest.raises(DeadlineError, match=silent):
+        run(scenario())
+
+
 def test_a_reference_may_wait_for_a_slow_trainer_that_moves():
     script = SlowTrainer(config=moving_run(1, 1).config)
     running = MovingRun(script)
-    run(running.train(), limit_s=100_000)
+    run(watched(running), limit_s=100_000)
     assert running.worker.stale == 0
     assert max(running.worker.loaded) == NUM_BATCHES - 1

@@ -17,7 +17,7 @@ from staged import (
     group,
 )
 
-from async_grpo.batching.pipeline import TRIES_AFTER_S, SlotFailed
+from async_grpo.batching.leased_work import MAX_REVOCATIONS, TRIES_AFTER_S, SlotFailed
 from async_grpo.errors import DeadlineError, StaleAnswerError, WorkerError
 from async_grpo.types import VersionSpan, WeightsVersion
 
@@ -106,14 +106,26 @@ def test_the_answer_of_a_revoked_lease_is_refused():
 
 
 def test_the_last_reason_is_told_when_every_try_failed():
-    workers = [Worker(WorkerError("out of memory")), Worker(group()), Worker(group())]
-    stage = Stage(workers=workers)
-    stage.generation.revoked |= {1, 2}
+    workers = [Worker(WorkerError("out of memory")), Worker(group(NEWER, 1)), Worker(group())]
+    stage = Stage(workers=[workers[0], workers[1], workers[0]])
     assert stage.failure() == (
         "generation",
-        "generation failed 3 times, the last time: the lease on worker w2 was revoked",
+        "generation failed 3 times, the last time: out of memory",
     )
-    assert "revoked" in stage.pipeline.problem
+    assert "out of memory" in stage.pipeline.problem
+
+
+def test_lost_leases_use_up_no_try_of_their_own_but_have_an_end():
+    stage = Stage()
+    stage.generation.revoked |= set(range(MAX_REVOCATIONS - 1))
+    assert len(stage.run().samples) == 2
+    stage = Stage()
+    stage.generation.revoked |= set(range(MAX_REVOCATIONS))
+    assert stage.failure() == (
+        "generation",
+        f"generation failed {MAX_REVOCATIONS} times, the last time: "
+        "the lease on worker w0 was revoked",
+    )
 
 
 def test_the_last_try_waits_until_a_dead_worker_has_been_missed():

@@ -60,3 +60,17 @@ def test_any_text_makes_one_line(tmp_path):
 def test_without_a_path_nothing_is_written(tmp_path):
     SampleLog(None).write(Group(0, 0, (make_sample(VERSION),)), batch=0, fates=("trained",))
     assert not list(tmp_path.iterdir())
+
+
+def test_samples_of_slots_that_are_sampled_again_are_removed(tmp_path):
+    """Also the half line of a process that was killed; the others keep their order and bytes."""
+    path = tmp_path / "samples.jsonl"
+    kept = [
+        b'{"batch": 0, "ordinal": 9, "output": "\\"ordinal\\": 12"}\n',
+        b'{"batch": 0, "ordinal": 2, "attempt": 0}\n',
+    ]
+    again = [b'{"batch": 1, "ordinal": 10, "attempt": 0}\n', b'{"batch": 0, "ordinal": 3, "out']
+    path.write_bytes(kept[0] + again[0] + kept[1] + again[1])
+    SampleLog(path, next_ordinal=10)
+    assert path.read_bytes() == b"".join(kept)
+    assert [file.name for file in tmp_path.iterdir()] == ["samples.jsonl"]

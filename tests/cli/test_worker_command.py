@@ -1,4 +1,6 @@
 import logging
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -48,6 +50,23 @@ def test_the_flags_of_the_predecessor_are_understood(monkeypatch):
     assert (config.global_num_verifiers, config.max_tokens_per_gpu) == (5, 6)
     assert (config.temperature, config.enable_prefix_caching) == (0.5, True)
     assert config.write_failed_generation_samples
+
+
+def test_a_dispatcher_imports_nothing_that_its_workers_import_at_the_same_time():
+    """Torch and transformers take seconds, in which no worker would be loading yet."""
+    code = (
+        "import sys, ray\n"
+        "from async_grpo.cli import launch, worker\n"
+        "from async_grpo.config.worker import WorkerConfig\n"
+        "from async_grpo.reference.worker import LogprobWorker\n"
+        "from async_grpo.rollout.worker import GenerationWorker\n"
+        "from async_grpo.routing.registry import WorkerRegistry\n"
+        "from async_grpo.verification.pool import VerifierPool\n"
+        "worker._check_model(WorkerConfig(model_path='sample-data/tiny-countdown'))\n"
+        "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,18 @@ refuses two processes on one. What can be run without a device is run by
 tests/rollout/test_device_updates.py. Run with `pytest -m gpu tests/gpu`.
 """
 
+# ruff: noqa: E402
+
 import tempfile
 import time
 
 import numpy as np
 import pytest
-import ray
 import torch
+
+ray = pytest.importorskip("ray", reason="transports need Ray's actors")
+pytest.importorskip("vllm", reason="transports need vLLM's engines")
+
 from tiny_models import load_model, make_model
 
 from async_grpo import cluster

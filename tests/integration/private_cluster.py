@@ -36,6 +36,7 @@ class PrivateCluster:
             f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={self._folder}",
             f"--num-cpus={num_cpus}", f"--object-store-memory={256 << 20}",
             "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
+            f"--ray-client-server-port={free_port()}",  # not the one of every other cluster here
         ]  # fmt: skip
         self._log = Path(self._folder) / "start.log"
         with self._log.open("w") as log:

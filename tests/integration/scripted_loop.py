@@ -6,7 +6,13 @@ A story that is marked synchronous is trained by the plain program below instead
 batcher nor pipeline nor Ray: each step's samples in the order of their ordinals, packed at once.
 """
 
+import os
+import signal
 import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from unittest.mock import patch
 
 import ray
 import torch
@@ -16,6 +22,7 @@ from async_grpo import cluster
 from async_grpo.batching.advantage import group_advantages
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.model.folder import check_model_folder
+from async_grpo.training import recovery
 from async_grpo.training.exports import Exports
 from async_grpo.training.learner import Learner
 from async_grpo.training.loop import train_grpo, train_steps
@@ -94,6 +101,50 @@ def group(story, plan, ordinal):
         )
 
 
+class Killer:
+    """Sends SIGKILL to the batcher of a run at the moments of its story, once each.
+
+    ("minibatch", n) and ("end", n): when rank 0 has been given its n-th minibatch or end of a step,
+    those that it is given again counted too; ("evaluate", n): while the n-th one is running.
+    """
+
+    def __init__(self, kills):
+        self._kills, self._num = set(kills), Counter()
+
+    @contextmanager
+    def at_work(self):
+        take, ask = recovery.LastingStream.__next__, recovery.BatcherKeeper.ask
+
+        def next_item(stream):
+            item = take(stream)
+            self._strike("minibatch" if isinstance(item, Minibatch) else "end")
+            return item
+
+        def ask_and_strike(keeper, method, **options):
+            timer = threading.Timer(0.3, self._strike, [method])
+            timer.start()
+            try:
+                return ask(keeper, method, **options)
+            finally:
+                timer.join()
+
+        with (
+            patch.object(recovery.LastingStream, "__next__", next_item),
+            patch.object(recovery.BatcherKeeper, "ask", ask_and_strike),
+        ):
+            yield
+        assert not self._kills, f"these moments never came: {self._kills}"
+
+    def _strike(self, kind):
+        self._num[kind] += 1
+        moment = kind, self._num[kind]
+        if moment in self._kills:
+            self._kills.remove(moment)
+            batcher = cluster.find_actor(cluster.BATCHER)
+            pid = ray.get(batcher.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S)
+            os.kill(pid, signal.SIGKILL)
+
+
 def train_asynchronously(story, ranks):
     """The trainer as its command starts it."""
     if ranks.is_main:
@@ -101,7 +152,8 @@ def train_asynchronously(story, ranks):
         tell(story)
         ray.shutdown()
     torch.distributed.barrier()
-    train_grpo(story.config, ranks)
+    with Killer(story.kills if ranks.is_main else ()).at_work():
+        train_grpo(story.config, ranks)
     ray.shutdown()
 
 

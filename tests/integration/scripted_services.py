@@ -5,6 +5,7 @@ reference model are played. Started by the test, they serve one story after anot
 """
 
 import asyncio
+import hashlib
 import random
 import sys
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.errors import WorkerError
 from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import Completion, Verdict, WeightsAck, WeightsVersion, WorkerInfo
+from async_grpo.weight_sync.buckets import unpack_bucket
 
 TIMEOUT_S = 120.0
 ROLES = ("generation", "logprob")
@@ -52,6 +54,7 @@ class Story:
     unlucky: frozenset[int] = frozenset()
     lies: frozenset[int] = frozenset()
     is_synchronous: bool = False  # told without services, by the plain program
+    kills: frozenset[tuple[str, int]] = frozenset()  # of the batcher: see scripted_loop.Killer
 
 
 class ScriptedWorker:
@@ -62,6 +65,7 @@ class ScriptedWorker:
         self._info = WorkerInfo(worker_id, "generation", "node", 0, "model", vocab_size,
                                 capacity=10_000.0, overhead=0.0, max_model_len=512)  # fmt: skip
         self._news = asyncio.Condition()
+        self._loaded = []
 
     async def tell(self, story):
         self._story, self._tried = story, set()
@@ -71,17 +75,27 @@ class ScriptedWorker:
     async def info(self, role):
         return replace(self._info, role=role)
 
-    async def ping(self):
+    async def loaded(self):
+        """(version, sha256) of all weights, in order."""
+        return self._loaded
+
+    async def ping(self, after_s=0.0):
+        await asyncio.sleep(after_s)
         return "well"
 
     async def abort_all(self):
         return None
 
     async def load_weights(self, snapshot):
+        weights = {}
         for bucket in snapshot.buckets:
-            await cluster.fetch_bytes(bucket)
-        async with self._news:
-            self._version = snapshot.version
+            weights |= dict(unpack_bucket(bucket, await cluster.fetch_bytes(bucket)))
+        digest = hashlib.sha256(
+            b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
+        )
+        self._loaded.append((snapshot.version, digest.hexdigest()))
+        async with self._news:  # one actor plays both roles: an older reference may come later
+            self._version = max(snapshot.version, self._version or snapshot.version)
             self._news.notify_all()
         return WeightsAck(self._worker_id, snapshot.version, 0.0, 0.0)
 
@@ -89,14 +103,17 @@ class ScriptedWorker:
         story, ordinal = self._story, request.ordinal
         completions = story.groups[ordinal, request.attempt].completions
         newest = max(span.version.batches for c in completions for span in c.weights_versions)
+        is_evaluation = request.seed == ordinal  # of whatever weights are served
         async with self._news:
-            await self._news.wait_for(lambda: self._version.batches >= newest)
+            await self._news.wait_for(lambda: is_evaluation or self._version.batches >= newest)
         await self._pause()
         is_first = ordinal not in self._tried
         self._tried.add(ordinal)
         if is_first and ordinal in story.unlucky:
             raise WorkerError("the story wants it")
         older = story.config.max_staleness + 1 if is_first and ordinal in story.lies else 0
+        if is_evaluation:
+            older = newest - self._version.batches
         return tuple(self._of_this_run(completion, older) for completion in completions)
 
     def _of_this_run(self, completion, older):

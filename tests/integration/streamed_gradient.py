@@ -17,8 +17,8 @@ import torch
 
 from async_grpo import cluster
 from async_grpo.batching.batcher import ExperienceBatcher
-from async_grpo.batching.pipeline import Services
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import WorkerError
 from async_grpo.model.policy import hf_named_parameters
@@ -65,7 +65,8 @@ class Actor:
     async def tell(self, number):
         self.story, self.failed = self.stories[number], set()
 
-    async def ping(self):
+    async def ping(self, after_s=0.0):
+        await asyncio.sleep(after_s)
         return "well"
 
     async def load_weights(self, snapshot):

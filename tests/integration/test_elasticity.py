@@ -12,8 +12,8 @@ from scripted import Handle, make_completion, make_question, make_verdict, run
 from scripted_run import INCARNATION, Run, Script, make_config
 
 from async_grpo.batching.batcher import ExperienceBatcher
-from async_grpo.batching.pipeline import Services
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.services import Services
 from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import (
     SamplingContract,
@@ -40,7 +40,8 @@ class SlowWorker:
         self.version = snapshot.version
         return WeightsAck("", snapshot.version, 0.0, 0.0)
 
-    async def ping(self):
+    async def ping(self, after_s=0.0):
+        await asyncio.sleep(after_s)
         return "well"
 
     async def generate(self, request):

@@ -210,6 +210,8 @@ def test_an_exported_model_joins_a_run_as_a_worker(setup, trained, driver):
             assert endless.wait(timeout_s=TIMEOUT_S) != 0
             newcomer.send(signal.SIGINT)
             newcomer.wait(timeout_s=TIMEOUT_S)
+            for veteran in veterans:
+                registry_call("generation", "drain", veteran, False)
     rows = setup.rows("endless")
     assert max(row["mismatch_max"] or 0.0 for row in rows) <= TOLERANCE
     assert all(row["fate_failed"] == 0 for row in rows)

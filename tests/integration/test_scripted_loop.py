@@ -27,7 +27,7 @@ from paper_run import KNOWN_UPDATES, play
 from private_cluster import environment
 from safetensors.torch import load_file
 from scripted_services import scripted_services
-from stories import GROUP, NAMESPACE, World, lagging_story, make_story
+from stories import GROUP, NAMESPACE, World, lagging_story, lines, make_story
 from tiny_models import load_model
 
 from async_grpo.types import WeightsVersion
@@ -64,8 +64,12 @@ LAGGING = {
     ),
 }
 REPEATED = ("first", "second")
+# Moments at which the batcher is killed: while held-out questions are evaluated, within the rounds
+# of a step, right after the end of a batch (its weights are on their way).
+KILLS = {"killed": frozenset({("evaluate", 1), ("minibatch", 2), ("end", 2)})}
 STANDING = {"max_staleness": 1, "num_training_batches": 4, "learning_rate": 0.0}
-TIMING = ("seconds", "_per_second", "idle", "sync_", "avg_generating_samples")
+TIMING = ("seconds", "_per_second", "idle", "sync_", "avg_generating_samples", "retries")
+LOST = ("fate_discarded", "discarded_worker_error")  # by the failure that one run alone has
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +95,17 @@ def papers(world):
 def trained(world, papers):
     """The folder's runs, by name; all of them have ended well."""
     plain = make_story(world, "synchronous", DETERMINISTIC)
+    killed = DETERMINISTIC | {"eval_data_path": world.questions}
     stories = [
         replace(plain, is_synchronous=True),
         replace(plain, config=world.config("first", DETERMINISTIC), latency_seed=1,
                 unlucky=frozenset({3})),
         replace(plain, config=world.config("second", DETERMINISTIC), latency_seed=2),
+        *(
+            replace(plain, config=world.config(name, killed), latency_seed=3, latency_s=0.5,
+                    kills=KILLS[name])
+            for name in KILLS
+        ),
         *(lagging_story(config, paper) for config, paper in papers.values()),
     ]  # fmt: skip
     torch.save(stories, world.folder / "stories.pt")
@@ -149,9 +159,39 @@ def test_latencies_change_not_a_bit(trained):
     first, second = (hashes(trained.versions(name)) for name in REPEATED)
     assert first == second
     first, second = ([without_timing(row) for row in trained.rows(name)] for name in REPEATED)
+    assert [[row.pop(name, 0) for name in LOST] for row in first][1] == [GROUP, GROUP]
+    assert not any(row.pop(name, 0) for row in first + second for name in LOST)
     assert first == second
     first, second = ([sample["ordinal"] for sample in trained.samples(name)] for name in REPEATED)
     assert first != second
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_batcher_that_is_killed_changes_not_a_bit(trained, name):
+    """Held fixed as above; each death costs the step that it interrupts, which is done again."""
+    assert hashes(trained.versions(name)) == hashes(trained.versions("synchronous"))
+    undisturbed, rows = trained.rows("second"), trained.rows(name)
+    assert rows[-1]["batcher_restarts"] == len(KILLS[name])
+    changed = {"batcher_restarts", "fate_discarded", "discarded_restart"}
+    plain, found = (
+        [{k: v for k, v in without_timing(row).items() if k not in changed} for row in own]
+        for own in (undisturbed, rows)
+    )
+    assert found == plain
+    first, second = (samples_by_key(trained.samples(n)) for n in ("second", name))
+    assert first == second
+    evaluations = lines(trained.folder / name / "evaluation_metrics.jsonl")
+    assert [(line["num_samples"], line["num_failed"]) for line in evaluations] == [(32, 0)] * 2
+
+
+def samples_by_key(samples):
+    """Each sample of a run's log, which must have it once."""
+    found = {}
+    for sample in samples:
+        key = sample["ordinal"], sample["attempt"], sample["index"]
+        assert key not in found
+        found[key] = {**sample, "weights_versions": None}
+    return found
 
 
 @pytest.mark.parametrize("case", LAGGING)

@@ -65,6 +65,65 @@ def test_every_trained_token_is_predicted_from_its_own_prefix(samples):
     assert got == expected
 
 
+PROMPTS = st.sampled_from([[5], [5, 6, 7], [5, 6, 8]])
+GROUPED = st.lists(
+    st.tuples(PROMPTS, IDS, st.integers(0, 2**8 - 1)).map(
+        lambda it: make_sample(it[0], it[1], mask=[bool(it[2] >> t & 1) for t in range(len(it[1]))])
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def test_a_shared_prompt_by_hand():
+    samples = [make_sample([5, 6], [7, 8, 9]), make_sample([5, 6], [3, 2]), make_sample([4], [1])]
+    packed = collate(samples, aggregation="sample-mean", share_prompts=True)
+    assert packed.input_ids.tolist() == [5, 6, 7, 8, 3, 4]
+    assert packed.position_ids.tolist() == [0, 1, 2, 3, 2, 0]
+    assert packed.repeat_index.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
+    assert packed.first_index.tolist() == [0, 1, 2, 3, 6, 7]
+    assert packed.cu_seqlens.tolist() == [0, 4, 7, 8]
+    assert packed.logit_positions.tolist() == [1, 2, 3, 1, 4, 5]
+    assert packed.target_ids.tolist() == [7, 8, 9, 3, 2, 1]
+    assert packed.sample_index.tolist() == [0, 0, 0, 1, 1, 2]
+
+
+@given(samples=GROUPED)
+def test_with_shared_prompts_the_whole_sequences_are_those_without(samples):
+    plain = collate(samples, aggregation="sample-mean")
+    packed = collate(samples, aggregation="sample-mean", share_prompts=True)
+    assert plain.repeat_index is plain.first_index is None
+    whole, first = packed.repeat_index, packed.first_index
+    if whole is None:
+        whole = first = torch.arange(len(packed.input_ids))
+    assert torch.equal(packed.input_ids[whole], plain.input_ids)
+    assert torch.equal(packed.position_ids[whole], plain.position_ids)
+    assert torch.equal(whole[first], torch.arange(len(packed.input_ids)))
+    assert torch.equal(packed.cu_seqlens, plain.cu_seqlens)
+    assert torch.equal(packed.logit_positions, whole[plain.logit_positions])
+    for name in ("target_ids", "sample_index", "weights", "advantages", "behaviour_logprobs"):
+        assert torch.equal(getattr(packed, name), getattr(plain, name))
+
+
+@given(samples=GROUPED)
+def test_each_prompt_of_trained_samples_lies_in_the_row_once(samples):
+    packed = collate(samples, aggregation="sample-mean", share_prompts=True)
+    trained = [sample for sample in samples if sample.num_trained_tokens]
+    prompts = {tuple(sample.question.input_token_ids.tolist()) for sample in trained}
+    outputs = [int(np.flatnonzero(sample.completion.loss_mask)[-1]) for sample in trained]
+    alone = {
+        tuple(sample.question.input_token_ids[:1].tolist())
+        for sample in samples
+        if not sample.num_trained_tokens
+    }
+    expected = sum(map(len, prompts)) + sum(outputs)
+    num_untrained = len(samples) - len(trained)
+    # A sample without trained tokens leaves one token, unless it is a whole prompt that is there.
+    assert expected <= len(packed.input_ids) <= expected + num_untrained
+    if not alone & prompts:
+        assert len(packed.input_ids) >= expected + bool(num_untrained)
+
+
 @given(samples=SAMPLES)
 def test_row_is_never_longer_than_its_samples_and_lengths_agree(samples):
     packed = collate(samples, aggregation="token-mean")

@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from async_grpo.errors import ModelError
+from async_grpo.model.folder import stated_positions
 from async_grpo.model.loading import check_model_folder, load_policy
 
 
@@ -83,6 +84,22 @@ def test_a_defect_is_named_in_one_sentence(folder, defect):
     with pytest.raises(ModelError, match=message) as caught:
         check_model_folder(str(folder))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "stated"),
+    [
+        ('{"max_position_embeddings": 256}', 256),
+        ('{"n_positions": 1024, "max_position_embeddings": null}', 1024),
+        ('{"model_type": "gpt2"}', None),  # the library's default is not looked up
+        ('{"max_position_embeddings": "long"}', None),
+        ("[1]", None),
+        ("{", None),
+    ],
+)
+def test_positions_are_read_without_the_library_where_they_are_stated(config, stated, tmp_path):
+    (tmp_path / "config.json").write_text(config)
+    assert stated_positions(tmp_path) == stated
 
 
 def test_a_missing_folder_is_named(tmp_path):

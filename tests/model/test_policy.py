@@ -35,6 +35,72 @@ def test_packed_log_probabilities_equal_separate_forwards(lengths, temperature, 
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 1000),
+)
+def test_shared_prompts_change_neither_log_probabilities_nor_gradients(shape, seed):
+    """Against separate float64 forwards; in any order, so that a group's samples lie apart too."""
+    rng = np.random.default_rng(seed)
+    model = tiny_model(tied=True, dtype=torch.float64)
+    prompts = [rng.integers(VOCAB_SIZE, size=p, dtype=np.int32) for p, _ in shape]
+    pairs = [
+        (prompt, rng.integers(VOCAB_SIZE, size=length, dtype=np.int32))
+        for prompt, (_, lengths) in zip(prompts, shape, strict=True)
+        for length in lengths
+    ]
+    pairs = [pairs[index] for index in rng.permutation(len(pairs))]
+    policy, twin = PolicyModel(model), oracle_twin(model)
+    scored = policy(
+        collate_pairs(pairs, share_prompts=policy.shares_prompts), temperature=0.8, chunk_size=4
+    ).logprobs
+    expected = torch.cat(
+        [oracle_logprobs(twin, make_sample(*pair), temperature=0.8) for pair in pairs]
+    )
+    torch.testing.assert_close(scored, expected, rtol=1e-11, atol=1e-11)
+    for values in (scored, expected):
+        values.sin().sum().backward()
+    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_shared_prompts_give_the_same_bits_again():
+    """With several threads too: gradients of a prompt are added in a fixed order."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(VOCAB_SIZE, size=40, dtype=np.int32) for _ in range(6)]
+    pairs = [
+        (prompt, rng.integers(VOCAB_SIZE, size=30, dtype=np.int32))
+        for prompt in prompts
+        for _ in range(8)
+    ]
+    policy = PolicyModel(tiny_model(tied=True))
+    packed = collate_pairs(pairs, share_prompts=True)
+    num_threads, gradients = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    for _ in range(3):
+        policy.zero_grad()
+        policy(packed, temperature=1.0, chunk_size=64).logprobs.sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in policy.parameters()])
+    torch.set_num_threads(num_threads)
+    for again in gradients[1:]:
+        assert all(torch.equal(*pair) for pair in zip(gradients[0], again, strict=True))
+
+
+def test_other_attention_refuses_shared_prompts():
+    model = tiny_model(tied=True)
+    model.set_attn_implementation("sdpa")
+    policy, prompt = PolicyModel(model), np.arange(3, dtype=np.int32)
+    assert not policy.shares_prompts
+    packed = collate_pairs([(prompt, prompt), (prompt, prompt + 1)], share_prompts=True)
+    with pytest.raises(ValueError, match="shared with packed attention only"):
+        policy(packed, temperature=1.0, chunk_size=4)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_names_are_the_checkpoint_s_own(tied, tmp_path):
     from safetensors import safe_open

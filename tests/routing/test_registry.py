@@ -1,3 +1,4 @@
+import asyncio
 import tempfile
 import time
 
@@ -55,7 +56,8 @@ def worker_class():
         async def abort_all(self):
             self._calls.append("abort")
 
-        async def ping(self):
+        async def ping(self, after_s=0.0):
+            await asyncio.sleep(after_s)
             return "alive"
 
         async def calls(self):

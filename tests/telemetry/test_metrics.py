@@ -36,12 +36,13 @@ FACTS = StepFacts(
 )
 
 
-def row(pipeline_sums=None, trainer_sums=None, fates=None, step=FACTS):
+def row(pipeline_sums=None, trainer_sums=None, fates=None, step=FACTS, reasons=None):
     return metrics_row(
         step=step,
         pipeline_sums=pipeline_sums or {},
         trainer_sums=trainer_sums or {},
         fates=fates or {},
+        reasons=reasons,
     )
 
 
@@ -87,7 +88,8 @@ def test_numbers_of_a_known_step():
          "format_reward_sum": 1.0, "format_reward_samples": 4.0, "lag_sum": 4.0, "lag_max": 1.0},
         {"loss_sum": 4.0, "entropy_sum": 50.0, "trained_tokens": 100.0, "clipped_tokens": 10.0,
          "packed_tokens": 300.0, "budget_tokens": 400.0, "mismatch_max": 0.01},
-        {"trained": 4, "zero_contribution": 4, "failed(timeout)": 1},
+        {"trained": 4, "zero_contribution": 4, "failed": 1},
+        reasons={"failed: verification": 1, "discarded: lease revoked": 8},
     )  # fmt: skip
     expected = {
         "step": 7, "iteration": 6, "total_samples_accumulated": 56, "num_samples": 8,
@@ -96,7 +98,8 @@ def test_numbers_of_a_known_step():
         "avg_lag": 0.5, "max_lag": 1, "loss": 0.5, "entropy": 0.5, "clip_fraction": 0.1,
         "packing_efficiency": 0.75, "mismatch_max": 0.01, "tokens_per_second": 40.0,
         "trained_tokens_per_second": 25.0, "trainer_idle_fraction": 0.25, "kl": None,
-        "fate_trained": 4, "fate_zero_contribution": 4, "fate_failed_timeout": 1,
+        "fate_trained": 4, "fate_zero_contribution": 4, "fate_failed": 1,
+        "failed_verification": 1, "discarded_lease_revoked": 8,
     }  # fmt: skip
     assert {key: got[key] for key in expected} == expected
     assert isinstance(got["num_samples"], int)

@@ -106,12 +106,19 @@ def make_sample(
 
 
 def random_samples(
-    rng: np.random.Generator, count: int, *, max_length: int = 12, temperature: float = 1.0, model
+    rng: np.random.Generator,
+    count: int,
+    *,
+    max_length: int = 12,
+    temperature: float = 1.0,
+    one_prompt: bool = False,
+    model,
 ) -> list[Sample]:
     """Samples whose behaviour and reference lie around the model's own log-probabilities."""
     samples = []
     for ordinal in range(count):
-        prompt = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
+        if not (one_prompt and samples):
+            prompt = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
         output = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
         plain = make_sample(prompt, output)
         own = oracle_logprobs(model, plain, temperature=temperature).detach().numpy()

@@ -2,10 +2,11 @@
 
 Held fixed: the verified groups, the weights, the options. From rewards to the gradient: shaping,
 advantages and masks (`batching/groups.py`), packing, log-probabilities, loss. Free: the order of
-samples, the ranks, how many minibatches each of them makes, the fillers between, and the chunks of
-the head; samples that contribute exactly zero are counted and not sent. float32 is compared away
-from the cuts of clip and mask, where a rounded ratio may fall on the other side, and both types
-where the terms do not cancel, which would leave nothing but their rounding.
+samples, the ranks, how many minibatches each of them makes, the fillers between, which samples of
+a minibatch share their prompt, and the chunks of the head; samples that contribute exactly zero are
+counted and not sent. float32 is compared away from the cuts of clip and mask, where a rounded ratio
+may fall on the other side, and both types where the terms do not cancel, which would leave nothing
+but their rounding.
 
 Broken on purpose, each of these fails the first test:
 - the loss divided by its minibatch's samples; L_i counts masked tokens; the sequence ratio averaged
@@ -16,6 +17,7 @@ Broken on purpose, each of these fails the first test:
 - correction dropped, truncated below, a mask that truncates
 - k3 with lp and ref exchanged, k2 without its half, k3_iw's ratio detached, KL or entropy without
   w_i, entropy's sign, entropy without gradient, k1 in the loss, k1 of masked tokens
+- positions that start again with every output that shares its prompt
 - the population's deviation in `grpo`; no punishment of length; cut outputs trained; samples
   without advantage not sent though KL or entropy is on
 """
@@ -129,7 +131,9 @@ def make_groups(rng, *, num_groups, model, config):
     groups = []
     for _ in range(num_groups):
         count = rng.integers(2, 5)
-        members = random_samples(rng, count, temperature=config.temperature, model=model)
+        members = random_samples(
+            rng, count, temperature=config.temperature, one_prompt=rng.random() < 0.8, model=model
+        )
         groups.append(tuple(_verified(rng, sample) for sample in members))
     return groups
 
@@ -211,6 +215,7 @@ def backward(policy, samples, indices, config, *, start, chunk_size):
         [samples[index] for index in indices],
         aggregation=config.aggregation,
         constant_length=config.constant_length_samples,
+        share_prompts=policy.shares_prompts,
         dtype=dtype,
     )
     scored = policy(packed, temperature=config.temperature, chunk_size=chunk_size)

@@ -1,8 +1,11 @@
 """A rank's stream gives up when nothing moves, and only then."""
 
+import threading
+from threading import Event
+
 import pytest
 
-from async_grpo.errors import DeadlineError
+from async_grpo.errors import DeadlineError, ProcessLostError
 from async_grpo.training import stream
 from async_grpo.types import Minibatch, PipelineStatus
 
@@ -26,30 +29,55 @@ class ScriptedBatcher:
         self.delay, self.answers, self.hungry_at = delay, iter(answers), []
         self.next_item, self.hungry, self.status = map(Remote, ("next_item", "hungry", "status"))
         monkeypatch.setattr(stream.cluster, "wait", self.wait)
-        monkeypatch.setattr(stream.ray, "wait", lambda refs, timeout: ([], refs))
+        monkeypatch.setattr(stream.ray, "wait", self.ready)
+
+    def ready(self, references, timeout):
+        if timeout and self.delay:
+            self.delay -= 1
+            return [], references
+        return (references, []) if timeout else ([], references)
 
     def wait(self, reference, *, timeout_s, who):
         if reference[0] == "status":
             return PipelineStatus(**IDLE, answers=next(self.answers), problem="no worker is free")
-        if self.delay:
-            self.delay -= 1
-            raise DeadlineError(f"{who} did not answer within {timeout_s:g} s")
         return Minibatch(reference[2], ())
 
 
 def test_items_come_in_order_and_are_asked_for_one_ahead(monkeypatch):
     batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
-    items = stream.RankStream(batcher, rank=1, stall_timeout_s=5)
+    items = stream.RankStream(batcher, rank=1, stall_timeout_s=0.001)
     assert [next(items).round_index for _ in range(3)] == [0, 1, 2]
     assert items._next == ("next_item", 1, 3)
 
 
 def test_a_slow_pipeline_that_moves_is_waited_for(monkeypatch):
     batcher = ScriptedBatcher(monkeypatch, delay=3, answers=[1, 5, 6])
-    assert next(stream.RankStream(batcher, rank=0, stall_timeout_s=5)).round_index == 0
+    assert next(stream.RankStream(batcher, rank=0, stall_timeout_s=0.001)).round_index == 0
 
 
 def test_a_pipeline_that_stands_still_ends_the_run_with_its_reason(monkeypatch):
-    batcher = ScriptedBatcher(monkeypatch, delay=9, answers=[4, 5, 5])
-    with pytest.raises(DeadlineError, match="--stall-timeout-s 5: no worker is free"):
-        next(stream.RankStream(batcher, rank=0, stall_timeout_s=5))
+    batcher = ScriptedBatcher(monkeypatch, delay=10**6, answers=[4, 5, 5])
+    with pytest.raises(DeadlineError, match=r"--stall-timeout-s 0\.001: no worker is free"):
+        next(stream.RankStream(batcher, rank=0, stall_timeout_s=0.001))
+
+
+def test_a_rank_that_is_asked_to_stop_ends_the_stream_of_all(monkeypatch):
+    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
+    agreed = iter([stream.READY, stream.STOP])
+    items = stream.RankStream(batcher, rank=0, stall_timeout_s=5, agree=lambda own: next(agreed))
+    assert [item.round_index for item in items] == [0]
+    assert items.is_stopped
+
+
+def test_a_request_to_stop_ends_the_wait_for_an_item(monkeypatch):
+    batcher, stop = ScriptedBatcher(monkeypatch, delay=10**6, answers=range(10**6)), Event()
+    threading.Timer(0.2, stop.set).start()
+    items = stream.RankStream(batcher, rank=0, stall_timeout_s=60, stop=stop)
+    assert list(items) == []
+
+
+def test_a_batcher_that_one_rank_has_lost_is_lost_to_all(monkeypatch):
+    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
+    items = stream.RankStream(batcher, rank=0, stall_timeout_s=5, agree=lambda own: stream.LOST)
+    with pytest.raises(ProcessLostError):
+        next(items)

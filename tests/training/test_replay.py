@@ -175,7 +175,7 @@ def test_a_torn_file_is_named(tmp_path):
         load_minibatches(path)
 
 
-@pytest.mark.parametrize("columns", [{}, {"format": np.array(2)}])
+@pytest.mark.parametrize("columns", [{}, {"format": np.array(2)}, {"format": np.array([1, 1])}])
 def test_another_format_is_refused(columns, tmp_path):
     np.savez(tmp_path / "foreign.npz", **columns)
     with pytest.raises(DataError, match="format 1"):

@@ -47,14 +47,15 @@ class World:
         self.told = []  # (who, batches in the weights)
         self.snapshots = []  # of generation
         self.error_nats = error_nats
-        reference = Remote(publish=self._reference) if moves_reference else None
+        session = {"session": lambda: 1}
+        reference = Remote(publish=self._reference, **session) if moves_reference else None
         self.run = SimpleNamespace(
             plan=SimpleNamespace(
                 questions=[Question(prompt, "", None, {}) for prompt in PROMPTS],
                 incarnation=INCARNATION,
             ),
             services=SimpleNamespace(
-                generation=Remote(publish=self._generation), reference=reference
+                generation=Remote(publish=self._generation, **session), reference=reference
             ),
             batcher=Remote(published=self._published, abort=self._aborted),
         )

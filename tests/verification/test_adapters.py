@@ -24,6 +24,7 @@ def test_the_shipped_registry_has_the_four_rewards_and_they_grade():
     adapters = load("mathd", "sympy", "countdown", "math_verify")
     sample = {"output": r"\boxed{8-2+9}", "answer": "15", "numbers": [2, 8, 9], "target": 15}
     assert adapters["countdown"](sample) == {"reward": 1.0, "format_reward": 1.0}
+    sample = {"output": r"\boxed{\frac{\sqrt{8}}{2}}", "answer": r"\sqrt{2}"}
     assert adapters["mathd"](sample) == {"reward": 0.0}
     assert adapters["sympy"](sample) == {"reward": 1.0}
     assert adapters["math_verify"](sample) == {"reward": 1.0}
@@ -43,6 +44,15 @@ def test_a_function_of_a_file_is_found_and_its_neighbours_are_importable(tmp_pat
     assert load(absolute)[absolute]({}) == {"reward": 0.25}
 
 
+def test_an_adapter_that_cannot_work_here_says_so_when_it_is_loaded(tmp_path):
+    (tmp_path / "picky.py").write_text(
+        "from async_grpo.errors import ConfigError\ndef grade(sample, **kwargs): ...\n"
+        "def prepare(): raise ConfigError('it needs a moon')\ngrade.prepare = prepare\n"
+    )
+    with pytest.raises(ConfigError, match="it needs a moon"):
+        load(f"{tmp_path / 'picky.py'}:grade")
+
+
 def test_a_function_of_a_module_is_found(tmp_path):
     (tmp_path / "my_module_of_rewards.py").write_text("def grade(sample): return {'reward': 1}\n")
     name = "my_module_of_rewards:grade"
@@ -57,7 +67,11 @@ def test_a_registry_may_be_a_file_with_plain_string_keys(tmp_path):
 @pytest.mark.parametrize(
     ("name", "registry", "told"),
     [
-        ("nope", "reward_registry", "choose from countdown, math_verify, mathd, sympy, or give"),
+        (
+            "nope",
+            "reward_registry",
+            "choose from code_execution, countdown, math_verify, mathd, sympy, or give",
+        ),
         ("nope.py:grade", "reward_registry", "must name a file that exists, got 'nope.py'"),
         ("no_such_module:grade", "reward_registry", "ModuleNotFoundError"),
         ("math:nope", "reward_registry", "math has no 'nope'"),

@@ -1,5 +1,14 @@
+"""Countdown answers against golden rows, brute force and whatever a model writes instead.
+
+Mutations seen to fail: values are compared as floats; numbers of the data are taken as they are; a
+number counts once however often it is used.
+"""
+
+import itertools
+import random
 from fractions import Fraction
 
+import effort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,6 +113,73 @@ def test_division_is_exact_and_by_zero_only_wrong():
     assert grade("8/(3-8/3)", numbers=(8, 3, 8, 3), target=24) == SOLVED
     assert grade("1/3*3", numbers=(1, 3, 3), target=1) == SOLVED
     assert grade("5/(2-2)", numbers=(5, 2, 2), target=5) == WELL_FORMED
+
+
+def trees(numbers):
+    """Every expression over the numbers in this order, fully bracketed, with its exact value."""
+    if len(numbers) == 1:
+        yield str(numbers[0]), Fraction(numbers[0])
+    for split in range(1, len(numbers)):
+        for (left, x), (right, y) in itertools.product(
+            trees(numbers[:split]), trees(numbers[split:])
+        ):
+            yield f"({left}+{right})", x + y
+            yield f"({left}-{right})", x - y
+            yield f"({left}*{right})", x * y
+            if y:
+                yield f"({left}/{right})", x / y
+
+
+@pytest.mark.parametrize(
+    "numbers", [(3, 8, 8), (2, 9, 8), (1, 5, 5, 5), (3, 3, 8, 8), (1, 2, 7, 9)]
+)
+def test_exactly_the_expressions_that_brute_force_finds_are_solutions(numbers):
+    found = [
+        tree for order in sorted(set(itertools.permutations(numbers))) for tree in trees(order)
+    ]
+    rng = random.Random(0)
+    sample = found if effort.FULL else rng.sample(found, min(len(found), 600))
+    whole = [value for _, value in sample if value.denominator == 1]
+    for text, value in sample:
+        target = rng.choice([value if value.denominator == 1 else 24, rng.choice(whole)])
+        spaced = text[1:-1].replace("*", r" \times ").replace("-", "−")
+        expected = SOLVED if value == target else WELL_FORMED
+        assert grade(spaced, numbers=numbers, target=int(target)) == expected
+        assert grade(f"{text} = {target}", numbers=numbers, target=int(target)) == expected
+    assert len(whole) > 20
+
+
+def test_a_value_next_to_the_target_does_not_hit_it():
+    """In floating point 3 / (1/3) - 9 is 0 and 10**16 + 1 is 10**16."""
+    big = 10**16
+    assert grade(f"{big}+1", numbers=(big, 1), target=big) == WELL_FORMED
+    assert grade("1/49*49", numbers=(1, 49, 49), target=1) == SOLVED
+    assert grade("8/3*3", numbers=(8, 3, 3), target=8) == SOLVED
+    assert grade("8/(3*3)", numbers=(8, 3, 3), target=1) == WELL_FORMED
+
+
+@pytest.mark.parametrize("numbers", [["2", "9", "8"], [2.0, 9.0, 8.0], (8, 9, 2)])
+@pytest.mark.parametrize("target", [15, 15.0, "15", "15.0", " 15 "])
+def test_the_data_may_write_its_numbers_as_it_likes(numbers, target):
+    assert grade("8-2+9=15", numbers=numbers, target=target) == SOLVED
+    assert grade("8+2+9=19", numbers=numbers, target=target) == WELL_FORMED
+    assert grade("8-2+9+9=15", numbers=numbers, target=target) == MALFORMED
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "", "x", 1.5, "1/2", True, float("nan"), float("inf"), [1]]
+)
+def test_data_that_is_no_whole_number_is_an_error_and_no_reward(wrong):
+    with pytest.raises(ValueError, match="must be whole"):
+        grade("8-2+9=15", target=wrong)
+    with pytest.raises(ValueError, match="must be whole"):
+        grade("8-2+9=15", numbers=[2, 9, wrong])
+
+
+def test_an_answer_that_only_repeats_the_target_earns_nothing():
+    for text in ("15", "=15", "15=15", "<answer>15</answer>", r"\boxed{15}", "8-2+9 -> 15"):
+        assert grade(text) == MALFORMED
+    assert grade("15", numbers=(15, 2, 8), target=15) == WELL_FORMED  # a number that was given
 
 
 def test_latex_signs_are_signs():

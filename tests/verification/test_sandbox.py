@@ -1,18 +1,15 @@
 import asyncio
 import os
 import time
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from verifier_processes import Grader, processes, sandbox
 
 from async_grpo.errors import ConfigError
-from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.sandbox import Sandbox
 
 pytestmark = pytest.mark.integration
 
-REPOSITORY = str(Path(__file__).parents[2])
 SAMPLE = {"output": "8-2+9=15", "answer": "15", "nums": [2, 9, 8], "target": 15}
 TRAPS = """
 import os, subprocess, sys, time
@@ -64,35 +61,26 @@ def strange(sample, **kwargs):
 """
 
 
-@asynccontextmanager
-async def sandbox(*names, num_processes=2, **options):
-    options = {"timeout_s": 2.0, "memory_mib": 2048, "search_paths": (REPOSITORY,)} | options
-    config = VerifierConfig(reward_names=names, **options)
-    box = Sandbox(config, num_processes=num_processes)
-    try:
-        await box.start()
-        yield box
-    finally:
-        await box.close()
+@pytest.fixture(scope="module")
+def traps(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traps") / "traps.py"
+    path.write_text(TRAPS)
+    return str(path)
 
 
-@pytest.fixture
-def traps(tmp_path):
-    (tmp_path / "traps.py").write_text(TRAPS)
-    return str(tmp_path / "traps.py")
-
-
-def grade_trap(traps, kind, **columns):
-    async def grade():
-        async with sandbox(f"{traps}:trap") as box:
-            return await box.grade({"kind": kind} | columns)
-
-    return asyncio.run(grade())
+@pytest.fixture(scope="module")
+def grader(traps):
+    patch = pytest.MonkeyPatch()
+    patch.setenv("MY_API_KEY", "hush")
+    grader = Grader(f"{traps}:trap", timeout_s=1.5)
+    patch.undo()
+    yield grader
+    grader.close()
 
 
 @pytest.mark.parametrize("kind", ["hang", "hang in C", "memory", "recursion"])
-def test_an_overrun_that_repeats_is_unscorable(traps, kind):
-    verdict = grade_trap(traps, kind)
+def test_an_overrun_that_repeats_is_unscorable(grader, kind):
+    verdict = grader.grade({"kind": kind})
     assert (verdict.status, verdict.reward) == ("unscorable", 0.0)
     assert verdict.reason
 
@@ -107,8 +95,8 @@ def test_an_overrun_that_repeats_is_unscorable(traps, kind):
         ("column", "KeyError: 'missing' (the sample has kind)"),
     ],
 )
-def test_any_other_failure_is_an_error_with_its_reason(traps, kind, reason):
-    verdict = grade_trap(traps, kind)
+def test_any_other_failure_is_an_error_with_its_reason(grader, kind, reason):
+    verdict = grader.grade({"kind": kind})
     assert verdict.status == "error"
     assert reason in verdict.reason
 
@@ -125,8 +113,8 @@ def test_any_other_failure_is_an_error_with_its_reason(traps, kind, reason):
         1.0,
     ],
 )
-def test_a_reward_that_is_no_finite_number_is_an_error_naming_the_adapter(traps, result):
-    verdict = grade_trap(traps, "bad reward", result=result)
+def test_a_reward_that_is_no_finite_number_is_an_error_naming_the_adapter(grader, traps, result):
+    verdict = grader.grade({"kind": "bad reward", "result": result})
     assert verdict.status == "error"
     assert verdict.reason.startswith(f"{traps}:trap: TypeError: an adapter")
 
@@ -139,22 +127,21 @@ def test_an_exception_that_cannot_be_unpickled_is_only_an_error(traps):
     assert "Unloadable" in asyncio.run(grade()).reason
 
 
-def test_a_crash_that_does_not_repeat_costs_nothing(traps, tmp_path):
-    verdict = grade_trap(traps, "once", flag=str(tmp_path / "flag"))
+def test_a_crash_that_does_not_repeat_costs_nothing(grader, tmp_path):
+    verdict = grader.grade({"kind": "once", "flag": str(tmp_path / "flag")})
     assert (verdict.status, verdict.reward) == ("scored", 1.0)
 
 
-def test_an_adapter_reads_no_input_and_sees_no_secrets(traps, monkeypatch):
-    monkeypatch.setenv("MY_API_KEY", "hush")
-    assert grade_trap(traps, "stdin").reward == 1.0
-    assert grade_trap(traps, "environment").reward == 1.0
+def test_an_adapter_reads_no_input_and_sees_no_secrets(grader):
+    assert grader.grade({"kind": "stdin"}).reward == 1.0
+    assert grader.grade({"kind": "environment"}).reward == 1.0
 
 
 def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_returns(traps):
     nap = f"4321.{os.getpid()}"  # recognisable among the processes of this machine
 
     async def grade():
-        async with sandbox(f"{traps}:trap") as box:
+        async with sandbox(f"{traps}:trap", timeout_s=1.5) as box:
             kinds = ["hang", "fine", "crash", *["fine"] * 20, "hang", "child"]
             samples = [{"kind": kind, "nap": nap} for kind in kinds]
             verdicts = await asyncio.gather(*(box.grade(sample) for sample in samples))
@@ -170,16 +157,32 @@ def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_return
     assert nap not in _command_lines()  # what an adapter started died with it
 
 
-def test_processes_killed_while_idle_are_replaced_unnoticed(traps):
-    async def grade():
-        async with sandbox(f"{traps}:trap") as box:
-            for slot in box._slots:
-                os.kill(slot._process.pid, 9)
-            for slot in box._slots:
-                slot._process.join()
-            return [slot.grade(f"{traps}:trap", {"kind": "fine"}) for slot in box._slots]
+def test_processes_killed_while_idle_are_replaced_unnoticed(grader):
+    for verifier in processes().verifiers:
+        os.kill(verifier, 9)
+    verdicts = grader.grade(*[{"kind": "fine"}] * 4)
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 4
 
-    assert [outcome.reward for outcome in asyncio.run(grade())] == [1.0] * 2
+
+def test_hanging_texts_do_not_delay_the_others(traps):
+    """Every process hangs, and others are graded at once all the same, on spare ones."""
+
+    async def grade():
+        async with sandbox(f"{traps}:trap", timeout_s=30.0) as box:
+            hanging = [asyncio.create_task(box.grade({"kind": "hang"})) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            started = time.perf_counter()
+            verdicts = await asyncio.gather(*(box.grade({"kind": "fine"}) for _ in range(20)))
+            seconds = time.perf_counter() - started
+            is_hanging = [not task.done() for task in hanging]
+            for task in hanging:
+                task.cancel()
+            return verdicts, seconds, is_hanging
+
+    verdicts, seconds, is_hanging = asyncio.run(grade())
+    assert [verdict.reward for verdict in verdicts] == [1.0] * 20
+    assert is_hanging == [True, True]
+    assert seconds < 25.0
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_processes_killed_while_idle_are_replaced_unnoticed(traps):
 )
 def test_one_adapter_that_fails_does_not_spoil_the_other(traps, kind, points, status, reward):
     async def grade():
-        async with sandbox(f"{traps}:trap", f"{traps}:fair") as box:
+        async with sandbox(f"{traps}:trap", f"{traps}:fair", timeout_s=1.5) as box:
             return await box.grade({"kind": kind, "points": points})
 
     verdict = asyncio.run(grade())
@@ -221,13 +224,14 @@ def test_hostile_texts_end_in_a_verdict_without_reward(name, tmp_path):
         async with sandbox(name) as box:
             samples = [SAMPLE | {"output": text} for text in texts]
             verdicts = await asyncio.gather(*(box.grade(sample) for sample in samples))
-            honest = await box.grade(SAMPLE | {"output": r"\boxed{8-2+9}"})
+            fair = "8-2+9" if name == "countdown" else r"\boxed{15}"
+            honest = await box.grade(SAMPLE | {"output": fair})
             return verdicts, honest
 
     verdicts, honest = asyncio.run(grade())
     assert {verdict.status for verdict in verdicts} <= {"scored", "unscorable"}
     assert [verdict.reward for verdict in verdicts] == [0.0] * len(texts)
-    assert honest.reward == (0.0 if name == "mathd" else 1.0)
+    assert honest.reward == 1.0
     assert not flag.exists()
 
 

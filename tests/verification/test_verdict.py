@@ -1,6 +1,6 @@
 import pytest
 
-from async_grpo.verification.verdict import Outcome, best_verdict, settle
+from async_grpo.verification.verdict import MAX_LOST, Outcome, best_verdict, is_settled, settle
 
 
 def scored(name, reward, **more):
@@ -17,6 +17,10 @@ def failed(name):
 
 def overrun(name):
     return Outcome(name, "overrun", reason="takes too long")
+
+
+def lost(name):
+    return Outcome(name, "lost", reason="killed from outside")
 
 
 @pytest.mark.parametrize(
@@ -61,9 +65,31 @@ def test_the_format_reward_belongs_to_the_adapter_that_counts():
         ([failed("a"), overrun("a")], "error"),
         ([overrun("a"), failed("a")], "error"),
         ([failed("a"), failed("a")], "error"),
+        ([lost("a"), scored("a", 1.0)], "scored"),
+        ([overrun("a"), lost("a"), overrun("a")], "unscorable"),
+        ([lost("a"), overrun("a"), lost("a")], "error"),
+        ([lost("a")] * MAX_LOST, "error"),
+        ([overrun("a"), *[lost("a")] * MAX_LOST], "error"),
     ],
 )
 def test_only_an_overrun_that_repeats_is_the_texts_own_doing(attempts, status):
     settled = settle(attempts)
     assert settled.status == status
     assert settled.reward == (1.0 if status == "scored" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("attempts", "settled"),
+    [
+        ([], False),
+        ([unscorable("a")], True),
+        ([failed("a")], False),
+        ([failed("a"), overrun("a")], True),
+        ([lost("a"), lost("a"), failed("a")], False),
+        ([overrun("a"), lost("a")], False),
+        ([lost("a")] * (MAX_LOST - 1), False),
+        ([lost("a")] * MAX_LOST, True),
+    ],
+)
+def test_a_process_taken_away_does_not_use_up_the_texts_attempts(attempts, settled):
+    assert is_settled(attempts) == settled

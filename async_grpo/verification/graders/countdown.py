@@ -45,27 +45,48 @@ class CountdownGrade:
     format_reward: float  # 1.0 well-formed, else 0.0
 
 
-def grade_countdown(output: str, *, numbers: Sequence[int], target: int) -> CountdownGrade:
+def grade_countdown(
+    output: str, *, numbers: Sequence[int | float | str], target: float | str
+) -> CountdownGrade:
     """Grade the answer in `output`; raises `UnscorableError` when the output is empty.
 
     Well-formed: it parses, and uses only given numbers, each at most once. Solved: it uses all of
-    them, its value is the target, and what it claims after `=` is true.
+    them, its value is the target, and what it claims after `=` is true. Raises ValueError when the
+    data's numbers or target are no whole numbers, however they are written (2, 2.0, "2").
 
     >>> grade_countdown("8 - 2 + 9 = 15", numbers=[2, 9, 8], target=15)
     CountdownGrade(reward=1.0, format_reward=1.0)
     >>> grade_countdown("8 + 2 + 9 = 15", numbers=[2, 9, 8], target=15)
     CountdownGrade(reward=0.1, format_reward=1.0)
     """
+    given, goal = Counter(map(whole_number, numbers)), whole_number(target)
     try:
         equation = parse_equation(find_answer(output))
     except MalformedError:
         return CountdownGrade(0.0, 0.0)
-    used, given = Counter(equation.numbers), Counter(numbers)
+    used = Counter(equation.numbers)
     if not used <= given:
         return CountdownGrade(0.0, 0.0)
-    claim = target if equation.claim is None else equation.claim
-    solved = used == given and equation.value == target == claim
+    claim = goal if equation.claim is None else equation.claim
+    solved = used == given and equation.value == goal == claim
     return CountdownGrade(1.0 if solved else WELL_FORMED_REWARD, 1.0)
+
+
+def whole_number(value: float | str) -> int:
+    """A number of the data as an int; raises ValueError for what is not whole.
+
+    >>> whole_number("15"), whole_number(15.0)
+    (15, 15)
+    """
+    try:
+        number = Fraction(value)
+    except (TypeError, ValueError, OverflowError, ZeroDivisionError):
+        number = Fraction(1, 2)
+    if number.denominator != 1 or isinstance(value, bool):
+        raise ValueError(
+            f"numbers and target of a countdown must be whole, got {value!r}: correct the data"
+        )
+    return int(number)
 
 
 def find_answer(output: str) -> str:

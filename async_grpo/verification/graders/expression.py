@@ -23,6 +23,8 @@ from pylatexenc.latexwalker import (
 
 MAX_CHARACTERS = 500  # longer answers are compared as strings only
 MAX_EXPONENT = 1000
+MAX_ARGUMENT = 10**6  # of a function: what it takes to reduce an angle grows with it
+MAX_BITS = 4000  # of a power's numerator or denominator
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(sympy, name) for name in ("sqrt", "sin", "cos", "tan", "exp", "log", "ln")
@@ -38,7 +40,7 @@ OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[A-Za-z]+|\*\*|[-+*/(),])\s*")
+TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[A-Za-z]+|\*\*|[-+*/(),])\s*", re.ASCII)
 MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))")
 
 
@@ -55,8 +57,10 @@ def parse_expression(text: str) -> sympy.Basic:
         nodes = LatexWalker(mixed, tolerant_parsing=False).get_latex_nodes()[0]
         tree = ast.parse(_explicit(_plain(nodes)), mode="eval")
         return _build(tree.body)
-    except (LatexWalkerParseError, SyntaxError, RecursionError) as error:
+    except (ArithmeticError, LatexWalkerParseError, RecursionError, SyntaxError) as error:
         raise NotMathError(f"not an expression: {error}") from error
+    except (TypeError, ValueError) as error:  # sympy: an order of complex numbers, 1/0 in a root
+        raise NotMathError(f"not a number: {error}") from error
 
 
 def _plain(nodes: Sequence[Any]) -> str:
@@ -111,7 +115,16 @@ def _explicit(text: str) -> str:
                     raise NotMathError(f"two numbers in a row: {tokens[-1]} {token}")
                 tokens.append("*")
             tokens.append(token)
-    return "".join(tokens)
+    return "".join(map(_exact, tokens))
+
+
+def _exact(token: str) -> str:
+    """A decimal as a fraction: Python would round it, and refuses leading zeros."""
+    whole, _, decimals = token.partition(".")
+    if not _is_number(token):
+        return token
+    number = (whole + decimals).lstrip("0") or "0"
+    return f"({number}/1{'0' * len(decimals)})" if decimals else number
 
 
 def _ends_value(token: str) -> bool:
@@ -128,8 +141,8 @@ def _is_number(token: str) -> bool:
 
 def _build(node: ast.AST) -> Any:
     match node:
-        case ast.Constant(value=int() | float() as value):
-            return sympy.Rational(str(value))
+        case ast.Constant(value=int() as value):
+            return sympy.Integer(value)
         case ast.Name(id=name):
             return CONSTANTS.get(name) or sympy.Symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -141,13 +154,23 @@ def _build(node: ast.AST) -> Any:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_build(left), _build(right))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
-            return FUNCTIONS[name](_build(argument))
+            return FUNCTIONS[name](_small(_build(argument), bound=MAX_ARGUMENT))
         case ast.Tuple(elts=elements):
             return sympy.Tuple(*map(_build, elements))
     raise NotMathError(f"not an expression: {ast.dump(node)[:80]}")
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if exponent.is_number and not abs(exponent) <= MAX_EXPONENT:
-        raise NotMathError(f"exponent beyond {MAX_EXPONENT}")
+    _small(exponent, bound=MAX_EXPONENT)
+    if base.is_Rational and exponent.is_Rational:
+        num_bits = max(base.p.bit_length(), base.q.bit_length())
+        if num_bits * max(1, abs(exponent)) > MAX_BITS:
+            raise NotMathError(f"a number of more than {MAX_BITS} bits")
     return base**exponent
+
+
+def _small(value: Any, *, bound: int) -> Any:
+    """The value, when it holds variables or is at most `bound` in size."""
+    if value.is_number and not abs(value.evalf(15)) <= bound:
+        raise NotMathError(f"a number beyond {bound}")
+    return value

@@ -1,4 +1,6 @@
-"""Equality of answers as the math-verify library sees it.
+"""Equality of answers as the math-verify library sees it, where it can neither hang nor be fooled.
+
+output --answers--> one short answer --limits--> math-verify --> equal, and closer than it asks
 
 Its own limits are off: they need SIGALRM, and the sandbox bounds time and memory from outside.
 """
@@ -6,26 +8,84 @@ Its own limits are off: they need SIGALRM, and the sandbox bounds time and memor
 from __future__ import annotations
 
 import logging
+import re
+from typing import Any
 
-from math_verify import parse, verify
+import sympy
+from math_verify import LatexExtractionConfig, parse, verify
 
+from async_grpo.verification.graders.answers import find_answer
 from async_grpo.verification.graders.boxed import UnscorableError, ground_truth
+from async_grpo.verification.graders.limits import cost, is_word, is_worked_out
+from async_grpo.verification.graders.mathd import WORDS, clean, without_unit
+
+# All of the answer, as LaTeX: by default it also takes a number out of what it cannot read.
+EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0),)
+MAX_RELATIVE_ERROR = 1e-3  # the library rounds to six places, which makes small numbers equal
 
 # It warns once a process that its limits are off, which is our intention.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math_verify_reward(output: str, answer: object) -> float:
-    r"""1.0 when math-verify finds `answer` in the output, in a `\boxed{}` or elsewhere, else 0.0.
+    r"""1.0 when the answer in the output, in a `\boxed{}` or elsewhere, equals `answer`, else 0.0.
 
-    Raises `UnscorableError` when it finds no answer at all, ValueError when the expected answer is
-    missing or cannot be parsed.
+    Raises `UnscorableError` when there is no answer or only one that takes too long to compute,
+    ValueError when the expected answer is missing or cannot be parsed.
     """
     truth = ground_truth(answer).strip("$")
-    expected = parse(f"\\boxed{{{truth}}}", parsing_timeout=None)
+    given = find_answer(output)
+    if reason := cost(given, expected=truth):
+        raise UnscorableError(f"not computed: {reason}")
+    expected = _parse(truth)
     if not expected:
         raise ValueError(f"math-verify cannot parse the expected answer {truth[:80]!r}")
-    given = parse(output, parsing_timeout=None)
-    if not given:
-        raise UnscorableError("math-verify found no answer in the output")
-    return float(verify(expected, given, timeout_seconds=None))
+    if is_word(truth):
+        return float(_letters(given) == _letters(truth))
+    if not is_worked_out(given, expected=truth) or _is_commented(given, expected=truth):
+        return 0.0
+    parsed = _parse(given)
+    if not parsed:
+        raise UnscorableError("math-verify cannot read the answer in the output")
+    if not verify(expected, parsed, timeout_seconds=None):
+        return 0.0
+    return float("%" in truth + given or _is_close(expected[0], parsed[0]))
+
+
+def _parse(text: str) -> list[Any]:
+    box = f"\\boxed{{{text}}}"
+    return parse(box, EXTRACTION, extraction_mode="first_match", parsing_timeout=None)
+
+
+def _is_commented(given: str, *, expected: str) -> bool:
+    """Whether words stand between mathematics: the library skips them and all that follows."""
+    words = WORDS.findall(without_unit(given.strip()))
+    joins = all(word.strip() in ("and", "or") for word in words)
+    return not joins and not WORDS.search(expected) and not WORDS.fullmatch(given.strip())
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"\s", "", clean(text)).casefold()
+
+
+def _is_close(expected: Any, given: Any) -> bool:
+    """False where the library is too generous: tiny numbers, and equations nothing solves."""
+    if isinstance(expected, sympy.Eq) and isinstance(given, sympy.Eq):
+        return expected == given or bool(sympy.solve(expected, expected.free_symbols))
+    left, right = _value(expected), _value(given)
+    if left is None or right is None:
+        return True
+    return abs(left - right) <= MAX_RELATIVE_ERROR * max(abs(left), abs(right))
+
+
+def _value(expression: Any) -> complex | None:
+    """The number that an expression is; None when it is something else."""
+    if isinstance(expression, sympy.Eq):
+        expression = expression.rhs
+    if not isinstance(expression, sympy.Expr) or expression.free_symbols:
+        return None
+    try:
+        value = complex(expression.doit().evalf())
+    except (ArithmeticError, TypeError, ValueError):
+        return None
+    return value if abs(value) < float("inf") else None

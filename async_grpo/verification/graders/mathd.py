@@ -10,11 +10,15 @@ from async_grpo.verification.graders.boxed import ground_truth, require_boxed
 NOISE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$% ]|[$%]|\^\s*\{?\s*\\circ\s*\}?")
 UNIT = re.compile(r"(?<=[^\s])\s*\\(?:text|mbox|textrm|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
 WORDS = re.compile(r"\\(?:text|mbox|textrm|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
-THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d+)?", re.ASCII)
 VARIABLE = re.compile(r"^[A-Za-z]\s*=(?!=)")
 
+MAX_CHARACTERS = 1000  # an answer that is longer, and twice as long as the expected, is not it
+
 CANONICAL = (
-    (re.compile(r"\s+"), ""),
+    (re.compile(r"(\\frac)\s*(\d)\s*(\d)"), r"\1\2\3"),
+    (re.compile(r"\s+"), " "),
+    (re.compile(r"(?<!\d) | (?!\d)"), ""),  # 1 5 is not 15
     (re.compile(r"(?<![\d.])\.(?=\d)"), "0."),
     (re.compile(r"(?<=\d)\.0+(?!\d)"), ""),
     (re.compile(r"\\frac(\d)(\d)"), r"\\frac{\1}{\2}"),
@@ -33,8 +37,18 @@ def clean(answer: str) -> str:
     """
     text = answer.strip().rstrip(".").replace("{,}", ",").replace("−", "-")
     text = re.sub(r"\\[dtc]frac", r"\\frac", NOISE.sub("", text)).strip()
-    text = VARIABLE.sub("", WORDS.sub(r"\1", UNIT.sub("", text))).strip()
-    return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
+    text = VARIABLE.sub("", WORDS.sub(r"\1", without_unit(text))).strip()
+    return re.sub("[, ]", "", text) if THOUSANDS.fullmatch(text) else text
+
+
+def without_unit(text: str) -> str:
+    r"""The text less a unit at its end; of two words the second is none.
+
+    >>> without_unit(r"5 \text{ cm}^2"), without_unit(r"\text{red} \text{blue}")
+    ('5', '\\text{red} \\text{blue}')
+    """
+    quantity = UNIT.sub("", text)
+    return text if WORDS.search(quantity) else quantity
 
 
 def normalise(answer: str) -> str:
@@ -54,5 +68,22 @@ def mathd_reward(output: str, answer: object) -> float:
 
     Raises `UnscorableError` without a `\boxed{}`, ValueError without an answer to compare with.
     """
-    expected = normalise(ground_truth(answer))
-    return float(normalise(require_boxed(output)) == expected)
+    expected, given = ground_truth(answer), require_boxed(output)
+    if is_too_long(given, expected=expected) or is_about_another(given, expected=expected):
+        return 0.0
+    return float(normalise(given) == normalise(expected))
+
+
+def is_about_another(given: str, *, expected: str) -> bool:
+    """Whether both say what a variable is, and not the same variable.
+
+    >>> is_about_another("y=5", expected="x = 5"), is_about_another("5", expected="x=5")
+    (True, False)
+    """
+    names = [VARIABLE.match(text.strip(" $")) for text in (given, expected)]
+    return all(names) and len({name.group()[0] for name in names if name}) == 2
+
+
+def is_too_long(given: str, *, expected: str) -> bool:
+    """Whether `given` cannot be `expected` in any spelling; expressions over it would be slow."""
+    return len(given) > max(MAX_CHARACTERS, 2 * len(expected))

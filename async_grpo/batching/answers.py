@@ -1,0 +1,40 @@
+"""Whether a worker's answer is what was asked for. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.batching.lag import covers_output
+from async_grpo.errors import StaleAnswerError, WorkerError
+from async_grpo.types import Completion, GenerationRequest, LogprobRequest, WeightsVersion
+
+Scores = NDArray[np.float32]  # [L]
+
+
+def check_completions(
+    request: GenerationRequest, completions: tuple[Completion, ...], oldest: WeightsVersion
+) -> None:
+    """Raise unless `completions` are finished, and of `oldest` or later weights, every token."""
+    if len(completions) != request.num_samples:
+        raise WorkerError(f"{len(completions)} samples came back, {request.num_samples} were asked")
+    for completion in completions:
+        if completion.finish_reason == "abort":
+            raise WorkerError("the worker gave up the request before it was finished")
+        if not covers_output(completion):
+            raise WorkerError("the worker did not say of every token which weights sampled it")
+        for span in completion.weights_versions:
+            if span.version < oldest or span.version.incarnation != oldest.incarnation:
+                raise StaleAnswerError(
+                    f"tokens of weights {span.version} came back, {oldest} or later were asked"
+                )
+
+
+def check_scores(request: LogprobRequest, scores: tuple[Scores, ...]) -> None:
+    """Raise unless there is a finite score for every token."""
+    lengths = [len(score) for score in scores]
+    asked = [len(ids) for ids in request.output_token_ids]
+    if lengths != asked:
+        raise WorkerError(f"scores of outputs of {lengths} tokens came back, {asked} were asked")
+    if not all(np.isfinite(score).all() for score in scores):
+        raise WorkerError("reference log-probabilities must be finite, and are not")

@@ -1,0 +1,50 @@
+"""What must be the same when a run goes on: sha256 of the model's files, and of the data as loaded.
+
+The data's hash is over what the run makes of it, in order, so that any change of a line shows, and
+another path or format of the same data does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.types import Question, TrainingPair
+
+
+def hash_model(path: str) -> str:
+    """Over config.json and the weights, names and content."""
+    folder = Path(path)
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    digest = hashlib.sha256()
+    for file in (folder / "config.json", *weights):
+        with open(file, "rb") as content:
+            own = hashlib.file_digest(content, "sha256").hexdigest()
+        digest.update(f"{file.name}\0{own}\0".encode())
+    return digest.hexdigest()
+
+
+def hash_data(records: Sequence[Question] | Sequence[TrainingPair]) -> str:
+    """Over every record, in order: token ids, texts and columns."""
+    digest = hashlib.sha256()
+    for record in records:
+        for part in _parts(record):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _parts(record: Question | TrainingPair) -> Iterable[bytes]:
+    if isinstance(record, TrainingPair):
+        return _ids(record.prompt_token_ids), _ids(record.completion_token_ids)
+    # Columns may hold what a dataset decodes to; its text tells values apart well enough.
+    text = json.dumps([record.input, record.answer, record.columns], sort_keys=True, default=str)
+    return _ids(record.input_token_ids), text.encode()
+
+
+def _ids(values: NDArray[np.int32]) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()

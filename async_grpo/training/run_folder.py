@@ -1,0 +1,61 @@
+"""A run's files beside its checkpoints: cleared for a new run, cut back for one that goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from async_grpo.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+METRICS_FILE = "training_metrics.jsonl"
+EVALUATIONS_FILE = "evaluation_metrics.jsonl"
+PARAMETERS_FILE = "training_params.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+
+
+def clear(folder: Path, *, files: tuple[str, ...], folders: tuple[str, ...]) -> None:
+    """Make the folder of a new run, without what an older one has left in it."""
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in folders:  # the checkpoints first: they must not outlive their metrics
+            shutil.rmtree(folder / name, ignore_errors=True)
+        for name in files:
+            (folder / name).unlink(missing_ok=True)
+
+
+def cut_back(folder: Path, sizes: Mapping[str, int], *, source: Path) -> None:
+    """Make files what they were at a checkpoint: sizes in bytes by name.
+
+    `source`: the folder of the run that wrote the checkpoint, which keeps its own files.
+    """
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, size_bytes in sizes.items():
+            file = folder / name
+            if source.absolute() != folder.absolute():
+                _copy(source / name, file)
+            found = file.stat().st_size if file.exists() else 0
+            if found < size_bytes:
+                logger.warning("%s has lost lines that the checkpoint knows of", file)
+            elif found:
+                os.truncate(file, size_bytes)
+
+
+def _copy(source: Path, file: Path) -> None:
+    file.unlink(missing_ok=True)
+    if source.exists():
+        shutil.copyfile(source, file)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot write {path} ({reason}): choose another --output-dir") from error

@@ -1,0 +1,264 @@
+"""Running generated code in a jail, and reading what it did; used inside verifier processes.
+
+Nothing of the jail is believed but the bytes that it prints and whether it ended well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from async_grpo.errors import ConfigError
+from async_grpo.verification import jail
+
+ALLOW_UNCONFINED = "ASYNC_GRPO_ALLOW_UNCONFINED_CODE"
+PROBE_TIMEOUT_S = 30.0
+
+
+Ending = Literal["ended", "failed", "too slow", "too much output"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JailLimits:
+    """What one run of generated code may take."""
+
+    memory_mib: int = 1024  # address space of each process
+    files_mib: int = 16  # in all, in memory
+    processes: int = 16  # where the verifier is not run as root
+    open_files: int = 64
+    output_bytes: int = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run did, as seen from outside."""
+
+    ending: Ending
+    output: bytes
+
+
+class JailError(RuntimeError):
+    """A jail that could not be set up: says nothing of the code."""
+
+
+def require_jail() -> None:
+    """Raise `ConfigError` unless generated code can be confined, or the user does without."""
+    missing = what_is_missing()
+    if missing and not is_unconfined_allowed():
+        raise ConfigError(
+            "generated code must run without network and without your files, which this system "
+            f"does not allow ({missing}): let unprivileged users make namespaces (sysctl "
+            "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0, or a "
+            f"container whose seccomp profile allows unshare and mount), or set {ALLOW_UNCONFINED}"
+            "=1 to run it with all the rights of your user"
+        )
+
+
+def is_unconfined_allowed() -> bool:
+    return os.environ.get(ALLOW_UNCONFINED) == "1"
+
+
+@functools.cache
+def what_is_missing() -> str:
+    """Why a jail cannot be had here; empty: it can. Tried once in a process."""
+    if sys.platform != "linux":
+        return "it has no Linux namespaces"
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    try:
+        run_program("print(1)", b"", deadline=deadline, cpu_s=10, confined=True)
+    except JailError as error:
+        return str(error)
+    return ""
+
+
+def run_program(
+    code: str,
+    given: bytes,
+    *,
+    deadline: float,
+    cpu_s: int,
+    limits: JailLimits = JailLimits(),
+    confined: bool | None = None,
+) -> RunResult:
+    """Run a program with `given` as its standard input; what it printed, and how it ended."""
+    with _Run("program", code, cpu_s=cpu_s, limits=limits, confined=confined) as run:
+        return run.communicate(given, deadline=deadline)
+
+
+def run_tests(
+    code: str,
+    tests: Sequence[str],
+    *,
+    setup: str,
+    defines: Sequence[str],
+    deadline: float,
+    cpu_s: int,
+    limits: JailLimits = JailLimits(),
+) -> RunResult:
+    """Run assert-like tests that call what `code` defines, each side in a jail of its own."""
+    theirs, ours = socket.socketpair()
+    orders = json.dumps({"tests": list(tests), "setup": setup, "defines": list(defines)})
+    with (
+        theirs,
+        ours,
+        _Run("solution", code, cpu_s=cpu_s, limits=limits, peer=theirs.fileno()),
+        _Run("tests", orders, cpu_s=cpu_s, limits=limits, peer=ours.fileno()) as judge,
+    ):
+        theirs.close()  # or the tests would not hear that the solution has ended
+        ours.close()
+        return judge.communicate(b"", deadline=deadline)
+
+
+class _Run:
+    """One jail from its start until all of it has ended."""
+
+    def __init__(
+        self,
+        role: Literal["program", "solution", "tests"],
+        code: str,
+        *,
+        cpu_s: int,
+        limits: JailLimits,
+        peer: int | None = None,
+        confined: bool | None = None,
+    ) -> None:
+        if confined is None:
+            confined = not (what_is_missing() and is_unconfined_allowed())
+        self._limits = limits
+        orders = asdict(limits) | {
+            "role": role, "confined": confined, "cpu_s": cpu_s, "peer": peer
+        }  # fmt: skip
+        self._head = b"".join(
+            f"{len(block):0{jail.LENGTH_BYTES}d}".encode() + block
+            for block in (json.dumps(orders).encode(), code.encode("utf-8", "surrogatepass"))
+        )
+        # A jail has its own root, and leaves nothing behind when its verifier is killed.
+        self._folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
+        self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
+        try:
+            self._process = self._start(role, status, peer)
+        finally:
+            os.close(status)
+        if role == "solution":
+            self._feed_solution()
+
+    def _start(self, role: str, status: int, peer: int | None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(jail.__file__)), str(status)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL if role == "solution" else subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": "/tmp",
+                "LANG": "C.UTF-8",
+                "OMP_NUM_THREADS": "1",
+            },
+            cwd=self._folder.name if self._folder else "/",
+            pass_fds=(status,) if peer is None else (status, peer),
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a jail's processes end with their init
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                _close(pipe)
+        os.close(self._status)
+        if self._folder:
+            self._folder.cleanup()
+
+    def _feed_solution(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(self._head)
+            self._process.stdin.flush()
+        except BrokenPipeError:  # it has ended, as its tests will hear
+            return
+
+    def communicate(self, given: bytes, *, deadline: float) -> RunResult:
+        """Feed and read until the code has ended or done too much.
+
+        Raises `JailError` when the code was never reached.
+        """
+        output, ending = self._pump(self._head + given, deadline)
+        told = self._told()
+        if told != jail.IS_SET_UP:
+            raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
+        return RunResult(ending, output)
+
+    def _pump(self, given: bytes, deadline: float) -> tuple[bytes, Ending]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        os.set_blocking(stdin.fileno(), False)
+        unsent, output = memoryview(given), bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdin, selectors.EVENT_WRITE)
+            selector.register(stdout, selectors.EVENT_READ)
+            while True:
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    return bytes(output), "too slow"
+                for key, _ in ready:
+                    if key.fileobj is stdin:
+                        unsent = unsent[_write(stdin.fileno(), unsent) :]
+                        if not unsent:
+                            selector.unregister(stdin)
+                            _close(stdin)
+                        continue
+                    chunk = os.read(stdout.fileno(), 1 << 16)
+                    output += chunk
+                    if not chunk:
+                        return bytes(output), self._ending(deadline)
+                    if len(output) > self._limits.output_bytes:
+                        return bytes(output), "too much output"
+
+    def _ending(self, deadline: float) -> Ending:
+        try:
+            code = self._process.wait(max(0.01, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return "too slow"
+        return "failed" if code else "ended"
+
+    def _told(self) -> bytes:
+        """What the jail said before it let the code in."""
+        try:
+            return os.read(self._status, 300)
+        except BlockingIOError:
+            return b""
+
+
+def _write(descriptor: int, data: memoryview) -> int:
+    """How much was taken; all of it when nobody reads any more."""
+    try:
+        return os.write(descriptor, data[: 1 << 16])
+    except BrokenPipeError:
+        return len(data)
+    except BlockingIOError:
+        return 0
+
+
+def _close(pipe: object) -> None:
+    try:
+        pipe.close()  # type: ignore[attr-defined]
+    except BrokenPipeError:
+        return

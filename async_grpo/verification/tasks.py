@@ -1,0 +1,123 @@
+"""What the pool and a verifier process say to each other, and what of it the pool believes.
+
+An answer must carry its task's own random id and nothing but plain, finite, bounded values. That
+is all a pool can check: a text that has taken over its process can still lie about itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+from async_grpo.verification.frames import MAX_TASK_BYTES, FrameError, encode
+from async_grpo.verification.verdict import Outcome
+
+MAX_REASON_CHARACTERS = 500
+ANSWER_KEYS = {"id", "status", "reward", "format_reward", "reason", "max_reward"}
+ANSWER_STATUS = ("scored", "unscorable", "overrun", "error")
+
+
+def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The sample as plain values, and the type by name of each column that has no plain value.
+
+    Arrays become lists, dates and decimals text.
+
+    >>> portable({"nums": (1, 2), "picture": object()})
+    ({'nums': (1, 2)}, {'picture': 'object'})
+    """
+    plain: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, value in sample.items():
+        try:
+            plain[str(name)] = _plain(value)
+        except (TypeError, ValueError, RecursionError):
+            left_out[str(name)] = type(value).__name__
+    return plain, left_out
+
+
+def task(task_id: str, adapter: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """One sample for one adapter, as a message."""
+    plain, left_out = portable(sample)
+    return {"id": task_id, "adapter": adapter, "sample": plain, "left_out": left_out}
+
+
+def encode_task(task_id: str, adapter: str, sample: Mapping[str, Any]) -> bytes:
+    """`task` as a frame; most samples are plain as they come, and written once.
+
+    >>> encode_task("7", "mine", {"nums": (1, 2)})[4:]
+    b'{"id":"7","adapter":"mine","sample":{"nums":[1,2]},"left_out":{}}'
+    """
+    message = {"id": task_id, "adapter": adapter, "sample": sample, "left_out": {}}
+    try:
+        return encode(message, max_bytes=MAX_TASK_BYTES)
+    except FrameError:
+        return encode(task(task_id, adapter, sample), max_bytes=MAX_TASK_BYTES)
+
+
+def answer(task_id: str, outcome: Outcome) -> dict[str, Any]:
+    """An outcome as the message that answers a task."""
+    return {
+        "id": task_id,
+        "status": outcome.status,
+        "reward": outcome.reward,
+        "format_reward": outcome.format_reward,
+        "reason": outcome.reason[:MAX_REASON_CHARACTERS],
+        "max_reward": outcome.max_reward,
+    }
+
+
+def read_answer(message: Any, *, task_id: str, adapter: str) -> Outcome:
+    """The outcome in an answer; raises FrameError for anything else."""
+    if not isinstance(message, dict) or set(message) != ANSWER_KEYS:
+        raise FrameError("not the entries of an answer")
+    if message["id"] != task_id:
+        raise FrameError("an answer to another task")
+    if message["status"] not in ANSWER_STATUS:
+        raise FrameError("an unknown status")
+    reason = message["reason"]
+    if not isinstance(reason, str) or len(reason) > MAX_REASON_CHARACTERS:
+        raise FrameError("a reason that is no short text")
+    given = message["format_reward"]
+    return Outcome(
+        adapter,
+        message["status"],
+        reward=_finite(message["reward"]),
+        format_reward=None if given is None else _finite(given),
+        reason=reason,
+        max_reward=_finite(message["max_reward"]),
+    )
+
+
+def _finite(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FrameError("a reward that is no number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise FrameError("a reward that is not finite")
+    return number
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it; most columns are plain as they come."""
+    try:
+        json.dumps(value)
+    except TypeError:
+        value = json.loads(json.dumps(value, default=_substitute))
+    return value
+
+
+def _substitute(value: Any) -> Any:
+    if isinstance(value, date | time | Decimal):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy's and torch's arrays and numbers
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} has no plain value")

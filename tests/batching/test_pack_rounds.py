@@ -1,0 +1,175 @@
+"""Plans of whole steps: within the budget, alike for any order, near what no plan can beat.
+
+Mutations that these tests were seen to catch (what was broken -> which test fails):
+
+- an exchange ignores the tokens of the partner -> never_make_a_round_slower
+- bins are grouped as they come, not by cost -> near_the_lower_bound
+- only the plan that fills round after round -> near_the_lower_bound
+- no exchanges -> near_the_lower_bound, worth_an_exchange
+- arrival breaks ties -> does_not_depend_on_the_order, as_one_plan
+- a complete step is formed round by round -> as_one_plan
+"""
+
+import random
+
+import numpy as np
+import pytest
+from effort import histories
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.batching.admission import StepKey
+from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
+from async_grpo.batching.placement import Sizes, even_out, place, place_tightly
+from async_grpo.batching.rounds import RoundFormer, StepMarker
+from benchmarks.packing import SHAPES, compare, lengths_of
+from benchmarks.packing_rules import Case
+
+BUDGET = 1000
+STEP = StepKey(0, 0)
+lengths = st.lists(st.integers(1, BUDGET) | st.integers(1, 60), max_size=60)
+
+
+def items_of(lengths):
+    return [
+        Item((i // 4, i % 4), n, estimate_cost(n, attention_ratio=500))
+        for i, n in enumerate(lengths)
+    ]
+
+
+@settings(max_examples=histories(50), deadline=None)
+@given(lengths, st.integers(1, 9))
+def test_every_sample_goes_out_once_within_the_budget(lengths, num_ranks):
+    items = items_of(lengths)
+    rounds = pack_rounds(items, num_ranks=num_ranks, max_tokens=BUDGET)
+    tokens = {item.key: item.num_tokens for item in items}
+    bins = [keys for round_ in rounds for keys in round_]
+    assert sorted(key for keys in bins for key in keys) == sorted(tokens)
+    assert all(sum(tokens[key] for key in keys) <= BUDGET for keys in bins)
+    assert all(len(round_) == num_ranks and any(round_) for round_ in rounds)
+    if len(lengths) >= len(bins):
+        assert sum(map(bool, bins)) > len(bins) - num_ranks  # fillers in one round at most
+
+
+@settings(max_examples=histories(50), deadline=None)
+@given(lengths, st.integers(1, 5), st.randoms())
+def test_the_plan_does_not_depend_on_the_order_of_arrival(lengths, num_ranks, rng):
+    items = items_of(lengths)
+    shuffled = rng.sample(items, len(items))
+    plan = pack_rounds(items, num_ranks=num_ranks, max_tokens=BUDGET)
+    assert plan == pack_rounds(shuffled, num_ranks=num_ranks, max_tokens=BUDGET)
+
+
+@settings(max_examples=histories(50), deadline=None)
+@given(lengths, st.integers(1, 4), st.randoms())
+def test_a_complete_step_goes_out_as_one_plan(lengths, num_ranks, rng):
+    items = items_of(lengths)
+    former = RoundFormer(num_ranks, max_tokens=BUDGET, steps_per_batch=1, deterministic=True)
+    for item in rng.sample(items, len(items)):
+        former.offer(STEP, item=item)
+        assert former.next_round(0.0, hungry=True) is None
+    former.step_complete(STEP)
+    sent = []
+    while not isinstance(formed := former.next_round(0.0, hungry=True), StepMarker):
+        sent.append(formed.bins)
+        assert former.num_ready == len(items) - sum(len(keys) for bins in sent for keys in bins)
+    assert sent == pack_rounds(items, num_ranks=num_ranks, max_tokens=BUDGET)
+
+
+def test_a_round_of_an_unfinished_step_is_chosen_from_the_oldest():
+    former = RoundFormer(2, max_tokens=100, steps_per_batch=1)
+    for ordinal in range(1000):
+        former.offer(STEP, item=Item((ordinal, 0), 40, 40.0))
+    sent = former.next_round(0.0, hungry=False)
+    assert max(ordinal for keys in sent.bins for ordinal, _ in keys) <= 10
+    assert former.num_ready == 996
+
+
+def test_the_small_samples_of_an_unfinished_step_wait_to_fill_gaps():
+    former = RoundFormer(1, max_tokens=100, steps_per_batch=1)
+    for ordinal, num_tokens in enumerate([10, 10, 90, 90, 10, 80]):
+        former.offer(STEP, item=Item((ordinal, 0), num_tokens, float(num_tokens)))
+    first, second = (former.next_round(0.0, hungry=False).bins for _ in range(2))
+    assert (first, second) == ((((0, 0), (2, 0)),), (((1, 0), (3, 0)),))
+
+
+def test_the_time_of_a_step_is_that_of_its_slowest_ranks():
+    items = [Item((i, 0), n, float(n)) for i, n in enumerate([90, 80, 50, 40])]
+    rounds = pack_rounds(items, num_ranks=2, max_tokens=100)  # alike bins meet: 90 + 50
+    assert rounds == [(((0, 0),), ((1, 0),)), (((2, 0),), ((3, 0),))]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_plans_are_near_the_lower_bound(shape):
+    slowness = []
+    for num_ranks in (2, 8, 64):
+        for max_tokens in (16_384, 32_768):
+            for count in (256, 1024):
+                case = Case(lengths_of(shape, count), num_ranks, max_tokens, 22_973.0)
+                found = compare(case, rules=("ours",))
+                slowness.append(found.slowness("ours"))
+                assert found.by_rule["ours"].num_rounds <= 1.03 * found.fewest_rounds + 1e-9
+    assert np.median(slowness) <= 1.01
+    assert np.mean(np.array(slowness) <= 1.03) >= 0.9
+
+
+def test_a_round_is_filled_up_to_its_longest_sample():
+    case = Case(lengths_of("reasoning", 1024), 64, 32_768, 8192.0)  # 16k tokens cost 48k
+    assert compare(case, rules=("ours",)).slowness("ours") <= 1.02  # all rounds alike: above 1.15
+
+
+def test_bins_stay_full_where_thousands_of_samples_hardly_fit():
+    rng = random.Random(0)
+    lengths = [min(4096, int(60 * rng.paretovariate(1.1))) for _ in range(4000)]
+    rounds = pack_rounds(items_of(lengths), num_ranks=8, max_tokens=4096)
+    assert len(rounds) <= 1 + sum(lengths) // (8 * 4096)
+
+
+@settings(max_examples=histories(50), deadline=None)
+@given(lengths, st.integers(1, 9), st.integers(200, 900))
+def test_no_item_is_left_out_that_had_room(lengths, num_bins, max_tokens):
+    tokens = sorted((n for n in lengths if n <= max_tokens), reverse=True)
+    sizes = Sizes(tokens, [float(n) for n in tokens])
+    for bins in (
+        place(sizes, num_bins, max_tokens=max_tokens),
+        place_tightly(sizes, num_bins, max_tokens=max_tokens),
+    ):
+        used = [0] * num_bins
+        for num_tokens, number in zip(tokens, bins, strict=True):
+            if number < 0:
+                assert min(used) + num_tokens > max_tokens
+            else:
+                used[number] += num_tokens
+                assert used[number] <= max_tokens
+
+
+def test_a_limit_bounds_the_cost_of_its_bin():
+    sizes = Sizes([30, 30, 20, 20, 10], [30.0, 30.0, 20.0, 20.0, 10.0])
+    bins = place(sizes, 2, max_tokens=100, limits=[45.0, 100.0])
+    assert bins == [0, 1, 1, 1, 0]
+
+
+@settings(max_examples=histories(50), deadline=None)
+@given(st.lists(st.lists(st.integers(1, 300), max_size=4), min_size=2, max_size=5))
+def test_exchanges_never_make_a_round_slower(bins):
+    values = [min(n, BUDGET) for members in bins for n in members]
+    if not values:
+        return
+    numbers = iter(range(len(values)))
+    rounds = [[[next(numbers) for _ in members] for members in bins]]
+    sizes = Sizes(values, [float(n + n * n / 100) for n in values])
+    budget = max(1, *(sum(members) for members in bins))
+    (evened,) = even_out(rounds, sizes, max_tokens=budget)
+
+    def slowest(bins):
+        return max(sum(sizes.costs[index] for index in members) for members in bins)
+
+    assert sorted(index for members in evened for index in members) == list(range(len(values)))
+    assert all(sum(values[index] for index in members) <= budget for members in evened)
+    assert slowest(evened) <= slowest(rounds[0]) * (1 + 1e-9)
+
+
+def test_what_is_worth_an_exchange_is_exchanged():
+    sizes = Sizes([9, 8, 7, 6, 5], [9.0, 8.0, 7.0, 6.0, 5.0])
+    (evened,) = even_out([[[0, 3, 4], [1, 2]]], sizes, max_tokens=100)  # 20 and 15
+    assert sorted(sum(sizes.tokens[index] for index in members) for members in evened) == [17, 18]

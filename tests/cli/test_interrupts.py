@@ -1,0 +1,192 @@
+"""Ctrl-C and SIGTERM, answered by a process of its own, in every state of its main thread.
+
+Mutations seen to fail: no wakeup descriptor (Python's handlers alone); a second signal that always
+counts as deliberate, or never; `stop` set while nobody honours it; no `end_with_agent`.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from async_grpo.cli.interrupts import where_to_go_on
+
+REPOSITORY = Path(__file__).parents[2]
+RANK = """
+import contextlib, ctypes, os, signal, sys, time
+from async_grpo.cli import interrupts
+from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.torchrun import end_with_agent, ends_at_once, is_main_rank
+from async_grpo.training.stopping import StopRequest, honoured
+
+interrupts.SAME_REQUEST_S, interrupts.BREAK_OFF_S = {same_s}, 2.0
+
+def ready():
+    print("ready", flush=True)
+
+def blocked_in_c():
+    for number in interrupts.NUMBERS:
+        signal.siginterrupt(number, False)
+    reader, _ = os.pipe()
+    ready()
+    ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
+
+def train():
+    ready()
+    while not stop.is_set():
+        time.sleep(0.01)
+    say("saved")
+
+def load():
+    try:
+        ready()
+        time.sleep(600)
+    finally:
+        print("released", flush=True)
+
+def asked_by_a_neighbour():
+    ready()
+    stop.set()
+
+stop = StopRequest()
+def say(text):  # in one piece: two threads may speak
+    os.write(1, text.encode() + bytes([10]))
+
+answers = interrupts.RankInterrupts(stop, is_main=is_main_rank(), say=say, grace_s={grace_s})
+answers.listen()
+end_with_agent()
+with ends_at_once(stop), command_boundary(), answers.told({folder!r}):
+    with honoured(stop) if {is_honoured} else contextlib.nullcontext():
+        {state}()
+"""
+
+
+AGENT = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", sys.argv[1]]).wait()
+"""
+
+
+@contextlib.contextmanager
+def rank(state, folder, *, number=0, is_honoured=True, grace_s=30.0, same_s=60.0):
+    """A process in that state; `same_s`: signals within it count as one."""
+    values = {"grace_s": grace_s, "same_s": same_s, "folder": str(folder)}
+    code = RANK.format(state=state, is_honoured=is_honoured, **values)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=os.environ | {"RANK": str(number)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout.readline() == "ready\n", child.stderr.read()
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def end_of(child):
+    """Exit code, output, last line of errors."""
+    out, err = child.communicate(timeout=60)
+    return child.returncode, out, err.splitlines()[-1] if err else ""
+
+
+def wait_until_it_sleeps(pid):
+    """Ten looks in a row; a process that is about to block is seen to run."""
+    num_asleep = 0
+    while num_asleep < 10:
+        time.sleep(0.05)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        num_asleep = num_asleep + 1 if state == "S" else 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_rank_that_trains_ends_in_order_and_says_where_it_can_go_on(number, code, tmp_path):
+    for batches in (2, 10, 9):
+        (tmp_path / "checkpoints" / f"batch_{batches}").mkdir(parents=True)
+    for batches in (2, 9):
+        (tmp_path / "checkpoints" / f"batch_{batches}" / "COMMITTED").touch()
+    with rank("train", tmp_path) as child:
+        for each in (number, signal.SIGTERM, signal.SIGINT):  # as torchrun and the terminal do
+            child.send_signal(each)
+            time.sleep(0.1)
+        ended, out, last = end_of(child)
+    assert ended == code
+    assert out.splitlines()[1:] == ["saved"]
+    assert last == (
+        f"interrupted; the same command goes on after batch 9, from {tmp_path}/checkpoints/batch_9"
+    )
+
+
+def test_a_rank_that_loads_is_broken_off_and_lets_go_of_what_it_has(tmp_path):
+    with rank("load", tmp_path, is_honoured=False) as child:
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGTERM)
+        assert end_of(child) == (143, "released\n", where_to_go_on(tmp_path))
+
+
+def test_another_rank_that_loads_ends_without_a_word(tmp_path):
+    with rank("load", tmp_path, number=1, is_honoured=False) as child:
+        child.send_signal(signal.SIGINT)
+        assert end_of(child) == (130, "", "")
+
+
+@pytest.mark.parametrize("is_honoured", [True, False])
+def test_a_main_thread_that_stands_in_c_does_not_outlive_the_grace(is_honoured, tmp_path):
+    with rank("blocked_in_c", tmp_path, is_honoured=is_honoured, grace_s=1.0) as child:
+        wait_until_it_sleeps(child.pid)
+        child.send_signal(signal.SIGTERM)
+        code, out, _ = end_of(child)
+    assert code == 143
+    assert out.splitlines()[-1].startswith("interrupted: ended at once, it did not come to an end")
+
+
+def test_a_deliberate_second_ctrl_c_ends_at_once(tmp_path):
+    with rank("blocked_in_c", tmp_path, same_s=0.3) as child:
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+        child.send_signal(signal.SIGTERM)  # the same request
+        time.sleep(1.0)
+        assert child.poll() is None
+        child.send_signal(signal.SIGINT)
+        code, out, _ = end_of(child)
+    assert code == 130
+    assert out.splitlines()[-1] == "interrupted: ended at once, by a second Ctrl-C"
+
+
+def test_a_rank_whose_neighbour_was_asked_ends_with_it(tmp_path):
+    with rank("asked_by_a_neighbour", tmp_path) as child:
+        assert end_of(child) == (143, "", where_to_go_on(tmp_path))
+
+
+def test_a_rank_ends_in_order_when_torchrun_is_killed(tmp_path):
+    values = {"grace_s": 30.0, "same_s": 60.0, "folder": str(tmp_path)}
+    code = RANK.format(state="train", is_honoured=True, **values)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, code],
+        cwd=REPOSITORY,
+        env=os.environ | {"RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert agent.stdout.readline() == "ready\n"
+        agent.kill()
+        agent.wait()
+        assert select.select([agent.stdout], [], [], 30)[0], "the rank trains on"
+        said = agent.stdout.read().splitlines()  # the pipe ends with the rank, which inherited it
+        assert said == ["SIGTERM: ending in order; once more ends at once", "saved"]
+    finally:
+        agent.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)

@@ -1,0 +1,334 @@
+"""Runs that are killed and resumed by the same command line, beside one that is left alone.
+
+Real trainers, checkpoints, registries, batchers; scripted completions. Each life is a process that
+SIGKILLs itself in the middle of something (resumed_loop.py).
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from effort import FULL
+from oracle import relative_difference
+from private_cluster import environment
+from resumed_loop import Death, Failure, Life
+from safetensors.torch import load_file
+from scripted_services import TIMEOUT_S, Story, scripted_services
+from stories import GROUP, NAMESPACE, World, make_story
+from test_scripted_loop import without_timing
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+
+EXACT = {
+    "deterministic": True,
+    "max_staleness": 0,
+    "batch_size": 6,
+    "train_minibatch_size": 3,
+    "num_training_batches": 5,
+    "checkpoint_every_batches": 2,
+    "ratio_mode": "decoupled",
+    "importance_correction": "truncate",
+    "correction_high": 1.2,
+    "kl_coefficient": 0.05,
+    "num_batches_per_ref_model_update": 3,  # moved at the checkpoint after batch 4, not after 2
+    "dynamic_sampling": 1,
+    "learning_rate": 1e-2,
+    "lr_scheduler": "cosine",
+    "min_samples_per_checkpoint": 30,
+}
+LAGGING = EXACT | {
+    "deterministic": False,
+    "max_staleness": 1,
+    "checkpoint_every_batches": 3,
+    "num_batches_per_ref_model_update": 2,
+}
+SUPERVISED = {
+    "objective": "sft",
+    "batch_size": 4,
+    "train_minibatch_size": 2,
+    "num_training_batches": 4,
+    "checkpoint_every_batches": 1,
+    "learning_rate": 1e-2,
+}
+STEP = "async_grpo.training.learner:Learner.update"
+MINIBATCH = "async_grpo.training.learner:Learner.accumulate"
+PUBLISH = "async_grpo.training.weights:WeightSync.publish"
+SHARDS = "async_grpo.training.checkpoints:save_tensors"
+RENAME = "async_grpo.training.disk:Disk.rename"
+WRITE_SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"
+
+
+@pytest.fixture(scope="module")
+def world(ray_cluster, questions, tmp_path_factory):
+    return World(tmp_path_factory.mktemp("resumed"), ray_cluster, questions)
+
+
+@pytest.fixture(scope="module")
+def lives(world):
+    exact = make_story(world, "alone", EXACT)
+    lagging = lagged(make_story(world, "lagging", LAGGING))
+    pairs = world.folder / "pairs.jsonl"
+    pairs.write_text(
+        "\n".join(json.dumps({"input": f"{n}+2=", "completion": str(n + 2)}) for n in range(8))
+    )
+
+    def of(name, story=exact, options=EXACT):
+        return replace(story, config=world.config(name, options))
+
+    def supervised(name):
+        config = replace(world.config(name, SUPERVISED), data_path=str(pairs))
+        return Story(config=config, groups={})
+
+    killed, resized, full = of("killed"), of("resized"), of("full")
+    late = of("late", lagging, LAGGING)
+    return [
+        Life(exact),
+        Life(killed, death=Death(MINIBATCH, 3)),  # nothing is saved yet
+        Life(killed, death=Death(STEP, 6)),  # in the middle of batch 2
+        Life(killed, death=Death(SHARDS, 1)),  # in the middle of saving after batch 4
+        Life(killed, death=Death(RENAME, 2)),  # the same, with its name but without its marker
+        Life(killed, death=Death(PUBLISH, 4)),  # the last version: after batch 4 was saved
+        Life(killed, death=Death(STEP, 1)),  # resumed after batch 4
+        Life(killed, death=Death(STEP, 2), damages_newest=True),
+        Life(killed),
+        Life(killed),
+        Life(resized, num_ranks=2, death=Death(STEP, 6, rank=1)),
+        *(Life(resized, num_ranks=4, death=Death(STEP, 2)) for _ in range(int(FULL))),
+        Life(resized, num_ranks=1),
+        Life(full, num_ranks=2, failure=Failure(WRITE_SHARD, 1, rank=1)),
+        Life(lagging),
+        Life(late, death=Death(STEP, 8)),
+        Life(late),
+        Life(supervised("pairs")),
+        Life(supervised("pairs-killed"), death=Death(STEP, 4)),
+        Life(supervised("pairs-killed")),
+    ]  # fmt: skip
+
+
+def lagged(story):
+    """Its completions, sampled one version earlier: generation runs ahead."""
+    groups = {}
+    for key, told in story.groups.items():
+        completions = []
+        for completion in told.completions:
+            (span,) = completion.weights_versions
+            version = span.version._replace(batches=max(0, span.version.batches - 1))
+            completions.append(
+                replace(completion, weights_versions=(span._replace(version=version),))
+            )
+        groups[key] = replace(told, completions=tuple(completions))
+    return replace(story, groups=groups)
+
+
+@pytest.fixture(scope="module")
+def lived(world, lives):
+    """Outcomes by run, in order, and the weights that the services have loaded."""
+    torch.save(lives, world.folder / "lives.pt")
+    script = Path(__file__).with_name("resumed_loop.py")
+    with scripted_services(world.address, namespace=NAMESPACE, vocab_size=128) as services:
+        finished = subprocess.run(
+            [sys.executable, str(script), str(world.folder / "lives.pt"),
+             str(world.folder / "outcomes.json")],
+            env=environment(), capture_output=True, text=True, timeout=1100,
+        )  # fmt: skip
+        loaded = ray.get(services[-1].loaded.remote(), timeout=TIMEOUT_S)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    outcomes = {}
+    for life, outcome in zip(
+        lives, json.loads((world.folder / "outcomes.json").read_text()), strict=True
+    ):
+        outcomes.setdefault(Path(life.story.config.output_dir).name, []).append(outcome)
+    return outcomes, loaded
+
+
+def checkpoint(world, name, batches):
+    """The folder; `batch_4.2` where a damaged `batch_4` was made again."""
+    return max((world.folder / name / "checkpoints").glob(f"batch_{batches}*"))
+
+
+def manifest(world, name, batches):
+    return json.loads((checkpoint(world, name, batches) / "manifest.json").read_text())
+
+
+def tensors(world, name, batches):
+    """Of all files: the bytes of two equal ones differ, for safetensors shuffles its metadata."""
+    found = {}
+    for file in checkpoint(world, name, batches).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def state_of(manifest):
+    """Without the sizes of files whose lines hold times."""
+    state = manifest["state"]
+    return state | {"report": {k: v for k, v in state["report"].items() if k != "file_bytes"}}
+
+
+def codes(outcomes):
+    return [outcome["codes"] for outcome in outcomes]
+
+
+def logs(outcomes):
+    return "\n".join(outcome["log"] for outcome in outcomes)
+
+
+def exports(world, name):
+    return {f.name: load_file(f / "model.safetensors")
+            for f in (world.folder / name / "hf_format").iterdir()}  # fmt: skip
+
+
+def check_groups(world, name, num_ordinals):
+    """Every slot has one group that counts, whatever was killed."""
+    fates = {}
+    for sample in world.samples(name):
+        fates.setdefault(sample["ordinal"], []).append(sample["fate"])
+    assert sorted(fates) == list(range(num_ordinals))
+    for ordinal, found in fates.items():
+        assert sum(fate != "replaced" for fate in found) == GROUP, (ordinal, found)
+
+
+def test_lives_end_as_they_were_told_to(lived):
+    outcomes, _ = lived
+    assert codes(outcomes["alone"]) == [[0]], logs(outcomes["alone"])
+    assert codes(outcomes["killed"]) == [[-9]] * 7 + [[0]] * 2, logs(outcomes["killed"])
+    assert codes(outcomes["full"]) == [[0, 0]], logs(outcomes["full"])
+    assert codes(outcomes["late"]) == [[-9], [0]], logs(outcomes["late"])
+    assert codes(outcomes["resized"])[0][1] == -9
+    assert codes(outcomes["resized"])[-1] == [0], logs(outcomes["resized"])
+
+
+@pytest.mark.parametrize("batches", [4, 5])
+def test_a_run_killed_seven_times_has_the_bits_of_one_left_alone(lived, world, batches):
+    """Policy, moments, random states, reference; clocks, ledger, counters; S = 0, one rank."""
+    alone, killed = manifest(world, "alone", batches), manifest(world, "killed", batches)
+    bits = tensors(world, "alone", batches)
+    assert_same_bits(tensors(world, "killed", batches), bits)
+    groups = {name.partition(".")[0] for name in bits}
+    assert groups == {"policy", "exp_avg", "exp_avg_sq", "rank_0", "reference_3"}
+    assert state_of(killed) == state_of(alone)
+    assert alone["state"]["clocks"]["steps"] == 2 * batches
+
+
+def test_its_metrics_and_learning_rates_go_on_as_if_nothing_had_happened(lived, world):
+    alone, killed = (
+        [without_timing(row) for row in world.rows(name)] for name in ("alone", "killed")
+    )
+    assert [row["step"] for row in killed] == list(range(1, 11))
+    assert len({row["learning_rate"] for row in killed}) == 10
+    assert killed == alone
+
+
+def test_its_questions_are_each_sampled_for_one_group_that_counts(lived, world):
+    check_groups(world, "alone", 30)
+    check_groups(world, "killed", 30)
+    alone, killed = (
+        sorted((s["ordinal"], s["attempt"], s["index"], s["fate"]) for s in world.samples(name))
+        for name in ("alone", "killed")
+    )
+    assert killed == alone
+
+
+def test_its_exports_are_those_of_the_run_left_alone(lived, world):
+    alone, killed = exports(world, "alone"), exports(world, "killed")
+    assert alone.keys() == killed.keys() and len(alone) >= 3
+    for name, weights in alone.items():
+        assert all(torch.equal(weights[key], killed[name][key]) for key in weights)
+
+
+def test_weights_and_references_of_a_version_are_the_same_in_every_life(lived, world):
+    """Version 0 of the reference is the model folder's, never the resumed policy's."""
+    _, loaded = lived
+    incarnations = sorted({version.incarnation for version, _ in loaded})
+    exact = set(incarnations[:9])  # the run left alone, and the killed one's lives
+    by_version = {}
+    for version, digest in loaded:
+        if version.incarnation in exact:
+            by_version.setdefault(version.batches, set()).add(digest)
+    assert {batches: len(digests) for batches, digests in by_version.items()} == dict.fromkeys(
+        range(6), 1
+    )
+    after_resume = [[v.batches for v, _ in loaded if v.incarnation == i] for i in incarnations]
+    assert after_resume[3][:2] == [2, 0], "resumed after batch 2: the reference has not moved"
+    assert after_resume[6][:2] == [4, 3], "resumed after batch 4: the reference of batch 3"
+
+
+def test_the_user_is_told_where_a_run_goes_on_and_what_is_passed_over(lived):
+    killed = [outcome["log"] for outcome in lived[0]["killed"]]
+    assert "it starts again from its first batch" in killed[1]
+    assert "goes on after batch 2" in killed[2] and "goes on after batch 2" in killed[3]
+    assert "goes on after batch 2" in killed[4]
+    assert "goes on after batch 4" in killed[5]
+    assert "passed over" in killed[6] and "goes on after batch 2" in killed[6]
+    assert "all 5 batches" in killed[8] and "larger --num-training-batches" in killed[8]
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_numbers(lived, world):
+    """Not the same bits: other shards and rounds add up in another order."""
+    assert manifest(world, "resized", 5)["world_size"] == 1
+    alone, resized = exports(world, "alone"), exports(world, "resized")
+    last = max(alone, key=lambda name: int(name.removeprefix("samples_")))
+    start = load_file(Path(world.model) / "model.safetensors")
+    moved, should = (
+        {key: weights[last][key].double() - start[key].double() for key in start}
+        for weights in (resized, alone)
+    )
+    assert relative_difference(moved, should) < 1e-4
+    assert [row["fate_trained"] for row in world.rows("resized")] == [
+        row["fate_trained"] for row in world.rows("alone")
+    ]
+    check_groups(world, "resized", 30)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_nothing_else(lived, world):
+    """Rank 1 cannot write its shard: neither rank hangs, and later saves are good."""
+    log = logs(lived[0]["full"])
+    assert "the checkpoint after batch 2 FAILED" in log and "No space left on device" in log
+    rows = world.rows("full")
+    assert len(rows) == 10
+    assert rows[-1]["failed_checkpoints"] == 1
+    kept = sorted(path.name for path in (world.folder / "full" / "checkpoints").iterdir())
+    assert kept == ["batch_4", "batch_5"]
+    assert manifest(world, "full", 5)["state"]["report"]["failed_checkpoints"] == 1
+
+
+def test_generation_that_ran_ahead_is_sampled_again_once(lived, world):
+    """S = 1: what had begun of later batches is discarded, counted, and issued again."""
+    rows, alone = world.rows("late"), world.rows("lagging")
+    for name in ("step", "iteration", "total_samples_accumulated", "optimizer_steps",
+                 "learning_rate", "fate_trained", "fate_zero_contribution"):  # fmt: skip
+        assert [row[name] for row in rows] == [row[name] for row in alone]
+    check_groups(world, "late", 30)
+    ledger = manifest(world, "late", 5)["state"]["resume"]["ledger"]
+    assert ledger["open"] == []
+    assert ledger["admitted_samples"] == sum(ledger["samples"].values())
+    assert Counter(ledger["slots"]).total() == 30
+    late, lagging = exports(world, "late"), exports(world, "lagging")
+    last = max(lagging, key=lambda name: int(name.removeprefix("samples_")))
+    start = load_file(Path(world.model) / "model.safetensors")
+    moved, should = (
+        {key: weights[last][key].double() - start[key].double() for key in start}
+        for weights in (late, lagging)
+    )
+    assert relative_difference(moved, should) < 1e-4
+
+
+def test_a_supervised_run_goes_on_to_the_bit(lived, world):
+    assert codes(lived[0]["pairs-killed"]) == [[-9], [0]], logs(lived[0]["pairs-killed"])
+    assert_same_bits(tensors(world, "pairs-killed", 4), tensors(world, "pairs", 4))
+    killed = manifest(world, "pairs-killed", 4)
+    assert killed["state"]["clocks"] == {"steps": 8, "samples": 16}
+    first, second = (
+        [without_timing(row) for row in world.rows(name)] for name in ("pairs", "pairs-killed")
+    )
+    assert first == second and len(first) == 8
