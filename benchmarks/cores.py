@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import procfs
+
 END_TIMEOUT_S = 10.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -34,7 +36,7 @@ def pin(pids: set[int], *, core: int) -> None:
 
 def family(*roots: int) -> set[int]:
     """The processes themselves, whatever they have started, and all of their sessions."""
-    table = {pid: stat for pid, stat in _processes()}
+    table = dict(procfs.processes())
     members = set(roots) | {pid for pid, (_, session) in table.items() if session in roots}
     while True:
         children = {pid for pid, (parent, _) in table.items() if parent in members}
@@ -45,7 +47,7 @@ def family(*roots: int) -> set[int]:
 
 def titled(pids: set[int], title: str) -> set[int]:
     """Those of `pids` whose command line starts with `title`."""
-    return {pid for pid in pids if _command_line(pid).startswith(title)}
+    return {pid for pid in pids if procfs.command_line(pid).startswith(title)}
 
 
 def cpu_seconds(pids: set[int]) -> float:
@@ -53,7 +55,7 @@ def cpu_seconds(pids: set[int]) -> float:
     total = 0
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            total += sum(map(int, _stat(pid)[11:13]))
+            total += sum(map(int, procfs.stat(pid)[11:13]))
     return total / TICKS_PER_S
 
 
@@ -74,34 +76,5 @@ def end(pids: set[int]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + END_TIMEOUT_S
-    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+    while any(map(procfs.is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    """False for a zombie too: it only waits for its parent to look."""
-    try:
-        return _stat(pid)[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _processes() -> Iterator[tuple[int, tuple[int, int]]]:
-    """(pid, (parent, session)) of everything that runs."""
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                _, parent, _, session = _stat(int(entry))[:4]
-                yield int(entry), (int(parent), int(session))
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, group, session, ... of /proc/PID/stat; the name before may hold anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

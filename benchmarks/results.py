@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 FOLDER = Path(__file__).parent / "results"
+RATIOS = ("", "x", "fraction", "%")  # units of what two machines may be compared by
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,38 @@ def command(name: str) -> str:
     return " ".join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
 
 
-def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER) -> Path:
-    """Replace the benchmark's file."""
+def write(name: str, figures: Sequence[Figure], *, folder: Path = FOLDER, device: str = "") -> Path:
+    """Replace the benchmark's file; `device` is what was measured where it is no processor."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     content = {
         "benchmark": name,
         "command": command(name),
-        "machine": machine(),
+        "machine": ", ".join(filter(None, [device, machine()])),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "figures": [_entry(figure) for figure in figures],
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def read(name: str, *, folder: Path = FOLDER) -> list[Figure]:
+    """The figures of a benchmark's file; none where it has never been run."""
+    path = folder / f"{name}.json"
+    entries = json.loads(path.read_text())["figures"] if path.exists() else []
+    return [_figure(entry) for entry in entries]
+
+
+def _figure(entry: dict[str, Any]) -> Figure:
+    spread = entry.get("spread")
+    return Figure(
+        entry["name"],
+        entry["value"],
+        entry["unit"],
+        entry["better"],
+        entry["goal"],
+        (spread[0], spread[1]) if spread else None,
+    )
 
 
 def _entry(figure: Figure) -> dict[str, Any]:

@@ -55,13 +55,18 @@ class Step:
     start_s: float  # the end of the step before
     end_s: float
     busy_s: float  # in rounds
-    generating_s: float  # while any of its sequences ran
+    generating: tuple[float, float]  # its first sequence began, its last one ended
     num_rounds: int
     fill: float  # tokens by the budget of all ranks and rounds
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def generating_s(self) -> float:
+        began, ended = self.generating
+        return ended - began
 
 
 def simulate(script: Script, policy: Callable[[Script], RoundFormer]) -> list[Step]:
@@ -136,7 +141,7 @@ class _Run:
             start_s=start,
             end_s=_now(),
             busy_s=sum(seconds for _, seconds, _ in backward),
-            generating_s=ended - began,
+            generating=(began, ended),
             num_rounds=len(backward),
             fill=sum(tokens for _, _, tokens in backward) / budget,
         )

@@ -34,6 +34,7 @@ def scripted_figures(
     for kind, script in scripts.items():
         shares: dict[int, list[float]] = {bound: [] for bound in bounds}
         idle: dict[int, list[float]] = {bound: [] for bound in bounds}
+        waiting: dict[int, list[float]] = {bound: [] for bound in bounds}
         floors = []
         for seed in range(seeds):
             seeded = dataclasses.replace(script, seed=seed)
@@ -42,20 +43,43 @@ def scripted_figures(
             t = float(np.mean([step.busy_s for step in serial]))
             floors.append(max(g, t) / (g + t))
             for bound in bounds:
-                steps = simulate(dataclasses.replace(seeded, max_staleness=bound), ours)[WARM_UP:]
+                run = simulate(dataclasses.replace(seeded, max_staleness=bound), ours)
+                # The last ones are not counted: nothing is generated beside them any more.
+                steps = run[WARM_UP : len(run) - bound]
+                waiting[bound].append(generator_idle(run, within=steps))
                 shares[bound].append(max(g, t) / _mean_seconds(steps))
                 busy = sum(step.busy_s for step in steps) / sum(step.seconds for step in steps)
                 idle[bound].append(1 - busy)
-        figures.append(median(f"scripted {kind}, bound max(g, t) / (g + t)", floors, "fraction"))
+        title = f"scripted, {kind} lengths"
+        figures.append(median(f"{title}, bound max(g, t) / (g + t)", floors, "fraction"))
         for bound in bounds:
-            at = f"scripted {kind}, staleness {bound}"
+            at = f"{title}, staleness {bound}"
             goal = GOAL_SHARE_OF_BOUND if kind == "even" and bound else None
             figures += [
-                median(f"{at}, share of the bound", shares[bound], "fraction", better="higher",
+                median(f"{at}, bound / wall", shares[bound], "fraction", better="higher",
                        goal=goal),
+                median(f"{at}, generator idle", waiting[bound], "fraction"),
                 median(f"{at}, trainer idle", idle[bound], "fraction"),
             ]  # fmt: skip
     return figures
+
+
+def generator_idle(run: Sequence[Step], *, within: Sequence[Step]) -> float:
+    """Share of the time of some steps of a run in which no sequence ran, of whatever batch.
+
+    >>> step = Step(0.0, 0.0, 0.0, 4.0, 1.0, (0.0, 2.0), 1, 1.0)
+    >>> ahead = dataclasses.replace(step, start_s=4.0, end_s=8.0, generating=(1.0, 5.0))
+    >>> generator_idle([step, ahead], within=[step])
+    0.0
+    >>> generator_idle([step, ahead], within=[step, ahead])
+    0.375
+    """
+    began, ended = within[0].start_s, within[-1].end_s
+    busy, until = 0.0, began
+    for first, last in sorted(step.generating for step in run):
+        busy += max(0.0, min(last, ended) - max(first, until))
+        until = max(until, min(last, ended))
+    return max(0.0, 1 - busy / (ended - began))
 
 
 def _mean_seconds(steps: Sequence[Step]) -> float:

@@ -35,15 +35,19 @@ Runs = Mapping[int, Sequence[Measured]]  # by staleness bound, one a repeat
 
 @click.command()
 @click.option("--staleness", default="0,1,2", help="bounds to compare; must hold 0")
-@click.option("--repeats", default=3, help="runs of each bound and kind of lengths")
+@click.option("--repeats", default=2, help="runs of each bound and kind of lengths")
 @click.option("--batches", default=12, help="batches a run")
 @click.option("--lengths", default="even,natural", help="kinds of lengths, of: even, natural")
+@click.option("--quick", is_flag=True, help="two short runs, to show that all of it runs")
 @click.option("--output-dir", default="runs/benchmarks/staleness", help="replaced")
 @click.option("--results-dir", default=str(results.FOLDER), help="where staleness.json goes")
 def main(
-    staleness: str, repeats: int, batches: int, lengths: str, output_dir: str, results_dir: str
-) -> None:
-    """Compare staleness bounds on two cores, with the real stack."""
+    staleness: str, repeats: int, batches: int, lengths: str, quick: bool, output_dir: str,
+    results_dir: str,
+) -> None:  # fmt: skip
+    """Compare staleness bounds on two cores: scripted, then with the real stack."""
+    if quick:
+        staleness, repeats, batches, lengths = "0,1", 1, FIRST_ROW + 3, "natural"
     logging.basicConfig(level="INFO", format="%(asctime)s %(message)s")
     logging.getLogger("async_grpo").setLevel("WARNING")
     interrupt_once()  # so that SIGTERM too ends what was started
@@ -53,7 +57,7 @@ def main(
         raise click.UsageError(f"--staleness must hold 0, --batches be at least {least}")
     shutil.rmtree(output_dir, ignore_errors=True)
     click.echo(f"{results.machine()}, {results.load()}")
-    figures = scripted_figures(seeds=repeats)
+    figures = scripted_figures()
     with stack.start(Path(output_dir)) as running:
         puzzles = stack.write_puzzles(running.folder / "puzzles.jsonl", seed=0)
         for kind in lengths.split(","):
@@ -105,10 +109,13 @@ def figures_of(kind: str, runs: Runs) -> list[Figure]:
         figures += [
             median(f"{at}, wall time", walls, "s/batch"),
             median(f"{at}, wall time / (g + t)", [wall / (g + t) for wall in walls], "fraction"),
+            median(f"{at}, bound / wall", [max(g, t) / wall for wall in walls], "fraction",
+                   better="higher"),
             median(f"{at}, generator idle", [run.generator_idle for run in repeats], "fraction"),
             median(f"{at}, trainer idle", [run.trainer_idle for run in repeats], "fraction"),
             median(f"{at}, both cores busy", [run.both_busy for run in repeats], "fraction",
                    better="higher"),
+            median(f"{at}, services", [run.services for run in repeats], "CPU s/batch"),
         ]  # fmt: skip
         if bound:
             pairs = zip(repeats, runs[0], strict=True)
@@ -121,14 +128,15 @@ def show(runs: Runs) -> str:
     """Every run, with what explains its time."""
     header = (
         "run", "s/batch", "generator CPU", "queued", "idle", "trainer CPU", "queued", "idle",
-        "services CPU", "publishing", "tokens", "lag",
+        "services CPU", "batcher", "registry", "verifiers", "publishing", "tokens", "lag",
     )  # fmt: skip
     rows = [
         (
             f"S={bound} #{number}", f"{run.wall:.2f}",
             f"{run.generator:.2f}", f"{run.generator_queued:.2f}", f"{run.generator_idle:.0%}",
             f"{run.trainer:.2f}", f"{run.trainer_queued:.2f}", f"{run.trainer_idle:.0%}",
-            f"{run.services:.2f}", f"{run.publishing:.3f}", f"{run.output_tokens:.0f}",
+            f"{run.services:.2f}", f"{run.batcher:.2f}", f"{run.registry:.2f}",
+            f"{run.verifiers:.2f}", f"{run.publishing:.3f}", f"{run.output_tokens:.0f}",
             f"{run.max_lag}",
         )
         for number in range(max(map(len, runs.values())))

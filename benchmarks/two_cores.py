@@ -17,9 +17,14 @@ from typing import Any
 
 from async_grpo.cli.processes import Process
 from benchmarks import stack as stacks
-from benchmarks.cores import cpu_seconds, family, queued_seconds
+from benchmarks.cores import cpu_seconds, family, queued_seconds, titled
 from benchmarks.stack import MODEL, Stack
 
+SERVICES = {
+    "batcher": "ray::ExperienceBatcher",
+    "registry": "ray::WorkerRegistry",
+    "verifiers": "ray::VerifierPool",
+}
 FROZEN = 0.0  # learning rate: both sides work, and nothing moves
 FIRST_ROW = 3
 POLL_INTERVAL_S = 0.05
@@ -45,7 +50,10 @@ class Measured:
     wall: float
     generator: float  # its processes computed
     trainer: float  # its process computed
-    services: float  # Ray, batcher and verifiers computed
+    services: float  # Ray, batcher, registries and verifiers computed
+    batcher: float  # of the services
+    registry: float
+    verifiers: float  # the pool and its processes
     generator_queued: float  # its threads were ready to run, but others had its core
     trainer_queued: float
     waiting: float  # the trainer waited for samples
@@ -88,6 +96,10 @@ class _Meter(threading.Thread):
                 services = family(self._stack.head.pid) - generator - trainer
                 self.notes.append(
                     {
+                        name: cpu_seconds(family(*titled(services, title)))
+                        for name, title in SERVICES.items()
+                    }
+                    | {
                         "generator": cpu_seconds(generator),
                         "trainer": cpu_seconds(trainer),
                         "services": cpu_seconds(services),

@@ -13,12 +13,16 @@ from benchmarks.stack import MODEL
 from benchmarks.staleness import figures_of
 from benchmarks.two_cores import Measured, Work, even_lengths, summarise
 
-NOTES = ("generator", "trainer", "services", "generator_queued", "trainer_queued")
+NOTES = (
+    "generator", "trainer", "services", "batcher", "registry", "verifiers", "generator_queued",
+    "trainer_queued",
+)  # fmt: skip
 
 
 def measured(**changes):
     values = {
-        "wall": 4.0, "generator": 1.0, "trainer": 3.0, "services": 0.5, "generator_queued": 0.0,
+        "wall": 4.0, "generator": 1.0, "trainer": 3.0, "services": 0.5, "batcher": 0.2,
+        "registry": 0.1, "verifiers": 0.1, "generator_queued": 0.0,
         "trainer_queued": 0.0, "waiting": 1.0, "publishing": 0.1, "output_tokens": 100.0,
         "max_lag": 0,
     }  # fmt: skip
@@ -45,6 +49,9 @@ def test_idle_shares_and_ratios_are_those_of_the_runs():
     assert figures["even, staleness 0, trainer idle"].value == 0.25
     assert figures["even, staleness 1, wall time / (g + t)"].spread == (0.8, 0.9)
     assert figures["even, staleness 1, wall time / staleness 0's"].spread == (0.8, 0.9)
+    assert figures["even, staleness 1, bound / wall"].value == pytest.approx(
+        3 * (1 / 3.2 + 1 / 3.6) / 2
+    )
     assert figures["even, staleness 0, both cores busy"].value == pytest.approx(4.5 / 8)
 
 

@@ -1,0 +1,67 @@
+"""This system on a task, as a user would run it: Ray, `worker_dispatcher.py`, `trainer_core.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from async_grpo.cli.processes import Process
+from benchmarks.end_to_end.task import Task
+from benchmarks.stack import READY_TIMEOUT_S, Stack
+
+MODES = {
+    "generation": ("--max-num-seqs", "256", "--reward-fns", "countdown"),
+    "logprob": ("--max-tokens-per-gpu", "4096"),
+}
+
+
+@contextlib.contextmanager
+def workers(
+    stack: Stack, task: Task, *, started: Callable[[Process], None]
+) -> Iterator[list[Process]]:
+    """Dispatchers with registered workers: one that generates, one that scores if there is KL."""
+    modes = ["generation", *(["logprob"] if task.kl_coefficient else [])]
+    with contextlib.ExitStack() as running:
+        dispatchers = [running.enter_context(_dispatcher(stack, task, mode)) for mode in modes]
+        for dispatcher in dispatchers:
+            started(dispatcher)
+        for dispatcher in dispatchers:
+            dispatcher.wait_for("registered", timeout_s=READY_TIMEOUT_S)
+        yield dispatchers
+
+
+def _dispatcher(stack: Stack, task: Task, mode: str) -> Process:
+    return Process(
+        f"the {mode} worker",
+        [
+            *(sys.executable, "worker_dispatcher.py", "--model-path", task.model),
+            *("--mode", mode, "--max-model-len", str(task.longest_sequence), *MODES[mode]),
+        ],
+        log=stack.folder / "logs" / f"{mode}.log",
+        environment=stack.environment,
+    )
+
+
+def trainer(stack: Stack, task: Task, *, output: Path) -> Process:
+    """The one rank that trains; not started yet."""
+    return Process(
+        "the trainer",
+        [
+            *(sys.executable, "trainer_core.py", "--model-name-or-path", task.model),
+            *("--data-path", task.questions, "--infinite-sampler-seed", str(task.seed)),
+            *("--output-dir", str(output), "--overwrite"),
+            *("--num-training-batches", str(task.num_steps)),
+            *("--batch-size", str(task.questions_per_step)),
+            *("--samples-per-question", str(task.samples_per_question)),
+            *("--max-generation-tokens", str(task.max_output_tokens)),
+            *("--kl-coefficient", str(task.kl_coefficient)),
+            *("--learning-rate", str(task.learning_rate), "--lr-scheduler", "constant"),
+            *("--adam-beta2", "0.999", "--max-grad-norm", "1.0"),
+            *("--max-tokens-per-gpu", "4096", "--checkpoint-every-batches", "0"),
+            *("--trackers", "", "--dump-samples-filename", ""),
+        ],
+        log=stack.folder / "logs" / f"{output.name}.log",
+        environment=stack.environment,
+    )

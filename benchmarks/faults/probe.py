@@ -1,0 +1,129 @@
+"""Asks a run's actors what they do, from a driver in a process of its own.
+
+A lost cluster ends a Ray driver as it likes; this one may end, the measurement may not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import selectors
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+START_TIMEOUT_S = 90.0
+ASK_TIMEOUT_S = 5.0
+
+
+class Probe:
+    """One question, one line of JSON; a probe that does not answer is replaced."""
+
+    def __init__(self, address: str, *, namespace: str, environment: Mapping[str, str]) -> None:
+        self._line = [sys.executable, "-m", "benchmarks.faults.probe", address, namespace]
+        self._environment = dict(environment)
+        self._child: subprocess.Popen[str] | None = None
+
+    def status(self) -> dict[str, Any]:
+        """Of the pipeline; empty while there is no batcher, or it does not answer."""
+        return self._ask("status")
+
+    def actor_pids(self) -> dict[str, int]:
+        """Process of every living actor that has a name."""
+        return self._ask("actors")
+
+    def fenced(self) -> dict[str, str]:
+        """Workers that a registry has excluded, with the reason."""
+        return self._ask("fenced")
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+
+    def _ask(self, question: str) -> dict[str, Any]:
+        try:
+            if self._child is None:
+                self._child = self._start()
+            assert self._child.stdin is not None
+            self._child.stdin.write(question + "\n")
+            self._child.stdin.flush()
+            return dict(json.loads(self._receive(self._child, timeout_s=ASK_TIMEOUT_S + 2)))
+        except (OSError, TimeoutError, ValueError):
+            self.close()
+            return {}
+
+    def _start(self) -> subprocess.Popen[str]:
+        child = subprocess.Popen(
+            self._line, env=self._environment, text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        self._child = child
+        self._receive(child, timeout_s=START_TIMEOUT_S)
+        return child
+
+    @staticmethod
+    def _receive(child: subprocess.Popen[str], *, timeout_s: float) -> str:
+        assert child.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(child.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                raise TimeoutError
+        return child.stdout.readline()
+
+
+def _status() -> dict[str, Any]:
+    from async_grpo import cluster
+
+    batcher = cluster.find_actor(cluster.BATCHER)
+    if batcher is None:
+        return {}
+    reference = batcher.status.remote()
+    status = cluster.wait(reference, timeout_s=ASK_TIMEOUT_S, who="the batcher")
+    return dataclasses.asdict(status) | {"workers": dict(status.workers)}
+
+
+def _actors() -> dict[str, int]:
+    from ray._private.state import state
+
+    table = state.actor_table(None).values()
+    return {a["Name"]: a["Pid"] for a in table if a["Name"] and a["State"] == "ALIVE"}
+
+
+def _fenced() -> dict[str, str]:
+    from async_grpo import cluster
+
+    found: dict[str, str] = {}
+    for role in ("generation", "logprob"):
+        registry = cluster.find_actor(cluster.registry_name(role))
+        if registry is not None:
+            reference = registry.fenced.remote()
+            found |= cluster.wait(reference, timeout_s=ASK_TIMEOUT_S, who="a registry")
+    return found
+
+
+def main(address: str, namespace: str) -> None:
+    """Answer each line of the input with a line of JSON; {} when nobody can be asked."""
+    from async_grpo import cluster
+    from async_grpo.errors import AsyncGrpoError
+
+    cluster.connect(address, namespace=namespace)
+    answers = {"status": _status, "actors": _actors, "fenced": _fenced}
+    print(json.dumps("connected"), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = answers[line.strip()]()
+        except AsyncGrpoError:
+            answer = {}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
