@@ -13,7 +13,7 @@ from async_grpo.data.stream import QuestionStream
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
-NUM_BATCHES, BATCH, GROUP = 5, 4, 4
+NUM_BATCHES, BATCH, GROUP = 7, 4, 4
 OPTIONS = {
     "num_training_batches": NUM_BATCHES,
     "checkpoint_every_batches": 2,
@@ -31,21 +31,32 @@ def test_a_killed_trainer_goes_on_with_workers_that_never_stopped(
         namespace="real-resume", reward="share_of_digits",
     )  # fmt: skip
     options = OPTIONS | {"eval_data_path": questions}
+    checkpoints = tmp_path / "run" / "checkpoints"
     with setup.workers("generation", num_workers=1) as workers:
         wait_until_registered(workers, 1)
         with setup.train("run", **options) as first:
-            wait_until(lambda: len(setup.rows("run")) >= 3, timeout_s=READY_S * 2)
+            wait_until(
+                lambda: len(setup.rows("run")) >= 3 and last_committed(checkpoints),
+                timeout_s=READY_S * 2,
+            )
             kill(first)
         assert len(setup.rows("run")) < NUM_BATCHES
+        saved = last_committed(checkpoints)
         with setup.train("run", **options) as second:
             assert second.wait(timeout_s=READY_S * 2) == 0, second.out + second.err
-            assert "the run goes on after batch 2" in second.out
+            assert f"the run goes on after batch {saved}" in second.out
         assert workers.out.count(" registered") == 1
     check_rows(setup.rows("run"))
     check_samples(setup.samples("run"), questions)
     evaluations = (tmp_path / "run" / "evaluation_metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in evaluations] == [0, NUM_BATCHES]
     check_ledger(tmp_path / "run" / "checkpoints" / f"batch_{NUM_BATCHES}")
+
+
+def last_committed(checkpoints):
+    """The number of batches it holds; 0 when there is none."""
+    marks = checkpoints.glob("*/COMMITTED")
+    return max((int(mark.parent.name.removeprefix("batch_")) for mark in marks), default=0)
 
 
 def kill(command):
