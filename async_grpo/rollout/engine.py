@@ -31,6 +31,7 @@ from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.rollout.cached_tokens import cached_tokens
 from async_grpo.rollout.completions import read_completion
 from async_grpo.rollout.engine_args import engine_args
+from async_grpo.rollout.patience import Patience
 from async_grpo.rollout.replay import CanaryReplay
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
@@ -71,7 +72,8 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._request_ids = itertools.count()
-        self._running: set[str] = set()
+        self._running: dict[str, float] = {}  # since when, by the monotonic clock
+        self._patience = Patience(max_num_seqs=config.max_num_seqs)
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
         self.vocab_size: int = model_config.get_vocab_size()
@@ -100,7 +102,7 @@ class Engine:
         """
         self._check_length(request)
         request_id = str(next(self._request_ids))
-        self._running.add(request_id)
+        self._running[request_id] = began_at = time.monotonic()
         try:
             final = await self._final_output(request, request_id)
         except EngineDeadError as error:
@@ -108,7 +110,8 @@ class Engine:
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
-            self._running.discard(request_id)
+            del self._running[request_id]
+        self._patience.ended(began_at=began_at)
         return tuple(read_completion(output) for output in final.outputs)
 
     async def _final_output(self, request: GenerationRequest, request_id: str) -> RequestOutput:
@@ -133,7 +136,8 @@ class Engine:
         """Serve other weights from now on, and score the canary with them.
 
         The buckets are fetched, staged and verified while generation goes on, then loaded in one
-        step; running requests continue with the new weights, their caches recomputed.
+        step, a little later where sequences are about to end; the others continue with the new
+        weights, their caches recomputed.
 
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
@@ -147,6 +151,8 @@ class Engine:
                 for bucket in snapshot.buckets:
                     is_last = bucket is snapshot.buckets[-1]
                     await self._stage(bucket, await fetch(bucket), file=file, is_last=is_last)
+                states = self._llm.output_processor.request_states
+                await self._patience.wait(self._running.values(), lambda: len(states))
             except BaseException:  # cancelled too: the next update must find the engine ready
                 await self._discard()
                 raise
@@ -227,6 +233,7 @@ class Engine:
                 f"loading weights {snapshot.version} failed: {error!r}"
             ) from error
         pause_seconds = time.monotonic() - paused_at
+        self._patience.updated()
         try:
             scores = await replay.scores()
         except EngineDeadError as error:
@@ -239,7 +246,14 @@ class Engine:
         Raises:
             EngineBrokenError: the engine died, or does not answer.
         """
-        await self._transfer("update_weight_version", self._llm.update_weight_version(str(version)))
+        # What was sampled under the old name is still held back by the engine's process.
+        pausing = self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._transfer("pause_generation", pausing)
+        try:
+            renaming = self._llm.update_weight_version(str(version))
+            await self._transfer("update_weight_version", renaming)
+        finally:
+            await self._transfer("resume_generation", self._llm.resume_generation())
 
     async def _discard(self) -> None:
         await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))

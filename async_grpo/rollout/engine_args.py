@@ -10,6 +10,7 @@ from async_grpo.rollout.settings import EngineConfig
 
 EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
 TRANSFER_BACKEND = "staged_file"
+SCHEDULER: str | None = "async_grpo.rollout.whole_outputs.make_scheduler"
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
@@ -29,6 +30,7 @@ def engine_args(config: EngineConfig) -> AsyncEngineArgs:
         max_model_len=config.max_model_len or None,
         tensor_parallel_size=config.tensor_parallel_size,
         enable_prefix_caching=config.enable_prefix_caching,
+        scheduler_cls=SCHEDULER,
         scheduling_policy="priority",  # of equals the first comes first; the canary goes before all
         seed=config.seed,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,

@@ -35,6 +35,8 @@ from async_grpo.weight_sync.vllm_device import DeviceReceiver
 BACKEND = "staged_file"
 # It warns of every layer that has nothing of its own to load; what was loaded is checked below.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+# Of our scheduler it warns that another vLLM may not take it: the version is pinned.
+logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
 
 
 @dataclass

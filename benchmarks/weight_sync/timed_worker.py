@@ -42,6 +42,9 @@ class TimedWorker(GenerationWorker):
     """Calls are timed where the worker makes them; what it does stays the same."""
 
     def __init__(self, config: EngineConfig) -> None:
+        from async_grpo.rollout import engine_args  # imports vLLM, in this process alone
+
+        engine_args.SCHEDULER = None  # vLLM's own, which tells of every step
         super().__init__(config, worker_id="timed")
         self._phases: dict[str, float] = {}
         self._gaps: list[tuple[float, float]] = []

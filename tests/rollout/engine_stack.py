@@ -14,6 +14,7 @@ STOP = 1
 TOLERANCE = 5e-6
 LONG_PROMPT = np.arange(300, dtype=np.int32) % 75 + 3  # fills several blocks of the prefix cache
 FIRST, SECOND = WeightsVersion(0, 0), WeightsVersion(0, 1)
+LOOK_S = 0.05
 MAX_NUM_SEQS = 16  # fewer than some tests ask for: the engine's line is not empty
 CANARY_TOKENS = (LONG_PROMPT[:64], np.array([3, 13, 4, 19], dtype=np.int32), LONG_PROMPT[5:7])
 
@@ -72,20 +73,23 @@ async def fetch(bucket):
     return bucket.data
 
 
-async def until(is_true):
-    while not is_true():  # noqa: ASYNC110  vLLM tells nobody
-        await asyncio.sleep(0.01)
-
-
-def num_sampled(states):
-    """Tokens that each unfinished sequence of an engine has sampled."""
+async def num_sampled(engine):
+    """Tokens that each unfinished sequence has sampled: at a pause the engine tells of them."""
+    await engine._llm.pause_generation(mode="keep", clear_cache=False)
+    await engine._llm.resume_generation()
+    states = engine._llm.output_processor.request_states
     return [state.detokenizer.num_output_tokens() for state in states.values()]
+
+
+async def until_sampled(engine, is_enough):
+    """Return when the tokens that each unfinished sequence has sampled are enough."""
+    while not is_enough(await num_sampled(engine)):  # noqa: ASYNC110  vLLM tells nobody
+        await asyncio.sleep(LOOK_S)
 
 
 async def until_all_have_tokens(engine, num_tokens):
     """Return when every running sequence has sampled `num_tokens`."""
-    states = engine._llm.output_processor.request_states
-    await until(lambda: min(num_sampled(states), default=0) >= num_tokens)
+    await until_sampled(engine, lambda counts: min(counts, default=0) >= num_tokens)
 
 
 def make_request(*, prompt=LONG_PROMPT, num_samples=4, max_tokens=24, seed=None, stop=(STOP,)):

@@ -24,8 +24,8 @@ from engine_stack import (
     fetch,
     make_request,
     num_sampled,
-    until,
     until_all_have_tokens,
+    until_sampled,
 )
 
 from async_grpo.types import (
@@ -65,13 +65,12 @@ class Traffic:
         if self._is_open:
             self.start(1)
 
-    def num_tokens(self):
-        finished = sum(len(completion.token_ids) for completion in self.completions)
-        return finished + sum(num_sampled(self.engine._llm.output_processor.request_states))
+    def num_tokens(self, running):
+        return sum(running) + sum(len(completion.token_ids) for completion in self.completions)
 
     async def move_on(self, num_tokens):
-        goal = self.num_tokens() + num_tokens
-        await until(lambda: self.num_tokens() >= goal)
+        goal = self.num_tokens(await num_sampled(self.engine)) + num_tokens
+        await until_sampled(self.engine, lambda counts: self.num_tokens(counts) >= goal)
 
     async def end(self):
         self._is_open = False
@@ -154,10 +153,9 @@ def test_a_full_engine_replays_the_canary_at_once(stack):
 
     async def update_in_flight():
         running = asyncio.create_task(stack.engine.generate(request))
-        states = stack.engine._llm.output_processor.request_states
-        await until(lambda: any(count >= 10 for count in num_sampled(states)))
+        await until_sampled(stack.engine, lambda counts: max(counts, default=0) >= 10)
         loaded = await stack.engine.load(stack.snapshot(SECOND), fetch)
-        num_left = [400 - count for count in num_sampled(states)]
+        num_left = [400 - count for count in await num_sampled(stack.engine)]
         await stack.engine.abort()
         await running
         return loaded, num_left

@@ -1,0 +1,161 @@
+"""vLLM's scheduler, telling of a sequence once instead of once a token.
+
+consumes      what vLLM's own scheduler has to say of a step: a token each of hundreds of sequences
+produces      whole sequences when they end; what there is of the others before weights change
+waits for     nothing
+unblocked by  a sequence's end, or a pause
+
+Nobody reads a training sample before it is whole, but vLLM would pack, send and unpack every token
+with arrays of its own. A message has one weight version, so a pause, after which the version may
+be another, sends first what was sampled before it. Runs inside vLLM's engine core process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+# What else an output may carry belongs to its own tokens: it is not held back.
+PARTICULARS = (
+    "pooling_output",
+    "new_prompt_logprobs_tensors",
+    "prompt_token_id_logprobs",
+    "new_sampling_mask",
+    "routed_experts",
+    "events",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "spec_decode_metrics",
+)
+
+
+def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+    """The scheduler that vLLM would take itself, holding outputs back."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    scheduler = WholeOutputsAsyncScheduler if is_async else WholeOutputsScheduler
+    return scheduler(vllm_config=vllm_config, **arguments)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The outputs of one sequence that were not sent yet, of one token or more each."""
+
+    client: int
+    first: EngineCoreOutput
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[LogprobsLists] = field(default_factory=list)
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self.logprobs.append(output.new_logprobs)
+
+    def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
+        """`last`, telling of all of them; it has been added."""
+        last.new_token_ids = self.token_ids
+        last.new_logprobs = _joined(self.logprobs)
+        last.prefill_stats = last.prefill_stats or self.first.prefill_stats
+        return last
+
+
+class WholeOutputs:
+    """To be mixed in before a `Scheduler`."""
+
+    requests: dict[str, Request]
+    pause_state: PauseState
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._held: dict[str, _Held] = {}
+
+    def has_requests(self) -> bool:
+        """A pause waits for the step that sends what is held."""
+        return super().has_requests() or self._is_to_send  # type: ignore[misc]
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        for client, message in messages.items():
+            message.outputs = [
+                whole
+                for output in message.outputs
+                if (whole := self._hold_or_send(client, output)) is not None
+            ]
+        if self._is_to_send:
+            self._send_all(messages)
+        return {client: message for client, message in messages.items() if _says(message)}
+
+    def finish_requests(
+        self, request_ids: Any, finished_status: RequestStatus
+    ) -> Sequence[Request]:
+        """What was aborted is told by its caller: nothing of it is sent any more."""
+        finished: Sequence[Request] = super().finish_requests(  # type: ignore[misc]
+            request_ids, finished_status
+        )
+        for request in finished:
+            self._held.pop(request.request_id, None)
+        return finished
+
+    @property
+    def _is_to_send(self) -> bool:
+        return bool(self._held) and self.pause_state == PauseState.PAUSED_ALL
+
+    def _hold_or_send(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        held = self._held.get(output.request_id)
+        if held is None:
+            if not self._may_wait(output):
+                return output
+            held = self._held[output.request_id] = _Held(client, first=output)
+        held.add(output)
+        if self._may_wait(output):
+            return None
+        return self._held.pop(output.request_id).whole(output)
+
+    def _may_wait(self, output: EngineCoreOutput) -> bool:
+        if output.finished or any(getattr(output, name) is not None for name in PARTICULARS):
+            return False
+        sampling = self.requests[output.request_id].sampling_params
+        return sampling is not None and sampling.output_kind == RequestOutputKind.FINAL_ONLY
+
+    def _send_all(self, messages: dict[int, EngineCoreOutputs]) -> None:
+        for held in self._held.values():
+            message = messages.setdefault(held.client, EngineCoreOutputs())
+            message.outputs.append(held.whole(held.first))
+        self._held.clear()
+
+
+class WholeOutputsScheduler(WholeOutputs, Scheduler):
+    """One step at a time, as on a CPU."""
+
+
+class WholeOutputsAsyncScheduler(WholeOutputs, AsyncScheduler):
+    """The next step is scheduled while one runs."""
+
+
+def _joined(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
+    if not parts:
+        return None
+    token_ids, logprobs, ranks, _ = zip(*parts, strict=True)
+    return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
+
+
+def _says(message: EngineCoreOutputs) -> bool:
+    """Whether it is worth sending."""
+    return bool(message.outputs or message.finished_requests) or (
+        message.scheduler_stats is not None
+    )
