@@ -166,7 +166,7 @@ def test_nothing_is_sent_before_the_end_unless_somebody_reads_it():
 
 
 def test_what_an_output_carries_beside_tokens_is_sent_at_once_with_what_came_before():
-    """Mutation seen to fail: such an output held back, or sent ahead of what was held."""
+    """Mutation seen to fail: such an output held back."""
     run = Run()
     run.scheduler.add("0")
     run.step([run.sample("0", 2)])
