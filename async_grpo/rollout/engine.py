@@ -16,14 +16,12 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 from numpy.typing import NDArray
-from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
 from vllm.inputs import tokens_input
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -33,6 +31,7 @@ from async_grpo.rollout.completions import read_completion
 from async_grpo.rollout.engine_args import engine_args
 from async_grpo.rollout.patience import Patience
 from async_grpo.rollout.replay import CanaryReplay
+from async_grpo.rollout.sampling import sampling_params
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.types import (
@@ -49,7 +48,6 @@ Fetch = Callable[[WeightsBucket], Awaitable[NDArray[np.uint8]]]
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
 STAGE_TIMEOUT_S = 120.0  # verifying one bucket, with a step of generation before it
 APPLY_TIMEOUT_S = 300.0
-MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +115,7 @@ class Engine:
     async def _final_output(self, request: GenerationRequest, request_id: str) -> RequestOutput:
         prompt = tokens_input(request.input_token_ids.tolist())
         final: RequestOutput | None = None
-        async for output in self._llm.generate(prompt, _sampling_params(request), request_id):
+        async for output in self._llm.generate(prompt, sampling_params(request), request_id):
             final = output
         if final is None:
             raise WorkerError(f"vLLM ended question {request.ordinal} without an answer")
@@ -291,21 +289,3 @@ class Engine:
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown()
-
-
-def _sampling_params(request: GenerationRequest) -> SamplingParams:
-    sampling, seed = request.sampling, request.seed
-    if seed is not None:  # vLLM gives output i the seed + i
-        seed %= MAX_SEED - request.num_samples
-    return SamplingParams(
-        n=request.num_samples,
-        temperature=sampling.temperature,
-        max_tokens=sampling.max_tokens,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # only the contract's stop ids end an output
-        seed=seed,
-        logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )

@@ -116,15 +116,12 @@ class WholeOutputs:
         return bool(self._held) and self.pause_state == PauseState.PAUSED_ALL
 
     def _hold_or_send(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        held = self._held.get(output.request_id)
-        if held is None:
-            if not self._may_wait(output):
-                return output
-            held = self._held[output.request_id] = _Held(client, first=output)
+        name, may_wait = output.request_id, self._may_wait(output)
+        if not may_wait and name not in self._held:
+            return output
+        held = self._held.setdefault(name, _Held(client, first=output))
         held.add(output)
-        if self._may_wait(output):
-            return None
-        return self._held.pop(output.request_id).whole(output)
+        return None if may_wait else self._held.pop(name).whole(output)
 
     def _may_wait(self, output: EngineCoreOutput) -> bool:
         if output.finished or any(getattr(output, name) is not None for name in PARTICULARS):
