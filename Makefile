@@ -27,10 +27,10 @@ test test-fast test-all: export HF_HUB_OFFLINE = 1
 test test-fast test-all: export OMP_NUM_THREADS = 1
 
 test: dev ## all tests that need no GPU
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not slow"
 
 test-fast: dev ## tests that start no Ray, vLLM or second process
-	$(PYTEST) -m "not gpu and not integration"
+	$(PYTEST) -m "not gpu and not integration and not slow"
 
 test-all: export PROOFS = full
 test-all: dev ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates
