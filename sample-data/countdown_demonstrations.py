@@ -5,13 +5,20 @@ An answer is one to three attempts, a line each, of which the last one counts:
     use 2 9 8 to make 15
     8+2-9=1
     8-2+9=15
+
+    python sample-data/countdown_demonstrations.py --output runs/demonstrations.jsonl
+
+writes pairs for `--objective sft`: each a right answer in one line.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import click
+from atomic_files import write_jsonl
 from create_count_down import CountDownRange, CountDownTask, generate_split, prompt_of
 
 LIMITS = CountDownRange(min_numbers=3, max_numbers=3, max_number=9, operators="+-")
@@ -62,3 +69,19 @@ def attempt(task: CountDownTask, *, is_right: bool, rng: random.Random) -> str:
             terms = zip(signs[1:], numbers[1:], strict=True)
             tail = "".join(f"{'+' if sign > 0 else '-'}{number}" for sign, number in terms)
             return f"{numbers[0]}{tail}={value}"
+
+
+@click.command(help=__doc__)
+@click.option("--count", default=600, show_default=True, type=click.IntRange(1))
+@click.option("--seed", default=0, show_default=True, help="Of the choice of puzzles and answers.")
+@click.option("--output", required=True, type=click.Path(path_type=Path, dir_okay=False))
+def main(count: int, seed: int, output: Path) -> None:
+    tasks, _ = split_tasks()
+    rng = random.Random(seed)
+    pairs = demonstrations(tasks, count=count, share_right=1.0, num_lines=(1.0,), rng=rng)
+    write_jsonl(output, rows=pairs)
+    click.echo(f"wrote {count} pairs to {output}")
+
+
+if __name__ == "__main__":
+    main()

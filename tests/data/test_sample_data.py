@@ -15,6 +15,7 @@ from async_grpo.data.questions import load_questions
 sys.path.insert(0, str(Path(__file__).parents[2] / "sample-data"))
 atomic_files = importlib.import_module("atomic_files")
 count_down = importlib.import_module("create_count_down")
+countdown_demonstrations = importlib.import_module("countdown_demonstrations")
 one_digit_sums = importlib.import_module("create_one_digit_sums")
 
 THREE = count_down.CountDownRange(max_numbers=3)
@@ -170,3 +171,21 @@ def test_one_digit_sums_are_all_there_once_and_right(tmp_path):
     for row in rows:
         left, right = row["input"].removeprefix("What is ").split("?")[0].split("+")
         assert int(left) + int(right) == int(row["answer"])
+
+
+def test_demonstrations_are_right_answers_to_puzzles_that_are_not_held_out(tmp_path):
+    file = tmp_path / "new" / "pairs.jsonl"
+    result = run(countdown_demonstrations, "--count", 40, "--output", file)
+    assert result.exit_code == 0, result.output
+    held_out = {
+        count_down.prompt_of(task, style="compact", operators="+-")
+        for task in countdown_demonstrations.split_tasks()[1]
+    }
+    pairs = read(file)
+    assert len(pairs) == 40
+    for pair in pairs:
+        assert pair["input"] not in held_out
+        asked = set(pair["input"].removeprefix("use ").split(" to make ")[0].split())
+        sum_, value = pair["completion"].split("=")
+        assert set(sum_.replace("-", "+").split("+")) == asked
+        assert eval(sum_) == int(value) == int(pair["input"].split()[-1])
