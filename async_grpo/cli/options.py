@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from async_grpo.config.option import flag
+from async_grpo.config.option import flag, groups_of
 
 Config = TypeVar("Config")
 CONTEXT = {
@@ -21,13 +21,36 @@ CONTEXT = {
 }
 
 
+class GroupedCommand(click.Command):
+    """A command whose `--help` shows its options under the headings that they declare."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                group = getattr(parameter, "group", "") or "Other options"
+                groups.setdefault(group, []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
+
+
+class GroupedOption(click.Option):
+    """An option of a config class."""
+
+    def __init__(self, *arguments: Any, group: str, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.group = group
+
+
 def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that gives a click command one option for each field of `config_class`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        fields = sorted(dataclasses.fields(config_class), key=lambda field: not _is_required(field))
-        for field in reversed(fields):
-            function = _click_option(config_class, field)(function)
+        fields = {field.name: field for field in dataclasses.fields(config_class)}
+        for name, group in reversed(groups_of(config_class).items()):
+            function = _click_option(config_class, fields[name], group)(function)
         return function
 
     return decorate
@@ -43,26 +66,22 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING
-
-
-def _click_option(config_class: type[Any], field: dataclasses.Field[Any]) -> Any:
+def _click_option(config_class: type[Any], field: dataclasses.Field[Any], group: str) -> Any:
     annotation = typing.get_type_hints(config_class)[field.name]
-    is_required = _is_required(field)
-    default: dict[str, Any] = {} if is_required else {"default": field.default}
+    is_required = field.default is dataclasses.MISSING
+    settings = {"cls": GroupedOption, "group": group, "help": field.metadata["help"]}
+    if not is_required:
+        settings["default"] = field.default
     choices = field.metadata["choices"]
     if annotation is bool:
         name = flag(field.name)
-        declaration = f"{name}/--no-{name[2:]}"
-        return click.option(declaration, field.name, help=field.metadata["help"], **default)
+        return click.option(f"{name}/--no-{name[2:]}", field.name, **settings)
     return click.option(
         flag(field.name),
         field.name,
         type=_Choice(choices) if choices else annotation,
         required=is_required,
-        help=field.metadata["help"],
-        **default,
+        **settings,
     )
 
 

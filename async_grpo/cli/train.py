@@ -41,7 +41,11 @@ QUIET = {
 @command_boundary()
 @one_voice()
 def main(**options: Any) -> None:
-    """Train a causal language model with GRPO (or SFT) on every rank that torchrun starts."""
+    """Train a causal language model with GRPO (or SFT) on every rank that torchrun starts.
+
+    \b
+    e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
+    """
     config = TrainConfig.from_options(given_options(options))
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

@@ -18,7 +18,10 @@ class ObjectiveConfig:
     """Advantage, ratio, clipping, corrections and penalties of the GRPO family."""
 
     preset: str = option(
-        "", "a published objective; options given beside it win", choices=("", *PRESET_NAMES)
+        "",
+        "a published objective; options given beside it win",
+        choices=("", *PRESET_NAMES),
+        group="What is optimised (grpo)",
     )
     advantage: str = option("grpo", "baseline of a group", choices=("grpo", "dr", "rloo"))
     aggregation: str = option(

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any
 
 from async_grpo.errors import ConfigError
 
 
-def option(default: Any, text: str, *, choices: Sequence[str] = ()) -> Any:
-    """A dataclass field for one option; `text` is its help and `choices` its legal values."""
-    return field(default=default, metadata={"help": text, "choices": tuple(choices)})
+def option(default: Any, text: str, *, choices: Sequence[str] = (), group: str = "") -> Any:
+    """A dataclass field for one option; `text` is its help and `choices` its legal values.
+
+    `group`: the heading in `--help` of this option and of those that follow it in its class.
+    """
+    return field(default=default, metadata=_metadata(text, choices, group))
 
 
-def required(text: str) -> Any:
+def required(text: str, *, group: str = "") -> Any:
     """A dataclass field for an option without a default."""
-    return field(metadata={"help": text, "choices": ()})
+    return field(metadata=_metadata(text, (), group))
+
+
+def groups_of(config_class: type[Any]) -> dict[str, str]:
+    """{option: heading} in the order of `--help`: a class's own options, then the inherited."""
+    groups: dict[str, str] = {}
+    known = {each.name: each for each in fields(config_class)}
+    for owner in config_class.__mro__:
+        group = ""
+        for name in inspect.get_annotations(owner):
+            group = known[name].metadata["group"] or group
+            groups.setdefault(name, group)
+    return groups
+
+
+def _metadata(text: str, choices: Sequence[str], group: str) -> dict[str, Any]:
+    return {"help": text, "choices": tuple(choices), "group": group}
 
 
 def flag(name: str) -> str:

@@ -50,50 +50,61 @@ NOT_NEGATIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(ObjectiveConfig):
-    """Options of the trainer in the order of the data's path; those of the update are inherited."""
+    """Options of the trainer, the most usual first; those of the update are inherited."""
 
-    model_name_or_path: str = required("Hugging Face folder of a causal language model")
+    model_name_or_path: str = required(
+        "Hugging Face folder of a causal language model", group="Usual options"
+    )
     data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
+    eval_data_path: str = option("", "held-out questions, graded before, during and after training")
     output_dir: str = option("runs/latest", "folder for metrics, samples and exports")
-    overwrite: bool = option(False, "replace the run that the output folder holds")
+    num_training_batches: int = option(100, "batches to train")
+    batch_size: int = option(32, "questions (sft: pairs) a batch; weights are published once each")
+    samples_per_question: int = option(8, "outputs sampled for each question")
+    max_generation_tokens: int = option(512, "longest output in tokens")
+    learning_rate: float = option(1e-6, "peak learning rate of AdamW")
+    max_tokens_per_gpu: int = option(16384, "prompt + output tokens of one rank's minibatch")
+
+    objective: str = option(
+        "grpo",
+        "grpo, or sft on prompt and completion pairs",
+        choices=("grpo", "sft"),
+        group="The run and its data",
+    )
     resume: str = option(
         "auto",
         "auto: go on from the newest good checkpoint of the output folder, if there is one; never; "
         "or the folder of a checkpoint, or of a run",
     )
-    objective: str = option(
-        "grpo", "grpo, or sft on prompt and completion pairs", choices=("grpo", "sft")
-    )
-
+    overwrite: bool = option(False, "replace the run that the output folder holds")
     data_split: str = option("train", "split of a datasets.load_dataset source")
     column_mapping: str = option(
         "", "our=yours pairs for other column names, such as input=question,answer=solution"
     )
     infinite_sampler_seed: int = option(37, "seed of the endless permutation of the questions")
-    eval_data_path: str = option("", "held-out questions, graded before, during and after training")
     eval_every_batches: int = option(0, "batches between evaluations; 0: only first and last")
 
-    batch_size: int = option(32, "questions (sft: pairs) a batch; weights are published once each")
     train_minibatch_size: int = option(
-        0, "questions a gradient step, a divisor of --batch-size; 0: the whole batch"
+        0,
+        "questions a gradient step, a divisor of --batch-size; 0: the whole batch",
+        group="Batches and sampling",
     )
-    num_training_batches: int = option(100, "batches to train")
-    samples_per_question: int = option(8, "outputs sampled for each question")
-    max_generation_tokens: int = option(512, "longest output in tokens")
     temperature: float = option(1.0, "sampling temperature, also of every log-probability")
     max_staleness: int = option(
         1, "batches that generation may run ahead of published weights; 0: strictly on-policy"
     )
-
     num_batches_per_ref_model_update: int = option(
         1_000_000, "batches between updates of the reference model with the policy's weights"
     )
+    deterministic: bool = option(
+        False, "form rounds in ordinal order from complete steps; needs --max-staleness 0"
+    )
 
-    learning_rate: float = option(1e-6, "peak learning rate of AdamW")
     lr_scheduler: str = option(
         "constant_with_warmup",
         "learning-rate schedule",
         choices=("constant", "constant_with_warmup", "linear", "cosine"),
+        group="Learning rate and optimizer",
     )
     schedule_clock: str = option(
         "steps",
@@ -108,8 +119,9 @@ class TrainConfig(ObjectiveConfig):
     weight_decay: float = option(0.0, "decoupled weight decay of AdamW")
     max_grad_norm: float = option(1.0, "clip of the global gradient norm; 0: no clipping")
 
-    max_tokens_per_gpu: int = option(16384, "prompt + output tokens of one rank's minibatch")
-    loss_chunksize: int = option(1024, "tokens whose logits exist at a time")
+    loss_chunksize: int = option(
+        1024, "tokens whose logits exist at a time", group="Memory and speed"
+    )
     mixed_precision: str = option(
         "auto", "compute type; master weights are float32", choices=("auto", "no", "bf16")
     )
@@ -120,18 +132,17 @@ class TrainConfig(ObjectiveConfig):
         "reduce gradients over ranks once a step instead of once a minibatch; costs a whole "
         "gradient in memory on each rank",
     )
-    deterministic: bool = option(
-        False, "form rounds in ordinal order from complete steps; needs --max-staleness 0"
-    )
-
     weight_transport: str = option(
         "object_store",
         "how weights travel to generation workers: Ray's object store, or vLLM's engines for "
         "NVIDIA devices",
         choices=("object_store", "nccl", "ipc"),
     )
+
     min_samples_per_checkpoint: int = option(
-        0, "samples trained between exports to hf_format/; 0: only at the end"
+        0,
+        "samples trained between exports to hf_format/; 0: only at the end",
+        group="What the run writes",
     )
     checkpoint_every_batches: int = option(
         10, "batches between checkpoints that the run can go on from, and one at the end; 0: none"
@@ -144,12 +155,14 @@ class TrainConfig(ObjectiveConfig):
         "tensorboard", "comma-separated accelerate trackers, such as tensorboard,wandb; empty: none"
     )
     run_name: str = option("async-grpo", "name of the run in trackers")
+    logging_level: str = option("INFO", "log detail", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
-    ray_address: str = option("auto", "host:port of the Ray cluster; auto: the one on this machine")
+    ray_address: str = option(
+        "auto", "host:port of the Ray cluster; auto: the one on this machine", group="Ray cluster"
+    )
     namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
     worker_timeout_s: float = option(300.0, "seconds to wait for the workers that the run needs")
     stall_timeout_s: float = option(900.0, "seconds without progress after which the run ends")
-    logging_level: str = option("INFO", "log detail", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:

@@ -11,25 +11,31 @@ from async_grpo.config.option import option, require, required
 class WorkerConfig:
     """Options of a dispatcher: it starts workers on its own node and stays in the foreground."""
 
-    model_path: str = required("Hugging Face folder of a causal language model")
+    model_path: str = required(
+        "Hugging Face folder of a causal language model", group="Usual options"
+    )
     mode: str = option("generation", "role of the workers", choices=("generation", "logprob"))
     num_workers: int = option(1, "workers to start on this node")
-    tensor_parallel_size: int = option(1, "devices a worker shards its model over (generation)")
-    max_num_seqs: int = option(64, "sequences decoded together: a generation worker's capacity")
-    overhead_seqs: int = option(8, "sequences accepted beyond the capacity, so it never runs dry")
-    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit")
-    max_tokens_per_gpu: int = option(16384, "tokens of one packed forward (logprob)")
-    kv_cache_gib: float = option(0.0, "KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU")
-    enable_prefix_caching: bool = option(True, "reuse the cache of shared prompt prefixes")
+    reward_fns: str = option(
+        "math_verify",
+        "(generation) comma-separated reward adapters, the best verdict counts: names of the "
+        "registry, package.module:function, or path/to/file.py:function",
+    )
     temperature: float = option(0.0, "serve only this sampling temperature; 0: the trainer's")
     dtype: str = option(
         "auto", "weights of the workers' model", choices=("auto", "float32", "bfloat16")
     )
-    reward_fns: str = option(
-        "math_verify",
-        "comma-separated reward adapters, the best verdict counts: names of the registry, "
-        "package.module:function, or path/to/file.py:function",
+    ray_address: str = option("auto", "host:port of the Ray cluster; auto: the one on this machine")
+    namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
+
+    max_num_seqs: int = option(
+        64, "sequences decoded together: a worker's capacity", group="Only with --mode generation"
     )
+    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit")
+    overhead_seqs: int = option(8, "sequences accepted beyond the capacity, so it never runs dry")
+    tensor_parallel_size: int = option(1, "devices a worker shards its model over")
+    kv_cache_gib: float = option(0.0, "KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU")
+    enable_prefix_caching: bool = option(True, "reuse the cache of shared prompt prefixes")
     reward_registry: str = option("reward_registry", "module or file that holds REWARD_ADAPTERS")
     global_num_verifiers: int = option(50, "verifier processes, at most the cluster's cores")
     verifier_timeout_s: float = option(10.0, "seconds one verification may take")
@@ -37,9 +43,14 @@ class WorkerConfig:
     write_failed_generation_samples: bool = option(
         False, "append samples whose verification failed to failed_samples.jsonl, here"
     )
-    ray_address: str = option("auto", "host:port of the Ray cluster; auto: the one on this machine")
-    namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
-    start_timeout_s: float = option(600.0, "seconds a worker may take to load and register")
+
+    max_tokens_per_gpu: int = option(
+        16384, "tokens of one packed forward", group="Only with --mode logprob"
+    )
+
+    start_timeout_s: float = option(
+        600.0, "seconds a worker may take to load and register", group="Keeping workers alive"
+    )
     worker_lease_s: float = option(
         30.0,
         "seconds of silence after which a worker counts as lost: more than it ever computes "

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli.options import CONTEXT, options_of
+from async_grpo.cli.options import CONTEXT, GroupedCommand, options_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.option import flag, option, required
@@ -21,9 +21,9 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "accelerate", "nump
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    some_path: str = required("where it is")
+    some_path: str = required("where it is", group="Things")
     num_things: int = option(3, "how many")
-    rate: float = option(0.5, "how fast")
+    rate: float = option(0.5, "how fast", group="Manner")
     with_care: bool = option(False, "take care")
     colour_of_it: str = option("dark_red", "how it looks", choices=("dark_red", "blue"))
 
@@ -74,6 +74,48 @@ def test_every_option_is_explained(command, config):
     for field in dataclasses.fields(config):
         assert flag(field.name) in shown
         assert "".join(field.metadata["help"].split()) in shown, field.name
+
+
+def headings(text):
+    """{heading of a help page: first words of the options below it}."""
+    groups = {}
+    for line in text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            groups[line[:-1]] = []
+        elif line.startswith("  -"):
+            groups[list(groups)[-1]].append(line.split()[0])
+    return groups
+
+
+def test_an_option_stands_under_the_heading_declared_at_it_or_before_it():
+    @dataclasses.dataclass(kw_only=True)
+    class Derived(Options):
+        own: int = option(1, "comes first", group="Own")
+
+    @click.command(cls=GroupedCommand, context_settings=CONTEXT)
+    @options_of(Derived)
+    def command(**options):
+        pass
+
+    assert headings(CliRunner().invoke(command, ["--help"]).stdout) == {
+        "Own": ["--own"],
+        "Things": ["--some-path", "--num-things"],
+        "Manner": ["--rate", "--with-care", "--colour-of-it"],
+        "Other options": ["--help"],
+    }
+
+
+def test_the_usual_ten_come_first_and_no_option_is_without_a_heading():
+    found = headings(CliRunner().invoke(train, ["--help"]).stdout)
+    first = next(iter(found.items()))
+    assert (first[0], len(first[1])) == ("Usual options", 10)
+    assert found["Other options"] == ["--help"]
+
+
+def test_options_of_one_role_of_workers_stand_apart():
+    found = headings(CliRunner().invoke(worker, ["--help"]).stdout)
+    assert "--max-num-seqs" in found["Only with --mode generation"]
+    assert found["Only with --mode logprob"] == ["--max-tokens-per-gpu"]
 
 
 @pytest.mark.parametrize("script", ["trainer_core.py", "worker_dispatcher.py"])
