@@ -86,20 +86,25 @@ class Announcer:
         """Announce the newest weights to whoever has forgotten them."""
         for role in tuple(self._newest):
             try:
-                if self._session(role) == self._sessions.get(role):
-                    continue
-                with self._announcing:
-                    snapshot = self._newest[role]
-                    logger.warning(
-                        "the %s registry was restarted: weights %s are announced again",
-                        role,
-                        snapshot.version,
-                    )
-                    self._announce(snapshot, (role,), CALL_TIMEOUT_S * 6)
+                session = self._session(role)
+                if not self._announcing.acquire(blocking=False):
+                    continue  # it is being told: no session is on record before it has answered
+                try:
+                    if session != self._sessions.get(role):
+                        self._announce_again(role)
+                finally:
+                    self._announcing.release()
             except DeadlineError as error:
                 logger.warning("%s", error)  # asked again in a moment, as long as the run lasts
             except AsyncGrpoError:
                 self._find_again((role,))
+
+    def _announce_again(self, role: str) -> None:
+        snapshot = self._newest[role]
+        logger.warning(
+            "the %s registry was restarted: weights %s are announced again", role, snapshot.version
+        )
+        self._announce(snapshot, (role,), CALL_TIMEOUT_S * 6)
 
     def _announce(
         self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float

@@ -1,5 +1,6 @@
 """Weights stay announced, whatever happens to registries: fakes that are restarted and moved."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,37 @@ def test_a_registry_that_was_restarted_is_told_the_newest_weights_again(scene):
     for _ in range(3):
         scene.announcer.look_after_once()
     assert (generation.told, logprob.told) == ([0, 1, 1], [0, 0])
+
+
+def test_a_first_announcement_that_takes_long_is_made_once_and_without_a_warning(scene, caplog):
+    """Loading a real model takes longer than the interval at which registries are looked after."""
+    generation = scene.registries["generation"]
+    answer_at_last, asked = threading.Event(), threading.Event()
+
+    def session():
+        if threading.current_thread() is not announcing:
+            asked.set()
+        return 7
+
+    def publish(snapshot, timeout_s):
+        assert answer_at_last.wait(20)
+        return generation._publish(snapshot, timeout_s)
+
+    generation.session.remote, generation.publish.remote = session, publish
+    announcing = threading.Thread(
+        target=lambda: scene.announcer.announce(FIRST, roles=("generation",), timeout_s=60)
+    )
+    announcing.start()
+    scene.announcer.start()
+    for _ in range(3):  # the registry hears all the time that the trainer lives
+        asked.clear()
+        assert asked.wait(20)
+    answer_at_last.set()
+    announcing.join(20)
+    for _ in range(3):
+        scene.announcer.look_after_once()
+    assert generation.told == [0]
+    assert caplog.messages == []
 
 
 def test_a_registry_of_another_process_is_found_and_told(scene):
