@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +81,17 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
 
 
 def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
-    if config.objective == "sft":
-        from async_grpo.training.sft import train_sft
+    from async_grpo.training.folder_lock import folder_held
 
-        train_sft(config, ranks, stop=stop)
-    else:
-        from async_grpo.training.loop import train_grpo
+    with folder_held(Path(config.output_dir), ranks):
+        if config.objective == "sft":
+            from async_grpo.training.sft import train_sft
 
-        train_grpo(config, ranks, stop=stop)
+            train_sft(config, ranks, stop=stop)
+        else:
+            from async_grpo.training.loop import train_grpo
+
+            train_grpo(config, ranks, stop=stop)
     if stop and stop.is_set():
         ranks.agree(0)  # torchrun ends the others as soon as one has left
     ranks.stop()

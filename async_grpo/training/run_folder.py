@@ -20,7 +20,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 def clear(folder: Path, *, files: tuple[str, ...], folders: tuple[str, ...]) -> None:
     """Make the folder of a new run, without what an older one has left in it."""
-    with _explained(folder):
+    with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in folders:  # the checkpoints first: they must not outlive their metrics
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -33,7 +33,7 @@ def cut_back(folder: Path, sizes: Mapping[str, int], *, source: Path) -> None:
 
     `source`: the folder of the run that wrote the checkpoint, which keeps its own files.
     """
-    with _explained(folder):
+    with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, size_bytes in sizes.items():
             file = folder / name
@@ -53,7 +53,8 @@ def _copy(source: Path, file: Path) -> None:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
+    """Within, what the system refuses is an error of the option that named `path`."""
     try:
         yield
     except OSError as error:

@@ -42,7 +42,8 @@ def take_name(make: Callable[[], T]) -> T:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"another trainer{_who(owner)} uses these workers: wait for it, or start "
-                    "workers and trainer with another --namespace"
+                    "workers and trainer with another --namespace, the trainer with another "
+                    "--output-dir too"
                 ) from error
         time.sleep(POLL_INTERVAL_S)
 
