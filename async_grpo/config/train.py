@@ -134,9 +134,9 @@ class TrainConfig(ObjectiveConfig):
     )
     weight_transport: str = option(
         "object_store",
-        "how weights travel to generation workers: Ray's object store, or vLLM's engines for "
-        "NVIDIA devices",
-        choices=("object_store", "nccl", "ipc"),
+        "how weights travel to generation workers: Ray's object store, or NCCL between NVIDIA "
+        "devices",
+        choices=("object_store", "nccl"),
     )
 
     min_samples_per_checkpoint: int = option(

@@ -9,8 +9,6 @@ from async_grpo.errors import ConfigError
 from async_grpo.types import WorkerInfo
 
 OBJECT_STORE = "object_store"
-NCCL = "nccl"
-IPC = "ipc"
 
 
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
@@ -20,12 +18,11 @@ def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
 
     >>> from async_grpo.types import WorkerInfo
     >>> worker = WorkerInfo("w", "generation", "n", 1, "m", 128, 8.0, 0.0, 512, devices=("GPU-1",))
-    >>> check_route("ipc", worker, sender="GPU-1")
     >>> check_route("nccl", worker, sender="GPU-0")
     >>> check_route("nccl", worker, sender="GPU-1")
     Traceback (most recent call last):
     async_grpo.errors.ConfigError: --weight-transport nccl needs a device of its own for every \
-process, but trainer rank 0 and worker w share GPU-1: use ipc
+process, but trainer rank 0 and worker w share GPU-1: use object_store
     """
     if transport == OBJECT_STORE:
         return
@@ -39,13 +36,8 @@ process, but trainer rank 0 and worker w share GPU-1: use ipc
             f"{option} needs an NVIDIA device in every generation worker, {who} has none: use "
             f"{OBJECT_STORE}"
         )
-    if transport == NCCL and sender in worker.devices:
+    if sender in worker.devices:
         raise ConfigError(
             f"{option} needs a device of its own for every process, but trainer rank 0 and {who} "
-            f"share {sender}: use {IPC}"
-        )
-    if transport == IPC and worker.devices != (sender,):
-        raise ConfigError(
-            f"{option} needs trainer rank 0 and the worker on one device, but rank 0 has {sender} "
-            f"and {who} has {', '.join(worker.devices)}: use {NCCL}"
+            f"share {sender}: use {OBJECT_STORE}"
         )

@@ -6,7 +6,7 @@ way ahead of it: whoever it does not reach, and whoever joins later, loads from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import ray
@@ -16,7 +16,7 @@ from async_grpo.types import PublishReport, WeightsSnapshot, WorkerInfo
 from async_grpo.weight_sync.device import ROLE, DeviceTransport
 from async_grpo.weight_sync.links import Link, Sender, WorkerClient
 from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.routes import NCCL, OBJECT_STORE, check_route
+from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
 
 
 class Transport(Protocol):
@@ -41,27 +41,18 @@ def open_transport(name: str, publisher: Publisher) -> Transport:
     """The transport of `--weight-transport`, in trainer rank 0; `check_route` has let it pass."""
     if name == OBJECT_STORE:
         return publisher
-    make_link = _link_of(name)
+    # Imported on demand: it imports vLLM, which costs the trainer seconds.
+    from async_grpo.weight_sync.nccl import NcclLink
+
     device = torch.device("cuda", torch.cuda.current_device())
     sender = Sender(device, device_id(), ray.util.get_node_ip_address())
 
     def connect(worker: WorkerInfo, handle: Any) -> Link:
         check_route(name, worker, sender=sender.device_id)
         client = WorkerClient(handle, transport=name, who=f"{ROLE} worker {worker.worker_id}")
-        return make_link(client, worker=worker, sender=sender)
+        return NcclLink(client, worker=worker, sender=sender)
 
     return DeviceTransport(publisher, connect)
-
-
-def _link_of(name: str) -> Callable[..., Link]:
-    """Imported on demand: these import vLLM, which costs the trainer seconds."""
-    if name == NCCL:
-        from async_grpo.weight_sync.nccl import NcclLink
-
-        return NcclLink
-    from async_grpo.weight_sync.ipc import IpcLink
-
-    return IpcLink
 
 
 def device_id() -> str:

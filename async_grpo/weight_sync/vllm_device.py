@@ -11,18 +11,13 @@ from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from async_grpo.errors import WeightSyncError
 from async_grpo.weight_sync.group import check_group
-from async_grpo.weight_sync.ipc_handle import full_handle
 from async_grpo.weight_sync.manifest import ExpectedWeights
 
-STOCK: dict[str, type[WeightTransferEngine]] = {
-    "nccl": NCCLWeightTransferEngine,
-    "ipc": IPCWeightTransferEngine,
-}
+STOCK: dict[str, type[WeightTransferEngine]] = {"nccl": NCCLWeightTransferEngine}
 
 
 class _Recorder:
@@ -71,10 +66,6 @@ class DeviceReceiver:
             self._stock.start_weight_update()
             self._recorder = _Recorder(self._stock.model)
             self._stock.set_weight_update_target(self._recorder, self._stock.model_config)
-        handles = update_info.get("ipc_handles")
-        if handles is not None:
-            full = {device: full_handle(plain) for device, plain in handles.items()}
-            update_info = {**update_info, "ipc_handles": full}
         with torch.no_grad():
             self._stock.update_weights(update_info)
 

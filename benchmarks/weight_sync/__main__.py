@@ -3,7 +3,7 @@
 Every transport that runs without a GPU is measured, which is the staged one of the object store:
 parameters are gathered and packed by the trainer, put into Ray's object store, copied by the worker
 into memory that it shares with its engine, verified there while generation goes on, and loaded in
-one step. NCCL and IPC need NVIDIA devices and are only named.
+one step. NCCL needs NVIDIA devices and is only named.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from benchmarks.weight_sync.run import run
 
 NAME = "weight_sync"
 QUICK = ("3M tied",)
-NOT_RUN = {
-    "nccl": "needs an NVIDIA device each for trainer and worker",
-    "ipc": "needs an NVIDIA device that trainer and worker share",
-}
+NOT_RUN = {"nccl": "needs an NVIDIA device each for trainer and worker"}
 
 
 @click.command()

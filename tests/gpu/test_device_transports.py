@@ -1,8 +1,7 @@
-"""NCCL and CUDA IPC themselves: weights from a trainer's device into engines that serve.
+"""NCCL itself: weights from a trainer's device into engines that serve.
 
-Never run so far. `ipc` needs one device, which trainer and workers share; `nccl` needs two, for it
-refuses two processes on one. What can be run without a device is run by
-tests/rollout/test_device_updates.py. Run with `pytest -m gpu tests/gpu`.
+Never run so far. It needs two devices, for NCCL refuses two processes on one. What can be run
+without a device is run by tests/rollout/test_device_updates.py. Run with `pytest -m gpu tests/gpu`.
 """
 
 # ruff: noqa: E402
@@ -26,7 +25,7 @@ from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import check_route
-from async_grpo.weight_sync.transport import device_id, open_transport
+from async_grpo.weight_sync.transport import open_transport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -42,23 +41,22 @@ def get(reference):
 
 
 class Stack:
-    """A trainer in this process, a registry, and workers that share one device."""
+    """A trainer in this process, a registry, and workers that share one other device."""
 
-    def __init__(self, transport, folder):
-        self.name, self.folder, self.models = transport, folder, {}
+    def __init__(self, folder):
+        self.folder, self.models = folder, {}
         actor = ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000)
         self.registry = actor.remote("generation")
         self.early = self.start("early")
         self.info = get(self.early.info.remote())
         torch.cuda.set_device(self.trainer_device())
         self.publisher = Publisher(dtype=torch.bfloat16, bucket_bytes=40_000)
-        self.transport = open_transport(transport, self.publisher)
+        self.transport = open_transport("nccl", self.publisher)
 
     def trainer_device(self):
         ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(device_count())]
         (worker,) = self.info.devices
-        shared = ids.index(worker)
-        return shared if self.name == "ipc" else (shared + 1) % len(ids)
+        return (ids.index(worker) + 1) % len(ids)
 
     def start(self, name):
         actor = ray.remote(GenerationWorker).options(
@@ -103,9 +101,9 @@ def device_count():
     return torch.cuda.device_count()
 
 
-@pytest.fixture(scope="module", params=["ipc", "nccl"])
-def stack(request, tmp_path_factory):
-    if request.param == "nccl" and device_count() < 2:
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    if device_count() < 2:
         pytest.skip("NCCL refuses two processes on one device: needs two devices")
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
         patch.setenv("RAY_AUTH_MODE", "disabled")
@@ -119,14 +117,14 @@ def stack(request, tmp_path_factory):
             log_to_driver=False,
             _temp_dir=folder,
         )
-        yield Stack(request.param, make_model(tmp_path_factory.mktemp("model"), tied=True))
+        yield Stack(make_model(tmp_path_factory.mktemp("model"), tied=True))
         ray.shutdown()
 
 
 def test_weights_come_over_the_device_and_are_served(stack):
     for batches in range(3):
         (ack,) = stack.publish(batches).values()
-        assert ack.transport == stack.name and ack.pause_seconds > 0
+        assert ack.transport == "nccl" and ack.pause_seconds > 0
         stack.assert_serves(stack.early, WeightsVersion(0, batches))
     (completion, *_) = get(stack.generate(stack.early))
     assert stack.error(completion, WeightsVersion(0, 0)) > ANOTHER_VERSION
@@ -149,14 +147,14 @@ def test_a_late_joiner_loads_from_the_store_and_then_over_the_device(stack):
     stack.assert_serves(late, WeightsVersion(0, 3))
     acks = stack.publish(4)
     assert {name: ack.transport for name, ack in acks.items()} == {
-        "early": stack.name,
-        "late": stack.name,
+        "early": "nccl",
+        "late": "nccl",
     }
     for worker in (stack.early, late):
         stack.assert_serves(worker, WeightsVersion(0, 4))
 
 
-def test_the_other_transport_is_refused_by_the_devices_that_there_are(stack):
-    other = {"ipc": "nccl", "nccl": "ipc"}[stack.name]
-    with pytest.raises(ConfigError, match=f"use {stack.name}"):
-        check_route(other, stack.info, sender=device_id())
+def test_a_worker_on_the_trainers_device_is_refused(stack):
+    (shared,) = stack.info.devices
+    with pytest.raises(ConfigError, match="use object_store"):
+        check_route("nccl", stack.info, sender=shared)

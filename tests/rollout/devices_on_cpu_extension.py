@@ -1,4 +1,4 @@
-"""The engine's extension, in an engine whose NCCL and CUDA IPC are the stand-ins."""
+"""The engine's extension, in an engine whose NCCL is the stand-in."""
 
 import devices_on_cpu
 
