@@ -10,6 +10,7 @@ from pathlib import Path
 
 from async_grpo.errors import ClusterError
 from async_grpo.loopback import is_loopback
+from async_grpo.ray_token import check_token, refused, settle_authentication
 
 logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
@@ -19,18 +20,6 @@ NO_CLUSTER = (
     "start one with `ray start --head --include-dashboard=false`, or name a running one with "
     "--ray-address host:port"
 )
-
-
-def settle_authentication() -> None:
-    """Use Ray's token when this machine has one; Ray itself looks for it only when told to.
-
-    A cluster that wants none takes a client with a token too.
-    """
-    if "RAY_AUTH_MODE" in os.environ:
-        return
-    token_file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
-    if os.environ.get("RAY_AUTH_TOKEN") or token_file.is_file():
-        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def private_cluster(folder: Path) -> dict[str, str]:
@@ -68,9 +57,10 @@ def settle_loopback(host: str, port: int) -> bool:
 def find_head(address: str) -> str:
     """The host:port of the head that an address means; a cluster of Ray's listens there.
 
-    Raises `ClusterError`, also when the cluster does not know this machine's token.
+    Raises `ClusterError`, also when the cluster refuses what this machine has to show.
     """
     settle_authentication()
+    check_token()
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or "auto"
     if address == "auto":
@@ -128,10 +118,7 @@ def _probe(address: str) -> None:
             get_cluster_id(b"", timeout=PROBE_TIMEOUT_S)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
-                raise ClusterError(
-                    f"the Ray cluster at {address} wants another authentication token: copy "
-                    "~/.ray/auth_token from its head to this machine, or set RAY_AUTH_TOKEN"
-                ) from None
+                raise refused(address) from None
             raise ClusterError(
                 f"what answers at {address} is no Ray cluster ({error.code().name}): {NO_CLUSTER}"
             ) from None

@@ -6,7 +6,6 @@ from ray._private import services
 
 from async_grpo import cluster, head
 from async_grpo.errors import ClusterError
-from async_grpo.head import settle_authentication
 
 
 @pytest.fixture(autouse=True)
@@ -53,30 +52,6 @@ def test_auto_obeys_ray_address(monkeypatch):
         cluster.connect("auto", namespace="n")
     with pytest.raises(ClusterError, match=r"answers at 127.0.0.1:1"):
         cluster.connect("127.0.0.1:1", namespace="n")
-
-
-def test_a_token_is_used_where_there_is_one(monkeypatch, tmp_path):
-    settle_authentication()
-    assert "RAY_AUTH_MODE" not in os.environ
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("secret")
-    settle_authentication()
-    assert os.environ["RAY_AUTH_MODE"] == "token"
-
-
-@pytest.mark.parametrize("place", ["RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"])
-def test_a_token_may_come_from_the_environment(place, monkeypatch, tmp_path):
-    (tmp_path / "token").write_text("secret")
-    monkeypatch.setenv(place, str(tmp_path / "token"))
-    settle_authentication()
-    assert os.environ["RAY_AUTH_MODE"] == "token"
-
-
-def test_a_mode_that_the_user_has_set_stays(monkeypatch):
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    settle_authentication()
-    assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from types import TracebackType
 import click
 
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.ray_token import settle_authentication
 
 EXIT_ERROR = 1
 EXIT_SIGNAL = 128  # and the signal's number, as shells have it: 130 Ctrl-C, 143 SIGTERM
@@ -31,8 +32,9 @@ def command_boundary() -> Iterator[None]:
 
     `AsyncGrpoError`: its message on one line, exit 1. A dependency that is missing or broken: one
     line with the remedy, exit 1. Ctrl-C: exit 130, SIGTERM: 143. Anything else is a bug and keeps
-    its traceback.
+    its traceback. The token is settled first, because Ray reads the mode when a body imports it.
     """
+    settle_authentication()
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -1,6 +1,9 @@
+import os
+
 import click
 import pytest
 from click.testing import CliRunner
+from ray._raylet import Config
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.errors import ConfigError
@@ -53,6 +56,16 @@ def imports_what_is_broken():
 def test_our_errors_are_one_line_and_exit_code_1(error, line):
     result = run(raising(error))
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", line + "\n")
+
+
+def test_a_command_uses_the_machines_token_before_its_body_imports_ray(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    modes = []
+    assert run(lambda: modes.append(os.environ.get("RAY_AUTH_MODE"))).exit_code == 0
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    Config.initialize("")
+    assert modes == ["token"]
 
 
 def test_an_interrupt_exits_with_130():

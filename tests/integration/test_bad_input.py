@@ -139,15 +139,26 @@ def test_torchrun_ends_with_the_one_sentence(tiny_model, questions, tmp_path):
         assert command.family() == set()
 
 
-def test_a_cluster_takes_its_own_token_only(tiny_model, tmp_path):
+def test_a_cluster_takes_its_own_token_only(tiny_model, questions, tmp_path):
     home, stranger = (home_with(tmp_path / name, token=name * 32) for name in ("ours", "other"))
     cluster = PrivateCluster(env=environment(HOME=home, RAY_AUTH_MODE="token"))
+
+    def trains(home):
+        options = ("--namespace", "nobody", "--worker-timeout-s", 1)
+        output = tmp_path / "run"
+        return trainer(cluster.address, tiny_model, questions, output, *options, env=at(home))
+
     try:
-        sentence = f"the Ray cluster at {cluster.address} wants another authentication token"
-        for wrong in (stranger, str(tmp_path)):
-            assert sentence in only_error(dispatcher(cluster.address, tiny_model, env=at(wrong)))
-        options = ("--mode", "logprob")
-        with dispatcher(cluster.address, tiny_model, *options, env=at(home)) as command:
+        for home_without, sentence in (
+            (stranger, f"refuses the token of {stranger}/.ray/auth_token: put there"),
+            (str(tmp_path), f"wants a token, and none was sent, for there is none in {tmp_path}/"),
+        ):
+            sentence = f"error: the Ray cluster at {cluster.address} {sentence}"
+            for command in (dispatcher(cluster.address, tiny_model, env=at(home_without)),
+                            trains(home_without)):  # fmt: skip
+                assert only_error(command).startswith(sentence)
+        assert "no worker registered within --worker-timeout-s 1" in only_error(trains(home))
+        with dispatcher(cluster.address, tiny_model, "--mode", "logprob", env=at(home)) as command:
             command.wait_for("registered", timeout_s=TIMEOUT_S)
             cluster.stop()
             assert command.wait(timeout_s=30) == 0

@@ -12,7 +12,12 @@ from async_grpo import head
 from benchmarks import ports
 
 pytestmark = pytest.mark.integration
-CONNECT = "from async_grpo import cluster; cluster.connect({address!r}, namespace='n'); print('in')"
+CONNECT = """
+{first}
+from async_grpo import cluster
+cluster.connect({address!r}, namespace="n")
+print("in")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +31,13 @@ def private(tmp_path_factory):
         cluster.stop()
 
 
-def connect(address, folder, **variables):
+def connect(address, folder, *, first="", **variables):
     """Of a client whose home is `folder`: exit code, last line."""
     env = environment() | {"HOME": str(folder)} | variables
     if not variables.get("RAY_AUTH_MODE"):
         env.pop("RAY_AUTH_MODE")
     done = subprocess.run(
-        [sys.executable, "-c", CONNECT.format(address=address)],
+        [sys.executable, "-c", CONNECT.format(address=address, first=first)],
         cwd=REPOSITORY,
         env=env,
         capture_output=True,
@@ -44,11 +49,15 @@ def connect(address, folder, **variables):
 
 def test_only_whoever_has_the_token_is_let_in(private, tmp_path):
     address, token, _ = private
-    assert connect(address, tmp_path, RAY_AUTH_TOKEN_PATH=token) == (0, "in")
-    for variables in ({}, {"RAY_AUTH_TOKEN": "0" * 64}):
+    for first in ("", "import ray"):  # which reads the mode when it is imported
+        assert connect(address, tmp_path, first=first, RAY_AUTH_TOKEN_PATH=token) == (0, "in")
+    for variables, sentence in (
+        ({}, f"wants a token, and none was sent, for there is none in {tmp_path}/.ray/auth_token"),
+        ({"RAY_AUTH_TOKEN": "0" * 64}, "refuses the token of RAY_AUTH_TOKEN"),
+    ):
         code, last = connect(address, tmp_path, **variables)
         assert code == 1
-        assert f"the Ray cluster at {address} wants another authentication token" in last
+        assert f"the Ray cluster at {address} {sentence}" in last
 
 
 def test_a_token_does_no_harm_where_none_is_wanted(ray_cluster, private, tmp_path):
