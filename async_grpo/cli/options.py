@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -21,8 +21,17 @@ CONTEXT = {
 }
 
 
-class GroupedCommand(click.Command):
-    """A command whose `--help` shows its options under the headings that they declare."""
+class OptionsCommand(click.Command):
+    """A command whose `--help` shows its options under the headings that they declare.
+
+    Its switches also take a value, as scripts write it: `--deterministic True`.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = [param for param in self.params if isinstance(param, click.Option)]
+        switches = {option.opts[0]: option.secondary_opts[0] for option in options
+                    if option.is_bool_flag and option.secondary_opts}  # fmt: skip
+        return super().parse_args(ctx, list(without_truth_values(args, switches=switches)))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -42,6 +51,25 @@ class GroupedOption(click.Option):
     def __init__(self, *arguments: Any, group: str, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.group = group
+
+
+def without_truth_values(args: Sequence[str], *, switches: Mapping[str, str]) -> Iterator[str]:
+    """The arguments with `--x True` as `--x` and `--x False` as `--no-x`; `switches` has both.
+
+    >>> list(without_truth_values(["--a", "True", "--a=false", "--b", "True"],
+    ...                           switches={"--a": "--no-a"}))
+    ['--a', '--no-a', '--b', 'True']
+    """
+    rest = list(args)
+    while rest:
+        name, is_joined, value = rest.pop(0).partition("=")
+        opposite = switches.get(name.replace("_", "-"))
+        if opposite and not is_joined and rest and rest[0].lower() in ("true", "false"):
+            is_joined, value = "=", rest.pop(0)
+        if opposite and value.lower() in ("true", "false"):
+            yield name if value.lower() == "true" else opposite
+        else:
+            yield name + is_joined + value
 
 
 def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -76,17 +104,32 @@ def _click_option(config_class: type[Any], field: dataclasses.Field[Any], group:
     if annotation is bool:
         name = flag(field.name)
         return click.option(f"{name}/--no-{name[2:]}", field.name, **settings)
+    parsed_as = _Choice(choices) if choices else click.types.convert_type(annotation)
+    if (off := field.metadata["none"]) is not None:
+        parsed_as = _OrNone(parsed_as, off)
     return click.option(
-        flag(field.name),
+        *map(flag, (field.name, *field.metadata["aliases"])),
         field.name,
-        type=_Choice(choices) if choices else annotation,
+        type=parsed_as,
         required=is_required,
         **settings,
     )
 
 
+class _OrNone(click.ParamType):
+    """Another type whose value is `off` where None is typed."""
+
+    def __init__(self, parsed_as: click.ParamType, off: Any) -> None:
+        self.name = parsed_as.name
+        self._parsed_as = parsed_as
+        self._off = off
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return self._off if value == "None" else self._parsed_as.convert(value, param, ctx)
+
+
 class _Choice(click.ParamType):
-    """Like `click.Choice`, without its normalisation of underscores in values."""
+    """Like `click.Choice`, in any case, without its normalisation of underscores in values."""
 
     name = "choice"
 
@@ -97,7 +140,8 @@ class _Choice(click.ParamType):
         return "[" + "|".join(filter(None, self.choices)) + "]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if value not in self.choices:
+        found = {choice.casefold(): choice for choice in self.choices}.get(value.casefold())
+        if found is None:
             known = ", ".join(filter(None, self.choices))
             self.fail(f"{value!r} is not one of {known}", param, ctx)
-        return str(value)
+        return found

@@ -20,7 +20,7 @@ from threading import Event
 import click
 
 from async_grpo.cli.interrupts import leave
-from async_grpo.cli.options import GroupedCommand
+from async_grpo.cli.options import OptionsCommand
 from async_grpo.errors import AsyncGrpoError, RankLostError
 from async_grpo.verification import namespaces
 
@@ -90,7 +90,7 @@ def ends_at_once(stop: Event | None = None) -> Iterator[None]:
     leave(code)
 
 
-class RankCommand(GroupedCommand):
+class RankCommand(OptionsCommand):
     """A command whose usage errors reach the screen once, however many ranks make them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

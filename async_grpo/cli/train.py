@@ -14,6 +14,7 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import RankInterrupts
 from async_grpo.cli.options import CONTEXT, given_options, options_of
+from async_grpo.cli.predecessor import predecessor_options
 from async_grpo.cli.torchrun import (
     RankCommand,
     end_with_agent,
@@ -39,6 +40,7 @@ QUIET = {
 
 @click.command(cls=RankCommand, context_settings=CONTEXT)
 @options_of(TrainConfig)
+@predecessor_options
 @command_boundary()
 @one_voice()
 def main(**options: Any) -> None:

@@ -17,7 +17,7 @@ from async_grpo import cluster
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.fleet import Fleet
-from async_grpo.cli.options import CONTEXT, GroupedCommand, options_of
+from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.model.folder import check_files, stated_positions
@@ -27,7 +27,7 @@ WATCH_INTERVAL_S = 0.5
 ENDING_S = 5.0
 
 
-@click.command(cls=GroupedCommand, context_settings=CONTEXT)
+@click.command(cls=OptionsCommand, context_settings=CONTEXT)
 @options_of(WorkerConfig)
 @command_boundary()
 def main(**options: Any) -> None:

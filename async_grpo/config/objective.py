@@ -30,7 +30,7 @@ class ObjectiveConfig:
         choices=("sample-mean", "token-mean", "constant"),
     )
     constant_length_samples: int = option(
-        0, "divisor in tokens of --aggregation constant (Dr. GRPO)"
+        0, "divisor in tokens of --aggregation constant (Dr. GRPO)", none=0
     )
 
     ratio_mode: str = option(
@@ -49,7 +49,10 @@ class ObjectiveConfig:
     clip_low: float = option(0.2, "the ratio is clipped below at 1 - this")
     clip_high: float = option(0.2, "the ratio is clipped above at 1 + this")
     dual_clip: float = option(
-        0.0, "bound of the ratio where the advantage is negative, above 1; 0: none"
+        0.0,
+        "bound of the ratio where the advantage is negative, above 1; 0: none",
+        none=0.0,
+        aliases=("clip_ratio_c",),
     )
 
     importance_correction: str = option(

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from typing import Any
 
 from async_grpo.errors import ConfigError
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-def option(default: Any, text: str, *, choices: Sequence[str] = (), group: str = "") -> Any:
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    choices: Sequence[str] = (),
+    none: Any = None,
+    aliases: Sequence[str] = (),
+    group: str = "",
+) -> Any:
     """A dataclass field for one option; `text` is its help and `choices` its legal values.
 
-    `group`: the heading in `--help` of this option and of those that follow it in its class.
+    `none`: its value where None is typed, which nobody may who has not said what it means.
+    `aliases`: other names of it on the command line. `group`: the heading in `--help` of this
+    option and of those that follow it in its class.
     """
-    return field(default=default, metadata=_metadata(text, choices, group))
+    metadata = {"help": text, "choices": tuple(choices), "none": none, "aliases": tuple(aliases)}
+    return field(default=default, metadata=metadata | {"group": group})
 
 
 def required(text: str, *, group: str = "") -> Any:
     """A dataclass field for an option without a default."""
-    return field(metadata=_metadata(text, (), group))
+    return option(MISSING, text, group=group)
 
 
 def groups_of(config_class: type[Any]) -> dict[str, str]:
@@ -33,10 +46,6 @@ def groups_of(config_class: type[Any]) -> dict[str, str]:
             group = known[name].metadata["group"] or group
             groups.setdefault(name, group)
     return groups
-
-
-def _metadata(text: str, choices: Sequence[str], group: str) -> dict[str, Any]:
-    return {"help": text, "choices": tuple(choices), "group": group}
 
 
 def flag(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from async_grpo.config.objective import ObjectiveConfig, check_objective
-from async_grpo.config.option import option, require, required
+from async_grpo.config.option import LOG_LEVELS, option, require, required
 from async_grpo.config.presets import with_preset
 
 POSITIVE = (
@@ -16,7 +16,6 @@ POSITIVE = (
     "samples_per_question",
     "max_generation_tokens",
     "max_tokens_per_gpu",
-    "loss_chunksize",
     "num_training_batches",
     "adam_epsilon",
     "num_batches_per_ref_model_update",
@@ -32,6 +31,7 @@ NOT_NEGATIVE = (
     "clip_low",
     "clip_high",
     "constant_length_samples",
+    "loss_chunksize",
     "correction_low",
     "correction_high",
     "entropy_coefficient",
@@ -56,7 +56,9 @@ class TrainConfig(ObjectiveConfig):
         "Hugging Face folder of a causal language model", group="Usual options"
     )
     data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
-    eval_data_path: str = option("", "held-out questions, graded before, during and after training")
+    eval_data_path: str = option(
+        "", "held-out questions, graded before, during and after training", none=""
+    )
     output_dir: str = option("runs/latest", "folder for metrics, samples and exports")
     num_training_batches: int = option(100, "batches to train")
     batch_size: int = option(32, "questions (sft: pairs) a batch; weights are published once each")
@@ -120,10 +122,19 @@ class TrainConfig(ObjectiveConfig):
     max_grad_norm: float = option(1.0, "clip of the global gradient norm; 0: no clipping")
 
     loss_chunksize: int = option(
-        1024, "tokens whose logits exist at a time", group="Memory and speed"
+        1024,
+        "tokens whose logits exist at a time; 0: those of a whole minibatch",
+        none=0,
+        group="Memory and speed",
     )
     mixed_precision: str = option(
         "auto", "compute type; master weights are float32", choices=("auto", "no", "bf16")
+    )
+    fsdp_sharding_strategy: str = option(
+        "FULL_SHARD",
+        "FULL_SHARD gathers a layer's weights for its forward and again for its backward pass, "
+        "SHARD_GRAD_OP keeps them in between: faster, in more memory; HYBRID_SHARD: not yet",
+        choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"),
     )
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass")
     use_torch_compile: bool = option(False, "compile decoder layers and log-probabilities")
@@ -149,13 +160,17 @@ class TrainConfig(ObjectiveConfig):
     )
     keep_checkpoints: int = option(2, "checkpoints kept, the newest ones")
     dump_samples_filename: str = option(
-        "samples.jsonl", "file in the output folder for every trained sample; empty: none"
+        "samples.jsonl",
+        "file for every trained sample: a name in the output folder, or a path; empty: none",
+        none="",
     )
     trackers: str = option(
-        "tensorboard", "comma-separated accelerate trackers, such as tensorboard,wandb; empty: none"
+        "tensorboard",
+        "comma-separated accelerate trackers, such as tensorboard,wandb; empty: none",
+        none="",
     )
     run_name: str = option("async-grpo", "name of the run in trackers")
-    logging_level: str = option("INFO", "log detail", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    logging_level: str = option("INFO", "log detail", choices=LOG_LEVELS)
 
     ray_address: str = option(
         "auto", "host:port of the Ray cluster; auto: the one on this machine", group="Ray cluster"
@@ -177,13 +192,20 @@ class TrainConfig(ObjectiveConfig):
         for name in NOT_NEGATIVE:
             value = getattr(self, name)
             require(value >= 0, name, "must not be negative", value, "give 0 or more")
+        require(
+            self.fsdp_sharding_strategy != "HYBRID_SHARD",
+            "fsdp_sharding_strategy",
+            "must be FULL_SHARD or SHARD_GRAD_OP, for one group of ranks shards everything",
+            self.fsdp_sharding_strategy,
+            "use FULL_SHARD; sharding within nodes comes with training on several devices",
+        )
         self._check_warmup()
         if self.objective == "grpo":
             self._check_grpo()
         require(
             self.batch_size % self.questions_per_step == 0,
             "train_minibatch_size",
-            f"must divide --batch-size ({self.batch_size})",
+            f"counts questions and must divide --batch-size ({self.batch_size})",
             self.train_minibatch_size,
             "choose a divisor, or 0 for one gradient step a batch",
         )
@@ -239,6 +261,11 @@ class TrainConfig(ObjectiveConfig):
     def questions_per_step(self) -> int:
         """Questions a gradient step: M of the design."""
         return self.train_minibatch_size or self.batch_size
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens whose logits exist at a time."""
+        return self.loss_chunksize or self.max_tokens_per_gpu
 
     @property
     def steps_per_batch(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_grpo.config.option import option, require, required
+from async_grpo.config.option import LOG_LEVELS, option, require, required
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class WorkerConfig:
     drain_timeout_s: float = option(
         30.0, "seconds that running work may take after the first Ctrl-C; the second ends at once"
     )
-    logging_level: str = option("INFO", "log detail", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    logging_level: str = option("INFO", "log detail", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "tensor_parallel_size", "max_num_seqs", "global_num_verifiers"):

@@ -35,14 +35,16 @@ def shard(
     mesh: DeviceMesh,
     *,
     mixed_precision: str = "no",
+    keep_gathered: bool = False,
     activation_checkpointing: bool = False,
     compile: bool = False,
 ) -> PolicyModel:
     """Shard `policy` in place over a 1-D mesh: each decoder layer, then the rest with the root.
 
     Master weights keep their type (float32); gradients are *summed* over ranks, in float32. Works
-    on one rank as on many. Names of parameters do not change. `compile`: the layers, and what
-    becomes of logits.
+    on one rank as on many. Names of parameters do not change. `keep_gathered`: a layer's weights
+    stay whole from its forward to its backward pass. `compile`: the layers, and what becomes of
+    logits.
     """
     if activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -51,7 +53,7 @@ def shard(
     for layer in policy.layers:
         if compile:
             layer.compile(dynamic=True)  # every packed row has another length
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep_gathered)
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     _reduce_by_sum(policy)
     return policy.train()

@@ -53,6 +53,7 @@ class Learner:
             policy.to(ranks.device),
             ranks.mesh,
             mixed_precision=config.mixed_precision,
+            keep_gathered=config.fsdp_sharding_strategy == "SHARD_GRAD_OP",
             activation_checkpointing=config.activation_checkpointing,
             compile=config.use_torch_compile,
         )
@@ -70,7 +71,7 @@ class Learner:
             scheduler=Scheduler(optimizer, config),
             loss=make_loss(config),
             temperature=config.temperature if config.objective == "grpo" else 1.0,
-            chunk_size=config.loss_chunksize,
+            chunk_size=config.chunk_size,
             max_grad_norm=config.max_grad_norm,
             batch_start=BatchStart(policy) if needs_batch_start(config) else None,
             defer_gradient_sync=config.defer_gradient_sync,

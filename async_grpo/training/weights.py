@@ -146,7 +146,7 @@ class WeightSync:
         dtype = str(compute_dtype(config.mixed_precision, device)).removeprefix("torch.")
         packed = to_device(collate_pairs([(row[:1], row[1:]) for row in self._canary]), device)
         scored = self._learner.policy(
-            packed, temperature=CANARY_TEMPERATURE, chunk_size=config.loss_chunksize
+            packed, temperature=CANARY_TEMPERATURE, chunk_size=config.chunk_size
         )
         parts = split_by_sample(scored.logprobs, packed)
         return tuple(

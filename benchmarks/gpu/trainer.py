@@ -176,7 +176,7 @@ def _memory(variant: Variant, learner: Learner) -> Iterator[Figure]:
     packed = collate(minibatches(variant)[0].samples, aggregation=learner.aggregation)
     packed = to_device(packed, device)
     before = clock.allocated_bytes(device)
-    scored = policy(packed, temperature=1.0, chunk_size=learner.config.loss_chunksize)
+    scored = policy(packed, temperature=1.0, chunk_size=learner.config.chunk_size)
     held = clock.allocated_bytes(device) - before
     scored.logprobs.sum().backward()
     del scored

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli.options import CONTEXT, GroupedCommand, options_of
+from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.option import flag, option, required
@@ -26,12 +26,14 @@ class Options:
     rate: float = option(0.5, "how fast", group="Manner")
     with_care: bool = option(False, "take care")
     colour_of_it: str = option("dark_red", "how it looks", choices=("dark_red", "blue"))
+    limit: int = option(7, "how far; 0: no limit", none=0, aliases=("how_far",))
+    dump: str = option("file", "where to; empty: nowhere", none="")
 
 
 def parse(*arguments):
     found = []
 
-    @click.command(context_settings=CONTEXT)
+    @click.command(cls=OptionsCommand, context_settings=CONTEXT)
     @options_of(Options)
     def command(**options):
         found.append(Options(**options))
@@ -51,6 +53,34 @@ def test_defaults_are_those_of_the_class_and_values_keep_their_underscores():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "with_care"),
+    [
+        (("--with_care", "True"), True),
+        (("--with-care", "true"), True),
+        (("--with-care=FALSE",), False),
+        (("--with-care", "--with_care", "false"), False),
+        (("--no-with-care",), False),
+        (("--with-care",), True),
+    ],
+)
+def test_a_switch_takes_the_value_that_scripts_write_behind_it(arguments, with_care):
+    _, options = parse(*arguments, "--some-path", "True")
+    assert options == Options(some_path="True", with_care=with_care)
+
+
+def test_none_is_what_an_option_says_it_is_and_nothing_elsewhere():
+    _, options = parse("--some-path", "None", "--limit", "None", "--dump=None")
+    assert options == Options(some_path="None", limit=0, dump="")
+    (result,) = parse("--some-path", "x", "--num-things", "None")
+    assert "'None' is not a valid integer" in result.stderr
+
+
+def test_an_alias_and_a_choice_in_another_case_are_understood():
+    _, options = parse("--some-path", "x", "--how_far", "3", "--colour-of-it", "BLUE")
+    assert options == Options(some_path="x", limit=3, colour_of_it="blue")
+
+
+@pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         ((), "Missing option '--some-path'"),
@@ -58,6 +88,7 @@ def test_defaults_are_those_of_the_class_and_values_keep_their_underscores():
         (("--rate", "high"), "'high' is not a valid float"),
         (("--colour-of-it", "green"), "'green' is not one of dark_red, blue"),
         (("--unknown", "1"), "No such option '--unknown'"),
+        (("--some-path", "x", "--with-care", "maybe"), "unexpected extra argument (maybe)"),
     ],
 )
 def test_what_cannot_be_parsed_is_a_usage_error(arguments, complaint):
@@ -92,7 +123,7 @@ def test_an_option_stands_under_the_heading_declared_at_it_or_before_it():
     class Derived(Options):
         own: int = option(1, "comes first", group="Own")
 
-    @click.command(cls=GroupedCommand, context_settings=CONTEXT)
+    @click.command(cls=OptionsCommand, context_settings=CONTEXT)
     @options_of(Derived)
     def command(**options):
         pass
@@ -100,7 +131,7 @@ def test_an_option_stands_under_the_heading_declared_at_it_or_before_it():
     assert headings(CliRunner().invoke(command, ["--help"]).stdout) == {
         "Own": ["--own"],
         "Things": ["--some-path", "--num-things"],
-        "Manner": ["--rate", "--with-care", "--colour-of-it"],
+        "Manner": ["--rate", "--with-care", "--colour-of-it", "--limit,", "--dump"],
         "Other options": ["--help"],
     }
 

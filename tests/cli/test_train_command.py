@@ -19,7 +19,10 @@ REPOSITORY = Path(__file__).parents[2]
     [
         (("--batch-size", "0"), "--batch-size must be positive, got 0: give a positive number"),
         (("--temperature", "0"), "--temperature must be positive for training, got 0.0"),
-        (("--train-minibatch-size", "5"), "--train-minibatch-size must divide --batch-size (32)"),
+        (
+            ("--train-minibatch-size", "5"),
+            "--train-minibatch-size counts questions and must divide --batch-size (32), got 5",
+        ),
         (("--samples-per-question", "1"), "--samples-per-question must be at least 2"),
         (
             ("--max-tokens-per-gpu", "512"),

@@ -15,6 +15,7 @@ from effort import FULL
 from oracle import make_sample, oracle_twin, random_samples, tiny_config, tiny_model
 from tensor_watchers import LargestTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
 from async_grpo.config.train import TrainConfig
@@ -102,7 +103,7 @@ def equip(policy, config=CONFIG):
         scheduler=Scheduler(optimizer, config),
         loss=make_loss(config),
         temperature=1.0,
-        chunk_size=config.loss_chunksize,
+        chunk_size=config.chunk_size,
         max_grad_norm=config.max_grad_norm,
         defer_gradient_sync=config.defer_gradient_sync,
     )
@@ -201,17 +202,35 @@ def largest_tensors(rank, *, tied):
     return largest.num_elements
 
 
+def layers_after_forward(rank, *, strategy, source, target):
+    """Whether the layers of a learner's policy are whole between forward and backward pass."""
+    config = replace(
+        CONFIG, model_name_or_path=source, output_dir=target, fsdp_sharding_strategy=strategy
+    )
+    policy = build_learner(rank, config).policy
+    samples = make_samples(tiny_model(tied=True))
+    packed = collate(samples, aggregation="sample-mean")
+    scored = policy(packed, temperature=1.0, chunk_size=CHUNK_SIZE)
+    are_whole = [not isinstance(next(layer.parameters()), DTensor) for layer in policy.layers]
+    scored.logprobs.sum().backward()
+    return are_whole
+
+
 def deferring_learner(rank, *, source, target):
     """A step as a run takes it: (whether gradients were reduced before its end, its result)."""
     config = replace(CONFIG, model_name_or_path=source, output_dir=target, defer_gradient_sync=True)
-    num_ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    learner = Learner.build(config, Ranks(rank, num_ranks, torch.device("cpu"), mesh))
+    learner = build_learner(rank, config)
     samples = make_samples(tiny_model(tied=True))
     for index, part in enumerate(usual_rounds(rank, samples)):
         learner.accumulate(Minibatch(index, tuple(part)))
     reduced = any(parameter.grad is not None for parameter in learner.policy.parameters())
     return reduced, learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=0))
+
+
+def build_learner(rank, config):
+    num_ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    return Learner.build(config, Ranks(rank, num_ranks, torch.device("cpu"), mesh))
 
 
 def gathered(rank, *, source, target):
@@ -236,6 +255,9 @@ def world(rank, *, source, target):
         "untied f64": one_step(rank, tied=False, dtype=f64),
         "checkpointing": one_step(rank, activation_checkpointing=True),
         "bf16": one_step(rank, mixed_precision="bf16"),
+        "kept": one_step(rank, keep_gathered=True),
+        "kept untied f64": one_step(rank, tied=False, dtype=f64, keep_gathered=True),
+        "kept checkpointing": one_step(rank, keep_gathered=True, activation_checkpointing=True),
         "deferred tied": one_step(rank, config=deferred),
         "deferred untied": one_step(rank, tied=False, config=deferred),
         "deferred empty rank": one_step(rank, rounds=empty_rank_rounds, config=deferred),
@@ -243,6 +265,7 @@ def world(rank, *, source, target):
         "deferred untied f64": one_step(rank, tied=False, dtype=f64, config=deferred),
         "deferred checkpointing": one_step(rank, config=deferred, activation_checkpointing=True),
         "deferred bf16": one_step(rank, config=deferred, mixed_precision="bf16"),
+        "deferred kept": one_step(rank, config=deferred, keep_gathered=True),
         "partitions": partitions(rank, config=CONFIG),
         "deferred partitions": partitions(rank, config=deferred),
         "skipped": skipped_steps(rank, config=CONFIG),
@@ -250,6 +273,10 @@ def world(rank, *, source, target):
         "zero": zero_advantages(rank, config=CONFIG),
         "deferred zero": zero_advantages(rank, config=deferred),
         "largest": {tied: largest_tensors(rank, tied=tied) for tied in (True, False)},
+        "whole layers": {
+            strategy: layers_after_forward(rank, strategy=strategy, source=source, target=target)
+            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+        },
         "learner": deferring_learner(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
     }

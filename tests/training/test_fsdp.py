@@ -10,6 +10,7 @@ Seen to fail, each after one change:
   fsdp: `reshard` left out of `iter_full_tensors` -> test_rank_0_receives_whole_parameters...
   step: no closing pass, or the gradients never deferred -> test_deferral_..., or
       test_deferral_gives_the_default_s_gradient
+  fsdp, or learner: `keep_gathered` not passed on -> test_a_learner_keeps_layers_gathered...
   learner: the option not passed on -> test_a_learner_defers_when_the_run_asks_for_it
   step: bad losses not summed over ranks -> test_all_ranks_skip_together...
   step: zero gradients taken for no gradients -> test_all_advantages_zero_is_a_step
@@ -92,6 +93,22 @@ def assert_equals_oracle(ranks, *, tied, tolerance):
 def test_ranks_give_the_oracle_s_gradient_and_stay_equal(scenario, sync, ran):
     tolerance = F64 if "f64" in scenario else F32
     assert_equals_oracle(ran[sync + scenario], tied="untied" not in scenario, tolerance=tolerance)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "scenario", ["kept", "kept untied f64", "kept checkpointing", "deferred kept"]
+)
+def test_layers_that_stay_gathered_give_the_oracle_s_gradient(scenario, ran):
+    tolerance = F64 if "f64" in scenario else F32
+    assert_equals_oracle(ran[scenario], tied="untied" not in scenario, tolerance=tolerance)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("strategy", "whole"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", True)])
+def test_a_learner_keeps_layers_gathered_when_the_run_asks_for_it(strategy, whole, ran):
+    for rank in ran["whole layers"]:
+        assert rank[strategy] == [whole] * len(rank[strategy]) != []
 
 
 @pytest.mark.integration

@@ -56,7 +56,7 @@ def make_step(policy, config):
         scheduler=Scheduler(optimizer, config),
         loss=make_loss(config),
         temperature=config.temperature,
-        chunk_size=config.loss_chunksize,
+        chunk_size=config.chunk_size,
         max_grad_norm=config.max_grad_norm,
     )
     return step, optimizer

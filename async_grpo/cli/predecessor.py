@@ -1,0 +1,46 @@
+"""Options of the predecessor's trainer that have no part here: harmless ones are taken, others not.
+
+They are hidden: whoever writes a new command needs none of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+
+def predecessor_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that gives a click command these options, and its function nothing of them."""
+    kept_apart = click.option(  # its runs were told apart by this name, ours are by --namespace
+        "--experience-batcher-name", hidden=True, expose_value=False
+    )
+    rank = click.option(
+        "--global-rank", type=int, hidden=True, expose_value=False, callback=_check_rank
+    )
+    phrases = click.option(
+        "--insert-reasoning-phrases/--no-insert-reasoning-phrases",
+        hidden=True,
+        expose_value=False,
+        callback=_refuse_phrases,
+    )
+    return kept_apart(rank(phrases(function)))
+
+
+def _check_rank(_context: click.Context, _option: click.Parameter, rank: int | None) -> None:
+    own = int(os.environ.get("RANK", "0"))
+    if rank is not None and rank != own:
+        raise click.UsageError(
+            f"--global-rank must be the rank that torchrun gave this process ({own}), got {rank}: "
+            "leave it out"
+        )
+
+
+def _refuse_phrases(_context: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked:
+        raise click.UsageError(
+            "--insert-reasoning-phrases must not be given, outputs are trained as the policy wrote "
+            "them: leave it out, and put such phrases into the prompts"
+        )
