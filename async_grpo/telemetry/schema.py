@@ -160,7 +160,8 @@ TRAINER_METRICS = (
     Metric("policy_loss", "policy_loss_sum", "loss_denominator", "", "Policy loss",
            "the policy's part of the loss, weighted in the same way"),
     Metric("kl", "kl_sum", "loss_denominator", "nats", "KL to reference",
-           "estimated KL divergence from the reference model, weighted in the same way"),
+           "estimated KL divergence from the reference model, weighted in the same way; null where "
+           "the loss has no such term"),
     Metric("entropy", "entropy_sum", "trained_tokens", "nats", "Entropy",
            "entropy of the policy at the sampling temperature, a token"),
     Metric("clip_fraction", "clipped_tokens", "trained_tokens", "fraction", "Clipped tokens",
@@ -177,6 +178,9 @@ TRAINER_METRICS = (
     Metric("corrected_fraction", "corrected_tokens", "trained_tokens", "fraction",
            "Corrected tokens",
            "share of tokens whose importance weight was truncated or masked"),
+    Metric("far_fraction", "far_tokens", "trained_tokens", "fraction", "Tokens beyond 20 nats",
+           "share of tokens more than 20 nats above the old policy, or below the reference where "
+           "the loss has a KL term: exponents are clamped at 20"),
     _plain("trained_samples", "samples", "Trained samples", "samples sent to trainers"),
     _plain("trained_tokens", "tokens", "Trained tokens", "unmasked output tokens of these"),
     _plain("num_minibatches", "minibatches", "Minibatches",

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.training.ratios import (
+    MAX_EXPONENT,
+    bounded,
     cispo_policy_loss,
     clipped_policy_loss,
     correction_weights,
@@ -86,19 +88,20 @@ def grpo_loss(
     policy, clipped = _policy_loss(logprobs, old, packed, objective)
     policy, corrected = _corrected(policy, old, packed, objective)
     policy_sum = (packed.weights * policy).sum()
-    kl_sum = _kl_sum(logprobs, old, packed, objective)
-    loss = policy_sum
+    loss, kl_sums = policy_sum, {}
     if objective.kl_coefficient:
-        loss = loss + objective.kl_coefficient * kl_sum
+        kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, objective)
+        loss = loss + objective.kl_coefficient * kl_sums["kl_sum"]
     if objective.entropy_coefficient:
         loss = loss - objective.entropy_coefficient * (packed.weights * entropy).sum()
     mismatch_sums, maxima = _mismatch(logprobs, packed.behaviour_logprobs)
     sums = {
         "loss_sum": loss,
         "policy_loss_sum": policy_sum,
-        "kl_sum": kl_sum,
+        **kl_sums,
         "clipped_tokens": clipped.sum(),
         "corrected_tokens": corrected.sum(),
+        "far_tokens": _is_far(logprobs, old, packed, objective).sum(),
         **mismatch_sums,
         **_token_counts(entropy, packed),
     }
@@ -160,13 +163,11 @@ def _corrected(
 
 
 def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: Objective) -> Tensor:
-    """Σ w_i * kl_it, zero when the penalty is off.
+    """Σ w_i * kl_it.
 
     `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
     policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    if objective.kl_coefficient == 0:
-        return torch.zeros_like(logprobs).sum()
     if packed.reference_logprobs is None:
         raise ValueError(
             f"a KL coefficient of {objective.kl_coefficient} needs reference log-probabilities, "
@@ -176,8 +177,17 @@ def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: O
     estimator = "k3" if is_weighted else objective.kl_estimator
     kl = kl_penalty(logprobs, packed.reference_logprobs, estimator=estimator)
     if is_weighted:
-        kl = kl * torch.exp(logprobs - old)
+        kl = kl * torch.exp(bounded(logprobs - old))
     return (packed.weights * kl).sum()
+
+
+@torch.no_grad()
+def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: Objective) -> Tensor:
+    """[N] bool: which tokens are beyond the bound of exponents."""
+    is_far = logprobs - old > MAX_EXPONENT
+    if objective.kl_coefficient and packed.reference_logprobs is not None:
+        is_far |= packed.reference_logprobs - logprobs > MAX_EXPONENT
+    return is_far
 
 
 @torch.no_grad()

@@ -6,12 +6,21 @@ one it is compared with, `b` the engine's, `ref` the reference's, sg stop-gradie
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from async_grpo.types import PackedMinibatch
+
+MAX_EXPONENT = 20.0  # nats
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """What may be exponentiated: products of two such ratios stay finite in float32.
+
+    Beyond floats 0 * inf would make a NaN of a gradient that a clip has cut to 0. What is cut here
+    has no gradient either. Below, exp() goes to 0 by itself.
+    """
+    return log_ratio.clamp(max=MAX_EXPONENT)
 
 
 def over_samples(values: Tensor, packed: PackedMinibatch, *, mean: bool) -> Tensor:
@@ -36,9 +45,7 @@ def policy_ratio(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, *, leve
     log_ratio = logprobs - old
     if level == "sequence":
         log_ratio = over_samples(log_ratio, packed, mean=True)
-    # Beyond floats 0 * inf would make a NaN of a gradient that the clip has cut to 0. Where nothing
-    # cuts such a ratio (a negative advantage without a dual clip) its token has no gradient either.
-    return torch.exp(log_ratio.clamp(max=math.log(torch.finfo(log_ratio.dtype).max) - 1))
+    return torch.exp(bounded(log_ratio))
 
 
 def clipped_policy_loss(
@@ -123,5 +130,6 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor
     if estimator == "k2":
         return 0.5 * log_ratio.square()
     if estimator == "k3":
+        log_ratio = bounded(log_ratio)
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"kl_estimator must be k2 or k3, got {estimator!r}: see --kl-estimator")

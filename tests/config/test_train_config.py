@@ -49,6 +49,22 @@ def config(**options):
             },
             "--correction-high must be at least 1",
         ),
+        (
+            {
+                "ratio_mode": "decoupled",
+                "importance_correction": "mask",
+                "correction_high": 1.0,
+            },
+            "--correction-high must be at least 0.01 away from 1 .*, got 1.0: 2 is usual",
+        ),
+        (
+            {
+                "ratio_mode": "decoupled",
+                "importance_correction": "mask",
+                "correction_low": 0.999,
+            },
+            "--correction-low must be at least 0.01 away from 1 .*, got 0.999: 0.5 is usual",
+        ),
         ({"overlong_buffer_tokens": 513}, r"must not exceed --max-generation-tokens \(512\)"),
         ({"num_warmup_samples": 8}, "--num-warmup-samples goes with --schedule-clock samples"),
         ({"num_warmup_steps": 8, "schedule_clock": "samples"}, "--num-warmup-steps goes with"),

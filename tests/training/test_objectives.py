@@ -11,6 +11,7 @@ Broken on purpose -> what fails (`test_gradient.py` has the other mutations, mos
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,14 +167,15 @@ def test_a_sequence_correction_multiplies_its_tokens_ratios():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_bounds_of_a_mask_belong_to_what_is_kept(level):
-    options = {"importance_correction": "mask", "correction_level": level, **CORRECTED}
-    for bounds in ((1.0, 3.0), (0.5, 1.0)):
-        outputs = make_outputs(
-            {"behaviour": [-2.0], "advantage": 1.0},
-            correction_low=bounds[0], correction_high=bounds[1], **options,
-        )  # fmt: skip
-        _, at_bound, _ = evaluate([-2.0], outputs)  # exp(0) is exactly 1
-        outside = -2.0 + (1e-9 if bounds[1] == 1.0 else -1e-9)
+    """At 1, which exp() hits exactly; options refuse a bound as near to 1 as that."""
+    packed, objective = make_outputs(
+        {"behaviour": [-2.0], "advantage": 1.0},
+        importance_correction="mask", correction_level=level, **CORRECTED,
+    )  # fmt: skip
+    for low, high in ((1.0, 3.0), (0.5, 1.0)):
+        outputs = packed, replace(objective, correction_low=low, correction_high=high)
+        _, at_bound, _ = evaluate([-2.0], outputs)
+        outside = -2.0 + (1e-9 if high == 1.0 else -1e-9)
         _, beyond, _ = evaluate([outside], outputs)
         assert (at_bound, beyond) == ([-1.0], [0.0])
 

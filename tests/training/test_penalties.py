@@ -13,9 +13,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from oracle import make_sample
 from worked import LOG2, evaluate, make_outputs
 
-from async_grpo.training.loss import grpo_loss
+from async_grpo.model.collate import collate
+from async_grpo.training.loss import Objective, grpo_loss
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,44 @@ def test_kl_estimators_by_hand(estimator, penalty, derivative):
     # Engine and reference are recorded in float32.
     assert loss == pytest.approx(0.1 * penalty, rel=1e-6)
     assert gradient == pytest.approx([0.1 * derivative], rel=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k3", "k3_iw"])
+@pytest.mark.parametrize(
+    ("behaviour", "reference", "num_far"),
+    [(-100.0, -1.5, 1), (-1.5, 99.0, 1), (-100.0, 99.0, 1), (-1.5, -99.0, 0)],
+)
+def test_a_penalty_beyond_floats_is_clamped_and_counted(estimator, behaviour, reference, num_far):
+    """float32 ends at e^88; the second token is as likely as ever."""
+    sample = make_sample([1], [2, 3], behaviour=[behaviour, -1.0], reference=[reference, -1.0])
+    packed = collate([sample], aggregation="token-mean")
+    objective = Objective(mode="behaviour", kl_coefficient=0.1, kl_estimator=estimator)
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    result = grpo_loss(logprobs, torch.zeros(2), packed, objective=objective)
+    result.loss.backward()
+    assert result.loss.dtype == torch.float32
+    assert result.loss.isfinite() and logprobs.grad.isfinite().all()
+    assert result.sums["far_tokens"] == num_far
+
+
+def test_a_token_far_above_the_reference_is_still_pulled_back():
+    outputs = make_outputs(
+        {"behaviour": [-1.0], "reference": [-100.0], "advantage": 0.0},
+        ratio_mode="behaviour", kl_coefficient=0.1, kl_estimator="k3",
+    )  # fmt: skip
+    assert evaluate([-1.0], outputs)[1] == pytest.approx([0.1])
+
+
+def test_without_a_penalty_in_the_loss_there_is_no_kl_to_report():
+    sample = {"behaviour": [-1.0], "advantage": 1.0, "reference": [-3.0]}
+    for options, is_there in (
+        ({}, False),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, False),
+        ({"kl_coefficient": 0.1}, True),
+    ):
+        packed, objective = make_outputs(sample, ratio_mode="behaviour", **options)
+        result = grpo_loss(torch.tensor([-1.0]), torch.zeros(1), packed, objective=objective)
+        assert ("kl_sum" in result.sums) == is_there
 
 
 def expected_gradients(estimator, *, mode):
