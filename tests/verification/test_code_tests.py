@@ -87,3 +87,33 @@ def test_a_question_without_tests_is_told_of(columns):
 )
 def test_outputs_agree_up_to_blanks_and_rounding(given, expected, same):
     assert same_output(given, expected) == same
+
+
+def passes(result, expected):
+    """Whether the check of a function that returns `result` lets it pass."""
+    columns = {"input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [expected]}}
+    (check,) = read_tests(columns).checks
+    try:
+        exec(check, {"f": lambda argument: result})
+    except AssertionError:
+        return False
+    return True
+
+
+def test_only_a_tuple_stands_for_the_list_that_json_made_of_it():
+    for result in (["a", "b"], ("a", "b")):
+        assert passes(result, ["a", "b"])
+    for result in ("ab", {"a": 9, "b": 7}, {"a", "b"}, b"ab", ["ab"], ["b", "a"], iter("ab")):
+        assert not passes(result, ["a", "b"])
+    assert passes(5, [5]) and passes(5, 5) and passes({"a": 1}, {"a": 1})
+
+
+@pytest.mark.parametrize("number", ["3", "3.0", "+3.", "0.3e1", "03.00", "3.0000001"])
+def test_a_number_may_be_printed_as_programs_do(number):
+    assert same_output(number, "3.0")
+
+
+@pytest.mark.parametrize("word", ["0_3.0", "3_0e-1", "３.0", "3.0f", "0x3.0", "3,0", "nan", "3.1"])
+def test_what_only_float_reads_is_no_number(word):
+    assert not same_output(word, "3.0")
+    assert not same_output("inf", "1.0e999") and not same_output("nan", "nan.")

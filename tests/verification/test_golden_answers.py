@@ -49,8 +49,25 @@ TABLE = [
     (r"42", r"84/2", "000"),
     (r"42", r"\sqrt{1764}", "000"),
     (r"42", r"4200\%", "001"),
-    # false positive: percent signs are noise to all three, math-verify says why
-    (r"42", r"42\%", "111"),
+    # a percent sign is a hundredth, unless the expected answer has one: no text has both readings
+    (r"42", r"42\%", "000"),
+    (r"42", r"42\text{ percent}", "000"),
+    (r"42", r"42\text{\%}", "000"),
+    (r"1", r"100\%", "001"),
+    (r"100", r"100\%", "000"),
+    (r"\{42,43\}", r"\{42\%,43\%\}", "000"),
+    # a unit names no other number, and takes nothing back
+    (r"42", r"42\text{ apples, 6 pears}", "000"),
+    (r"42", r"42\text{ or 6}", "000"),
+    (r"42", r"42\textit{ or 6}", "000"),
+    (r"42", r"42\text{ not 6}", "000"),
+    (r"42", r"42 \text{ is wrong}", "000"),
+    (r"42", r"42\text{ cm^2}", "111"),
+    (r"42", r"42\text{ square miles}", "111"),
+    (r"42\text{ apples}", r"42\text{ apples}", "111"),
+    (r"42\text{ apples}", r"42", "111"),
+    (r"42\text{ apples}", r"42\text{ apples, 6 pears}", "000"),
+    (r"\text{42 apples}", r"\text{42 apples}", "111"),
     (r"42", r"4.2 \times 10^{1}", "011"),
     # digits are ASCII
     (r"42", r"４２", "000"),
@@ -101,6 +118,9 @@ TABLE = [
     (r"3\frac{1}{2}", r"\frac{7}{2}", "011"),
     (r"3.5", r"3\frac12", "011"),
     (r"28\%", r"28", "111"),
+    (r"28\%", r"28\%", "111"),
+    (r"28\text{ percent}", r"28\%", "111"),
+    (r"28\%", r"2800\%", "000"),
     (r"28\%", r"28 percent", "001"),
     # math-verify takes 28% for 28 and for 0.28
     (r"28\%", r"0.28", "001"),
@@ -230,11 +250,20 @@ TABLE = [
     # math-verify alone would take the fraction out of what it cannot read
     (r"\frac{1}{2}", r"? \frac{1}{2} ?", "000"),
     (r"12,13", r"12 \text{ and } 13", "001"),
-    # the end of a chain counts, and the start of an approximation, whatever else is claimed
-    (r"15", r"14=15", "001"),
-    (r"15", r"15 \approx 14", "001"),
+    # the end of a chain counts, and the start of an approximation, when they can be true
+    (r"15", r"14=15", "000"),
     (r"15", r"15=14", "000"),
-    (r"x=5", r"x=6=5", "001"),
+    (r"15", r"7+8=15", "001"),
+    (r"15", r"7+9=15", "000"),
+    (r"15", r"\frac{0}{0}=15", "000"),
+    (r"15", r"a+b=15", "001"),
+    (r"15", r"f(2)=15", "001"),
+    (r"15", r"15 \approx 14", "000"),
+    (r"15", r"15 \approx 14.9", "001"),
+    (r"\frac{1}{3}", r"x=\frac{1}{3} \approx 0.33", "001"),
+    (r"\infty", r"x=\infty", "111"),
+    (r"x=5", r"x=6=5", "000"),
+    (r"x=5", r"x=2+3=5", "001"),
     # letters are compared, in any case by math-verify only
     (r"Yes", r"\text{yes}", "001"),
     (r"Yes", r"No", "000"),
@@ -285,8 +314,31 @@ LOOSE = [
     (r"42", "The answer could be 41 or 42", "0"),
     (r"42", "The answer is 42 or 43", "0"),
     (r"41", "The answer is 41, 42, 43", "0"),
-    (r"42", "1 2 3 4 42", "1"),
-    (r"42", "The answer is not 42 but 41", "1"),
+    # numbers on one line are a list, however they are joined
+    (r"42", "1 2 3 4 42", "0"),
+    (r"42", "$41$ $42$", "0"),
+    (r"42", "42 ,41", "-"),
+    (r"42", "42, maybe 41", "0"),
+    (r"42", "The answer is 41 or the answer is 42", "0"),
+    (r"42", "The answer is 42 apples, 6 pears", "0"),
+    (r"42", "41\n42", "1"),
+    (r"42", "42, that is 42", "1"),
+    (r"42", "2+3=5, so the answer is 42", "1"),
+    (r"42", "41=42", "0"),
+    (r"42", "40+2 = 42", "1"),
+    (r"42", "42%", "0"),
+    # what the text denies, or only bounds, it does not answer
+    (r"42", "The answer is not 42", "-"),
+    (r"42", "The answer isn't $42$.", "-"),
+    (r"42", "The answer is not equal to 42", "-"),
+    (r"42", "answer != 42", "-"),
+    (r"42", "The answer is less than 42", "-"),
+    (r"42", "The answer is not $\\boxed{42}$", "-"),
+    (r"42", "The answer is not 42 but 41", "0"),
+    (r"41", "The answer is not 42 but 41", "1"),
+    (r"42", "I could not find a mistake, so the answer is 42", "1"),
+    (r"42", "<answer>42</answer>", "1"),
+    (r"42", "=> 42", "1"),
     (r"42", "forty-two", "-"),
     (r"\{1,2\}", "the answers are $1$ and $2$", "1"),
     (r"(1,2)", "the point is $(1,2)$", "1"),
@@ -295,6 +347,9 @@ LOOSE = [
     (r"28\%", "$\\boxed{28}$ percent", "1"),
     (r"-2,1", "\\boxed{-2} and \\boxed{1}", "1"),
     (r"42", "\\boxed{41} or \\boxed{42}", "0"),
+    (r"42", "\\boxed{41} \\boxed{42}", "0"),
+    (r"42", "\\boxed{41}\n\nNo: \\boxed{42}", "1"),
+    (r"42", "\\boxed{42} \\boxed{42}", "1"),
     (r"42", "\\boxed{42} is the answer to 7 questions", "1"),
     (r"42", "\\boxed{42", "-"),
     (r"42", "\\fbox{42}", "1"),
@@ -355,6 +410,24 @@ def test_data_without_one_answer_is_an_error_and_no_reward(answer):
     for name in NAMES:
         with pytest.raises(ValueError, match="answer"):
             verdict(name, r"\boxed{42}", answer)
+
+
+@pytest.mark.parametrize("name", ["mathd", "sympy"])
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (r"\boxed{41} or \boxed{42}", "0"),
+        (r"\boxed{41} \boxed{42}", "0"),
+        (r"\boxed{42}\%", "0"),
+        (r"it is not \boxed{42}", "-"),
+        (r"at least \boxed{42}", "-"),
+        (r"\boxed{41}. No: \boxed{42}", "1"),
+        (r"\boxed{42}, hence \boxed{42}", "1"),
+        (r"not 41: $\boxed{42}$", "1"),
+    ],
+)
+def test_the_graders_of_boxes_read_what_stands_around_them(name, output, told):
+    assert verdict(name, output, "42") == told
 
 
 def test_a_truth_value_is_a_word():

@@ -1,31 +1,35 @@
 r"""Where an answer stands in an output that need not have a `\boxed{}`: read, never evaluated.
 
 The last box counts; without one, what follows the last word "answer", else the last mathematics.
-Answers that a comma, "and" or "or" joins are one answer, so that naming several earns nothing.
+What blanks, a comma, "and" or "or" join is one answer, and what the text denies is none, so that
+naming several earns nothing.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import NamedTuple
 
-from async_grpo.verification.graders.boxed import UnscorableError, boxes
+from async_grpo.verification.graders.boxed import (
+    PERCENT,
+    UnscorableError,
+    boxes,
+    is_denied,
+    is_join,
+    require_boxed,
+)
 
 TAIL_CHARACTERS = 1000  # where an answer without a box is looked for
 NEAR_CHARACTERS = 60  # how far behind the word "answer" it may start
 MIN_PROMPT_CHARACTERS = 8  # a shorter one may well be part of an answer
-MAX_BOXES = 50  # that are one answer
-GAP_CHARACTERS = 40  # between two boxes that are one answer
 
-JOINED = re.compile(r"(?:[\s$,;]|\\[()\[\]]|\b(?:and|or)\b)*(?:[,;]|\b(?:and|or)\b)[\s\S]*")
-JOIN_NOISE = re.compile(r"[\s$,;]|\\[()\[\]]|\b(?:and|or)\b")
 SUM = r"[(\d][\d\s().]*(?:[-+*/^×·÷−]\s*[(\d.][\d().]*(?:\s+(?=[-+*/^×·÷−)]))?)+"  # of numbers
 NUMBER = (
     r"(?<![\w.,])(?<![\w)][-+*/^×·÷−])(?<![\w)] [-+*/^×·÷−] )"  # not within a sum
     r"[-+−]?[$€£¥]?(?:[1-9]\d{0,2}(?:[ ,\u00a0\u202f]\d{3})+(?!\d)|\d+)?"
     r"(?:(?<=\d)(?:[.]\d+|,\d{1,2}(?![\d,])(?!\s*,)|/\d+)|(?<![\d.])[.]\d+|(?<=\d))"
-    r"(?!,?\d)"  # nor the first of a list
+    r"(?!,?\d|\s+,\d)"  # nor the first of a list
 )
 MATHEMATICS = re.compile(
     r"\$\$(?P<display>[^$]+)\$\$|(?<!\\)\$(?P<inline>(?:\\\$|[^$\n])+?)(?<!\\)\$"
@@ -35,7 +39,6 @@ MATHEMATICS = re.compile(
     re.ASCII,
 )
 BOX = re.compile(r"\\(?:boxed|fbox)\b")
-PERCENT = re.compile(r"\s*(?:\\?%|percent\b|percentage\b|pct\b)", re.IGNORECASE)
 
 
 def without_prompt(output: str, prompt: str) -> str:
@@ -54,8 +57,8 @@ def find_answer(output: str) -> str:
     >>> find_answer("first 41, then the answer is 42."), find_answer(r"\boxed{1} or \boxed{2}")
     ('42', '1,2')
     """
-    if closed := list(boxes(output)):
-        answer = _boxed_answer(output, closed)
+    if next(boxes(output), None):
+        answer = _tidy(require_boxed(output))
     elif BOX.search(output):
         raise UnscorableError("a \\boxed{} that is not closed")
     else:
@@ -65,41 +68,39 @@ def find_answer(output: str) -> str:
     return answer
 
 
-def _boxed_answer(output: str, closed: Sequence[tuple[int, int, int]]) -> str:
-    start, first, end = closed[-1]
-    parts = [output[first:end]]
-    percent = PERCENT.match(output[end + 1 : end + 20].lstrip("$"))
-    for earlier_start, earlier_first, earlier_end in reversed(closed[-MAX_BOXES:-1]):
-        gap = output[max(earlier_end + 1, start - GAP_CHARACTERS - 1) : start]
-        if len(gap) > GAP_CHARACTERS or not _joins(gap):
-            break
-        parts.append(output[earlier_first:earlier_end])
-        start = earlier_start
-    return _tidy(",".join(reversed(parts))) + (r"\%" if percent and len(parts) == 1 else "")
+class _Found(NamedTuple):
+    """Mathematics in a text, or several that are one answer."""
+
+    start: int
+    end: int
+    parts: tuple[str, ...]
 
 
 def _loose_answer(text: str) -> str:
-    matches = list(MATHEMATICS.finditer(text))
-    if not matches:
+    found: list[_Found] = []
+    for match in MATHEMATICS.finditer(text):
+        here = _Found(match.start(), match.end(), (_tidy(_content(match)),))
+        gap = text[found[-1].end : here.start] if found else ""
+        if found and gap.strip() == "=":  # what it comes to counts, if it is true
+            before = found.pop()
+            last = f"{before.parts[-1]}={here.parts[0]}"
+            here = _Found(before.start, here.end, (*before.parts[:-1], last))
+        elif found and is_join(gap):
+            before = found.pop()
+            here = _Found(before.start, here.end, before.parts + here.parts)
+        found.append(here)
+    found = [here for here in found if not is_denied(text, at=here.start)]
+    if not found:
         return ""
-    groups = [[matches[0]]]
-    for left, right in pairwise(matches):
-        gap = text[left.end() : right.start()]
-        if _joins(gap):
-            groups[-1].append(right)
-        elif gap.strip() == "=":  # what it comes to counts
-            groups[-1][-1] = right
-        else:
-            groups.append([right])
-    chosen = _after_the_word(text, groups) or groups[-1]
-    answer = ",".join(_tidy(_content(match)) for match in chosen)
-    return answer + (r"\%" if PERCENT.match(text, chosen[-1].end()) else "")
+    chosen = _after_the_word(text, found) or found[-1]
+    answer = ",".join(dict.fromkeys(chosen.parts))
+    return answer + (r"\%" if PERCENT.match(text, chosen.end) else "")
 
 
-def _after_the_word(text: str, groups: Sequence[list[re.Match[str]]]) -> list[re.Match[str]] | None:
-    """The first group that starts close behind the last "answer"."""
+def _after_the_word(text: str, found: Sequence[_Found]) -> _Found | None:
+    """The first that starts close behind the last "answer"."""
     word = text.lower().rfind("answer")
-    near = (group for group in groups if 0 <= group[0].start() - word <= NEAR_CHARACTERS)
+    near = (here for here in found if 0 <= here.start - word <= NEAR_CHARACTERS)
     return next(near, None) if word >= 0 else None
 
 
@@ -108,10 +109,6 @@ def _content(match: re.Match[str]) -> str:
         return next(content for content in match.groups() if content is not None)
     number = re.sub(r"[$€£¥]|(?<=\d)[ \u00a0\u202f](?=\d)", "", match["number"])
     return re.sub(r"^([-+]?\d+),(\d{1,2})$", r"\1.\2", number)
-
-
-def _joins(gap: str) -> bool:
-    return bool(JOINED.fullmatch(gap)) and not JOIN_NOISE.sub("", gap)
 
 
 def _tidy(answer: str) -> str:

@@ -1,10 +1,36 @@
-r"""Where answers stand: in the last `\boxed{}` of an output; a ground truth with or without one."""
+r"""Where answers stand: in the last `\boxed{}` of an output; a ground truth with or without one.
+
+Boxes that "or", a comma or nothing joins are one answer, so that naming several earns nothing.
+"""
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator
 
+MAX_BOXES = 50  # that are one answer
+GAP_CHARACTERS = 40  # between two boxes that are one answer
+DENIAL_CHARACTERS = 60  # before an answer, in which it may be denied
+
+UNIT_WORDS = r"(?:[^\S\n]*[A-Za-z]+(?![A-Za-z])){0,2}\s*"
+JOIN_NOISE = re.compile(r"\$|\\[()\[\]]|\*\*")
+JOINED = re.compile(
+    r"[ \t]*"  # 1 2 3
+    rf"|{UNIT_WORDS}(?:[,;]|\band\b)(?:[\s,;]|\b(?:and|or)\b)*"  # 1 apple, 2 pears
+    rf"|{UNIT_WORDS},?\s*\b(?:or|maybe|perhaps|possibly|alternatively)\b"  # 1, or maybe it is 2
+    r"(?:[\s,:]|\b(?:or|maybe|even|else|also|the|answer|it|is|be|could|may|might)\b)*",
+    re.IGNORECASE,
+)
+DENIAL = re.compile(
+    r"(?:(?:\b(?:not|never|neither|nor|cannot|except)|n['’]t|\bother\s+than|\banything\s+but)\b"
+    r"(?:\s+(?:be|is|it|equals?|to|the|an?|number|value|answer|only|just|simply|exactly))*"
+    r"|\b(?:less|more|fewer|greater|smaller|larger|higher|lower)\s+than|\bat\s+(?:least|most)"
+    r"|[≠≤≥]|[!<>]=|\w\s+[<>]\s|\\(?:neq?|leq?|geq?|lt|gt)\b)"
+    r"(?:[\s$*:]|\\[(\[])*",
+    re.IGNORECASE,
+)
+PERCENT = re.compile(r"\s*(?:\\?%|percent\b|percentage\b|pct\b)", re.IGNORECASE)
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 
@@ -49,11 +75,46 @@ def last_boxed(text: str) -> str | None:
 
 
 def require_boxed(output: str) -> str:
-    r"""The content of the last `\boxed{}`; raises `UnscorableError` without one."""
-    answer = last_boxed(output)
-    if answer is None:
+    r"""What the last boxes say that are one answer; raises `UnscorableError` without any.
+
+    >>> require_boxed(r"\boxed{1}. No, \boxed{2} or \boxed{3}"), require_boxed(r"\boxed{4} percent")
+    ('2,3', '4\\%')
+    """
+    closed = deque(boxes(output), maxlen=MAX_BOXES)
+    if not closed:
         raise UnscorableError("no \\boxed{} answer in the output")
-    return answer
+    start, first, end = closed.pop()
+    parts = [output[first:end].strip()]
+    is_percentage = PERCENT.match(output[end + 1 : end + 20].lstrip("$"))
+    while closed and closed[-1][2] < start:
+        earlier_start, earlier_first, earlier_end = closed.pop()
+        if start - earlier_end > GAP_CHARACTERS or not is_join(output[earlier_end + 1 : start]):
+            break
+        parts.append(output[earlier_first:earlier_end].strip())
+        start = earlier_start
+    if not parts[0] or is_denied(output, at=start):
+        raise UnscorableError("a \\boxed{} that is empty, or is said not to be the answer")
+    several = dict.fromkeys(part for part in reversed(parts) if part)
+    return ",".join(several) + (r"\%" if is_percentage and len(several) == 1 else "")
+
+
+def is_join(gap: str) -> bool:
+    """Whether what stands on both sides of `gap` is one answer that names several.
+
+    >>> is_join(" or "), is_join(" apples, "), is_join(", I checked with "), is_join(". No: ")
+    (True, True, False, False)
+    """
+    return bool(JOINED.fullmatch(JOIN_NOISE.sub("", gap)))
+
+
+def is_denied(text: str, *, at: int) -> bool:
+    """Whether the text says that what stands there is not the answer, or only a bound of it.
+
+    >>> is_denied("the answer is not 5", at=18), is_denied("not hard: it is 5", at=16)
+    (True, False)
+    """
+    before = text[max(0, at - DENIAL_CHARACTERS) : at]
+    return any(match.end() == len(before) for match in DENIAL.finditer(before))
 
 
 def ground_truth(answer: object) -> str:

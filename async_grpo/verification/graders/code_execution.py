@@ -21,6 +21,7 @@ from async_grpo.verification.graders.boxed import UnscorableError
 from async_grpo.verification.jailer import RunResult, run_program, run_tests
 
 FENCE = re.compile(r"^```[ \t]*([\w+-]*)[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 PYTHON = {"", "python", "py", "python3"}
 MAX_SECONDS_A_TEST = 6.0
 MAX_CODE_CHARACTERS = 200_000
@@ -168,7 +169,9 @@ def _read_apps(tests: Mapping[str, Any], setup: str) -> CodeTests:
         return CodeTests(cases=tuple((_text(a), _text(b)) for a, b in pairs))
     checks = [
         f"result = {name}(*{tuple(_as_value(i))!r})\n"
-        f"assert result == {o!r} or [result] == {o!r} or list(result) == {o!r}"
+        # JSON has no tuples. list() of anything else would make "ab" and {"a": 9, "b": 7} the same.
+        f"assert result == {o!r} or [result] == {o!r} or "
+        f"isinstance(result, tuple) and list(result) == {o!r}"
         for i, o in zip(inputs, outputs, strict=True)
     ]
     return CodeTests(checks=tuple(checks), setup=setup, defines=(name,))
@@ -209,7 +212,7 @@ def _defined(reference: Any) -> list[str]:
 def _same_word(given: str, expected: str) -> bool:
     if given == expected:
         return True
-    try:
-        return "." in expected and math.isclose(float(given), float(expected), rel_tol=1e-6)
-    except ValueError:
+    # float() reads more than programs print for numbers: "0_3.0", "nan", digits of other scripts.
+    if "." not in expected or not (NUMBER.fullmatch(given) and NUMBER.fullmatch(expected)):
         return False
+    return math.isclose(float(given), float(expected), rel_tol=1e-6)

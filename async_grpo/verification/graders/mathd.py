@@ -8,8 +8,14 @@ from async_grpo.verification.graders.boxed import ground_truth, require_boxed
 
 # Spelling without meaning, in LaTeX that people write around one and the same answer.
 NOISE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$% ]|[$%]|\^\s*\{?\s*\\circ\s*\}?")
-UNIT = re.compile(r"(?<=[^\s])\s*\\(?:text|mbox|textrm|mathrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
-WORDS = re.compile(r"\\(?:text|mbox|textrm|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+TEXT = r"\\(?:text(?:rm|bf|it|normal)?|mbox|math(?:rm|bf|it))\s*\{([^{}]*)\}"
+WORDS = re.compile(TEXT)
+UNIT = re.compile(rf"(?<=[^\s])\s*{TEXT}(?:\^\{{?\d\}}?)?$")
+# A unit names no other number, and takes nothing back.
+NO_UNIT = re.compile(r"[,;=]|(?<![A-Za-z^])\d|\b(?:and|or|nor|not|no|but|is|wrong|maybe)\b")
+PERCENT_WORD = re.compile(
+    r"\\(?:text(?:rm|bf|it|normal)?|mbox|math(?:rm|bf|it))\s*\{\s*(?:\\?%|percent|pct)\s*\}"
+)
 THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d+)?", re.ASCII)
 VARIABLE = re.compile(r"^[A-Za-z]\s*=(?!=)")
 
@@ -35,7 +41,7 @@ def clean(answer: str) -> str:
     >>> clean(r"$x = 1{,}250 \text{ cm}^2$.")
     '1250'
     """
-    text = answer.strip().rstrip(".").replace("{,}", ",").replace("−", "-")
+    text = percent_signs(answer).strip().rstrip(".").replace("{,}", ",").replace("−", "-")
     text = re.sub(r"\\[dtc]frac", r"\\frac", NOISE.sub("", text)).strip()
     text = VARIABLE.sub("", WORDS.sub(r"\1", without_unit(text))).strip()
     return re.sub("[, ]", "", text) if THOUSANDS.fullmatch(text) else text
@@ -44,11 +50,23 @@ def clean(answer: str) -> str:
 def without_unit(text: str) -> str:
     r"""The text less a unit at its end; of two words the second is none.
 
-    >>> without_unit(r"5 \text{ cm}^2"), without_unit(r"\text{red} \text{blue}")
-    ('5', '\\text{red} \\text{blue}')
+    >>> without_unit(r"5 \text{ cm}^2"), without_unit(r"5 \text{ or 6}")
+    ('5', '5 \\text{ or 6}')
     """
-    quantity = UNIT.sub("", text)
-    return text if WORDS.search(quantity) else quantity
+    unit = UNIT.search(text)
+    if unit is None or NO_UNIT.search(unit[1]) or WORDS.search(text[: unit.start()]):
+        return text
+    return text[: unit.start()]
+
+
+def percent_signs(text: str) -> str:
+    r"""The text with a percent sign for each `\text{percent}`."""
+    return PERCENT_WORD.sub(r"\\%", text)
+
+
+def is_other_percentage(given: str, *, expected: str) -> bool:
+    """Whether only the given answer has a percent sign: 5% is not 5, nor is 100% both 1 and 100."""
+    return "%" in percent_signs(given) and "%" not in percent_signs(expected)
 
 
 def normalise(answer: str) -> str:
@@ -69,9 +87,18 @@ def mathd_reward(output: str, answer: object) -> float:
     Raises `UnscorableError` without a `\boxed{}`, ValueError without an answer to compare with.
     """
     expected, given = ground_truth(answer), require_boxed(output)
-    if is_too_long(given, expected=expected) or is_about_another(given, expected=expected):
+    if cannot_be(given, expected=expected):
         return 0.0
     return float(normalise(given) == normalise(expected))
+
+
+def cannot_be(given: str, *, expected: str) -> bool:
+    """Whether `given` is no spelling of `expected`, though it may look like one."""
+    return (
+        is_too_long(given, expected=expected)
+        or is_about_another(given, expected=expected)
+        or is_other_percentage(given, expected=expected)
+    )
 
 
 def is_about_another(given: str, *, expected: str) -> bool:

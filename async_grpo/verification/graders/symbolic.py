@@ -14,12 +14,7 @@ import sympy
 from async_grpo.verification.graders.boxed import UnscorableError, ground_truth, require_boxed
 from async_grpo.verification.graders.expression import NotMathError, parse_expression
 from async_grpo.verification.graders.limits import cost, is_word, is_worked_out
-from async_grpo.verification.graders.mathd import (
-    clean,
-    is_about_another,
-    is_too_long,
-    normalise,
-)
+from async_grpo.verification.graders.mathd import cannot_be, clean, normalise
 
 NUM_DIGITS = 50
 TOLERANCE = sympy.Float(10, NUM_DIGITS) ** -30
@@ -37,7 +32,7 @@ def sympy_reward(output: str, answer: object) -> float:
     ValueError without an answer to compare with.
     """
     expected, given = ground_truth(answer), require_boxed(output)
-    if is_too_long(given, expected=expected) or is_about_another(given, expected=expected):
+    if cannot_be(given, expected=expected):
         return 0.0
     if normalise(given) == normalise(expected):
         return 1.0
