@@ -11,6 +11,7 @@ from async_grpo.config.objective import ObjectiveConfig, check_objective
 from async_grpo.config.option import LOG_LEVELS, option, require, required
 from async_grpo.config.presets import with_preset
 
+MAX_LEARNING_RATE = 1e-2
 POSITIVE = (
     "batch_size",
     "samples_per_question",
@@ -120,6 +121,7 @@ class TrainConfig(ObjectiveConfig):
     adam_epsilon: float = option(1e-8, "epsilon of AdamW")
     weight_decay: float = option(0.0, "decoupled weight decay of AdamW")
     max_grad_norm: float = option(1.0, "clip of the global gradient norm; 0: no clipping")
+    allow_high_learning_rate: bool = option(False, "take a --learning-rate above 0.01 as meant")
 
     loss_chunksize: int = option(
         1024,
@@ -198,6 +200,13 @@ class TrainConfig(ObjectiveConfig):
             "must be FULL_SHARD or SHARD_GRAD_OP, for one group of ranks shards everything",
             self.fsdp_sharding_strategy,
             "use FULL_SHARD; sharding within nodes comes with training on several devices",
+        )
+        require(
+            self.learning_rate <= MAX_LEARNING_RATE or self.allow_high_learning_rate,
+            "learning_rate",
+            f"must be at most {MAX_LEARNING_RATE:g}, more has destroyed every policy",
+            self.learning_rate,
+            "1e-6 to 1e-5 is usual (1e-6, not 1); --allow-high-learning-rate takes it all the same",
         )
         self._check_warmup()
         if self.objective == "grpo":

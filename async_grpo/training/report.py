@@ -15,6 +15,7 @@ from async_grpo.batching.records import EvaluationResult
 from async_grpo.config.train import TrainConfig
 from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_atomic
+from async_grpo.telemetry.health import Health
 from async_grpo.telemetry.metrics import StepFacts, metrics_row
 from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.replay import REPLAY_FOLDER
@@ -54,6 +55,7 @@ class Report:
             config=dataclasses.asdict(config),
             first_step=state["steps"] + 1 if state else 1,
         )
+        self._health = Health()
         self.console = Console(num_batches=config.num_training_batches)
         self._open = contextlib.ExitStack()
         self._num_steps = 0
@@ -171,6 +173,8 @@ class Report:
         self._metrics.write(row)
         self._trackers.log(row, step=self._num_steps)
         self.console.step(row)
+        for sentence in self._health.see_row(row):
+            logger.warning("%s", sentence)
         self._step_started, self._seconds_publishing, self._seconds_checkpointing = now, 0.0, 0.0
 
     def evaluation(self, result: EvaluationResult) -> None:

@@ -44,6 +44,7 @@ INCIDENTAL = (
     "worker_timeout_s",
     "stall_timeout_s",
     "logging_level",
+    "allow_high_learning_rate",
 )
 
 

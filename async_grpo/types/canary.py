@@ -19,6 +19,9 @@ MAX_ROW_TOKENS = 64
 # looked for, cost 0.1 to 4 nats after a few updates. Both bounds leave an order of magnitude.
 BOUND_NATS = {"float64": 1e-3, "float32": 1e-3}
 LOW_PRECISION_BOUND_NATS = 0.7
+# A policy that guesses among all words of any vocabulary does better on its own prompts. One whose
+# mean is below has logits so large that rounding alone moves log-probabilities by nats.
+COLLAPSED_NATS = -20.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,11 +68,20 @@ def canary_complaint(
     bound = canary_bound(dtype, *(row.dtype for row in rows))
     if differences.max(initial=0.0) <= bound:
         return ""
-    return (
+    fact = (
         f"log-probabilities of {len(differences)} fixed tokens differ from the trainer's by up to "
-        f"{differences.max():.3g} nats (mean {differences.mean():.3g}) with the same weights, "
-        f"where rounding explains {bound:g}: it does not serve what was sent, or computes it "
-        "differently; give worker and trainer the same model folder and --dtype, or restart it"
+        f"{differences.max():.3g} nats (mean {differences.mean():.3g}) with the same weights"
+    )
+    mean = float(np.concatenate([row.logprobs for row in rows]).mean())
+    if mean < COLLAPSED_NATS:
+        return (
+            f"{fact}, which says nothing of the worker: to the trainer itself they have {mean:.3g} "
+            "nats a token, worse than guessing: the policy has collapsed; lower --learning-rate "
+            "and start again from an earlier checkpoint"
+        )
+    return (
+        f"{fact}, where rounding explains {bound:g}: it does not serve what was sent, or computes "
+        "it differently; give worker and trainer the same model folder and --dtype, or restart it"
     )
 
 

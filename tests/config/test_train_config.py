@@ -21,6 +21,7 @@ def config(**options):
     [
         ({"batch_size": 0}, "--batch-size must be positive, got 0"),
         ({"temperature": 0.0}, "--temperature must be positive for training, got 0.0"),
+        ({"learning_rate": 3.0}, r"--learning-rate must be at most 0.01, .* got 3.0: 1e-6 to 1e-5"),
         ({"samples_per_question": 1}, "--samples-per-question must be at least 2"),
         ({"batch_size": 6, "train_minibatch_size": 4}, r"must divide --batch-size \(6\), got 4"),
         ({"aggregation": "constant"}, "--constant-length-samples goes with"),
@@ -73,6 +74,11 @@ def config(**options):
 def test_combinations_that_cannot_work_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         config(**options)
+
+
+def test_a_high_learning_rate_is_taken_from_who_says_so():
+    assert config(learning_rate=1e-2).learning_rate == 0.01
+    assert config(learning_rate=3.0, allow_high_learning_rate=True).learning_rate == 3.0
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ CONFIG = TrainConfig(
     ratio_mode="decoupled",
     importance_correction="truncate",
     learning_rate=3e-2,
+    allow_high_learning_rate=True,
 )
 
 

@@ -61,7 +61,12 @@ def test_every_real_step_learns_and_none_exceeds_the_peak(schedule, warmup, step
     per_step=st.integers(1, 64),
 )
 def test_both_clocks_give_the_same_curve(schedule, warmup, steps, per_step):
-    common = {"lr_scheduler": schedule, "learning_rate": 1.0, "num_training_batches": steps}
+    common = {
+        "lr_scheduler": schedule,
+        "learning_rate": 1.0,
+        "allow_high_learning_rate": True,
+        "num_training_batches": steps,
+    }
     by_steps, _ = make_scheduler(num_warmup_steps=warmup, **common)
     by_samples, _ = make_scheduler(
         schedule_clock="samples",
@@ -80,13 +85,21 @@ def test_both_clocks_give_the_same_curve(schedule, warmup, steps, per_step):
 
 def test_a_step_may_reach_beyond_the_warm_up():
     scheduler, _ = make_scheduler(
-        schedule_clock="samples", num_warmup_samples=10, learning_rate=1.0
+        schedule_clock="samples",
+        num_warmup_samples=10,
+        learning_rate=1.0,
+        allow_high_learning_rate=True,
     )
     assert [scheduler.learning_rate(count) for count in (1, 5, 10, 16)] == [0.1, 0.5, 1.0, 1.0]
 
 
 def test_a_step_with_fewer_samples_moves_the_clock_of_samples_less():
-    common = {"lr_scheduler": "linear", "learning_rate": 1.0, "num_training_batches": 4}
+    common = {
+        "lr_scheduler": "linear",
+        "learning_rate": 1.0,
+        "allow_high_learning_rate": True,
+        "num_training_batches": 4,
+    }
     size = {"batch_size": 8, "samples_per_question": 2}
     scheduler, _ = make_scheduler(schedule_clock="samples", **common, **size)
     rates = []
@@ -97,7 +110,9 @@ def test_a_step_with_fewer_samples_moves_the_clock_of_samples_less():
 
 
 def test_the_optimizer_steps_with_the_rate_of_the_clock():
-    scheduler, parameters = make_scheduler(num_warmup_steps=4, learning_rate=1.0)
+    scheduler, parameters = make_scheduler(
+        num_warmup_steps=4, learning_rate=1.0, allow_high_learning_rate=True
+    )
     for expected in (0.25, 0.75, 1.5, 2.5, 3.5):
         scheduler.step(8)
         assert [parameter.item() for parameter in parameters] == [expected, expected]
@@ -132,7 +147,12 @@ def test_a_run_longer_than_planned_stays_at_zero():
 )
 def test_the_run_s_length(options, length):
     scheduler, _ = make_scheduler(
-        batch_size=8, num_training_batches=5, lr_scheduler="linear", learning_rate=1.0, **options
+        batch_size=8,
+        num_training_batches=5,
+        lr_scheduler="linear",
+        learning_rate=1.0,
+        allow_high_learning_rate=True,
+        **options,
     )
     for tenths in (0, 5, 9, 10):
         scheduler.clocks = Clocks(length.steps * tenths // 10, length.samples * tenths // 10)

@@ -76,6 +76,17 @@ def test_the_coarser_type_decides_the_bound():
     assert canary_complaint((row(),), near, dtype="float32") == ""
 
 
+def test_a_collapsed_policy_is_not_blamed_on_the_worker():
+    """The trainer's own log-probabilities tell: no vocabulary has e^20 words to guess among."""
+    off = (scores(-300.0, -200.0, -2.0),)
+    complaint = canary_complaint((row((-290.0, -200.0, -1.0)),), off, dtype="float32")
+    assert "by up to 10 nats" in complaint
+    assert "-164 nats a token, worse than guessing: the policy has collapsed" in complaint
+    assert "does not serve" not in complaint and "restart it" not in complaint
+    healthy = canary_complaint((row((-12.0, -13.0, -12.0)),), off, dtype="float32")
+    assert "it does not serve what was sent" in healthy
+
+
 def test_rows_are_short_prompts_that_predict_at_least_one_token():
     prompts = [np.full(length, 7, np.int32) for length in (1, 2, 0, 1000, 5, 6, 8)]
     assert [len(tokens) for tokens in canary_tokens(prompts)] == [2, 64, 5, 6]
