@@ -204,7 +204,7 @@ class TrainConfig(ObjectiveConfig):
         require(
             self.learning_rate <= MAX_LEARNING_RATE or self.allow_high_learning_rate,
             "learning_rate",
-            f"must be at most {MAX_LEARNING_RATE:g}, more has destroyed every policy",
+            f"must be at most {MAX_LEARNING_RATE:g}, 3 was seen to destroy the policy in one step",
             self.learning_rate,
             "1e-6 to 1e-5 is usual (1e-6, not 1); --allow-high-learning-rate takes it all the same",
         )

@@ -40,10 +40,10 @@ def _tell_apart(row: Row, num_steps: int) -> str:
     mismatch = row.get("mismatch_kl")
     size = "more than floats hold" if mismatch is None else f"{mismatch:.3g} nats a token"
     return (
-        f"the policy has collapsed or is another one than the workers': between sampling and "
-        f"training its outputs' probabilities moved by {size} (mismatch_kl, usually below 0.1); "
-        f"the learning rate was {row.get('learning_rate') or 0.0:.3g}: lower --learning-rate and "
-        "start again from an earlier checkpoint"
+        "the policy has collapsed: between sampling and training the probabilities of its own "
+        f"outputs moved by {size} (mismatch_kl, usually below 0.1); the learning rate was "
+        f"{row.get('learning_rate') or 0.0:.3g}: lower --learning-rate and start again from an "
+        "earlier checkpoint"
     )
 
 
