@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from async_grpo.cli.torchrun import (
     one_voice,
 )
 from async_grpo.config.train import TrainConfig
+from async_grpo.model.hub import local_folder
 from async_grpo.training.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -66,7 +68,8 @@ def main(**options: Any) -> None:
     else:
         logging.disable(logging.WARNING)
     with ends_at_once(stop), command_boundary(), one_voice(), interrupts.told(config.output_dir):
-        run(config, stop=stop)
+        folder = local_folder(config.model_name_or_path, revision=config.model_revision)
+        run(replace(config, model_name_or_path=folder), stop=stop)
 
 
 def run(config: TrainConfig, *, stop: Event | None = None) -> None:

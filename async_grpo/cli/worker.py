@@ -7,7 +7,9 @@ generation, the verifier pool. Those outlive it as long as somebody uses them.
 from __future__ import annotations
 
 import logging
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.model.folder import check_files, stated_positions
+from async_grpo.model.hub import local_folder
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
@@ -37,6 +40,7 @@ def main(**options: Any) -> None:
     e.g. --model-path models/mine --num-workers 2 --reward-fns my_rewards.py:grade
     """
     config = WorkerConfig(**options)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would fill a log
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
     logging.getLogger("async_grpo").setLevel(config.logging_level)
     interrupts.interrupt_once()
@@ -48,6 +52,8 @@ def main(**options: Any) -> None:
 
 def serve(config: WorkerConfig) -> None:
     """Serve until the cluster ends, and this process with it; raises what went wrong before."""
+    folder = local_folder(config.model_path, revision=config.model_revision)
+    config = replace(config, model_path=folder)
     _check_model(config)
     cluster.connect(config.ray_address, namespace=config.namespace)
     places = cluster.endpoints()

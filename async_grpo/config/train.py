@@ -54,7 +54,8 @@ class TrainConfig(ObjectiveConfig):
     """Options of the trainer, the most usual first; those of the update are inherited."""
 
     model_name_or_path: str = required(
-        "Hugging Face folder of a causal language model", group="Usual options"
+        "Hugging Face folder of a causal language model, or its name on a hub",
+        group="Usual options",
     )
     data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
     eval_data_path: str = option(
@@ -80,6 +81,9 @@ class TrainConfig(ObjectiveConfig):
         "or the folder of a checkpoint, or of a run",
     )
     overwrite: bool = option(False, "replace the run that the output folder holds")
+    model_revision: str = option(
+        "", "branch, tag or commit of a model on a hub; empty: its main branch", none=""
+    )
     data_split: str = option("train", "split of a datasets.load_dataset source")
     column_mapping: str = option(
         "", "our=yours pairs for other column names, such as input=question,answer=solution"

@@ -22,6 +22,9 @@ class WorkerConfig:
         "registry, package.module:function, or path/to/file.py:function",
     )
     temperature: float = option(0.0, "serve only this sampling temperature; 0: the trainer's")
+    model_revision: str = option(
+        "", "branch, tag or commit of a model on a hub; empty: its main branch", none=""
+    )
     dtype: str = option(
         "auto", "weights of the workers' model", choices=("auto", "float32", "bfloat16")
     )

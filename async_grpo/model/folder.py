@@ -73,8 +73,8 @@ def check_model_folder(path: str) -> ModelFacts:
 def check_files(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelError(
-            f"the model must be a Hugging Face folder on this machine, {str(folder)!r} is not a "
-            "folder: correct the path or download the model"
+            "the model must be a Hugging Face folder on this machine, or the name of a model on a "
+            f"hub (organisation/name), {str(folder)!r} is neither: correct it"
         )
     if not (folder / "config.json").is_file():
         raise ModelError(

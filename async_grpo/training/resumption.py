@@ -33,7 +33,9 @@ FIXED = (
     "num_batches_per_ref_model_update",
 )
 # They say where a run finds and leaves things, not what it is.
-PLACES = ("output_dir", "resume", "overwrite", "model_name_or_path", "data_path")
+PLACES = (
+    "output_dir", "resume", "overwrite", "model_name_or_path", "model_revision", "data_path",
+)  # fmt: skip
 # Beside these a run that has left no checkpoint may differ from one that starts in its place.
 INCIDENTAL = (
     "resume",

@@ -48,7 +48,7 @@ def nothing(_model, tmp_path):
 @pytest.mark.parametrize(
     ("command", "spoilt", "sentence"),
     [
-        ("dispatcher", nothing, r"'.*nothing' is not a folder"),
+        ("dispatcher", nothing, r"'.*nothing' is neither"),
         ("trainer", no_weights, r"must hold weights"),
         ("trainer", small_vocabulary, r"tokenizer .* must not know more tokens .* \(50\), got 78"),
     ],

@@ -103,7 +103,7 @@ def test_positions_are_read_without_the_library_where_they_are_stated(config, st
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ModelError, match="nowhere' is not a folder"):
+    with pytest.raises(ModelError, match="nowhere' is neither"):
         check_model_folder(str(tmp_path / "nowhere"))
 
 

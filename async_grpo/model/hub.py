@@ -1,0 +1,113 @@
+"""Models by the name they have on a hub, such as Qwen/Qwen2-1.5B-Instruct, as folders here.
+
+huggingface_hub does the work: its cache, its locks between processes, HF_TOKEN, HF_ENDPOINT and
+HF_HUB_OFFLINE. It is imported for such names only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from async_grpo.errors import ConfigError, ModelError
+
+logger = logging.getLogger(__name__)
+NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+NOT_NEEDED = ("*/*", "consolidated*")  # other formats of the same weights
+ANSWER_TIMEOUT_S = 10.0  # of a hub that says nothing, as behind a firewall
+
+
+def local_folder(model: str, *, revision: str = "") -> str:
+    """`model` when it is a path; the folder of the snapshot when it is a name on a hub.
+
+    `revision` is a branch, tag or commit of the hub's model. Raises `ModelError` or `ConfigError`
+    within seconds when the model cannot be had. What is no name of a hub either is returned as it
+    is: whoever reads the folder refuses it.
+    """
+    if os.path.exists(model) or not _is_hub_name(model):
+        if revision:
+            raise ConfigError(
+                f"--model-revision goes with the name of a model on a hub, got {revision!r} for "
+                f"the path {model}: leave it out"
+            )
+        return model
+    folder = _snapshot(model, revision or "main")
+    if not [*Path(folder).glob("*.safetensors")]:
+        raise ModelError(
+            f"a model of a hub must hold *.safetensors, {model} does not: choose another, or "
+            "convert its weights with save_pretrained and give that folder"
+        )
+    logger.info("model %s: %s", model, folder)
+    return folder
+
+
+def _is_hub_name(model: str) -> bool:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _snapshot(model: str, revision: str) -> str:
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = constants.ENDPOINT
+    try:
+        # snapshot_download would ask the same, and wait for minutes where nobody answers.
+        HfApi().model_info(model, revision=revision, timeout=ANSWER_TIMEOUT_S)
+        logger.info("model %s is fetched from %s, unless it is here", model, hub)
+        return snapshot_download(
+            model, revision=revision, allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED]
+        )
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{hub} gives {model} only to those who accepted its terms: accept them there, and set "
+            "HF_TOKEN to a token of your account"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the model must be a folder, or the name of a model on {hub}, {model!r} is neither: "
+            "correct it, or set HF_TOKEN when the model is private"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            f"--model-revision must be a branch, tag or commit of {model}, got {revision!r}: "
+            "correct it, or leave it out"
+        ) from error
+    except (HTTPError, OSError) as error:
+        offline = isinstance(error, OfflineModeIsEnabled)
+        reason = "HF_HUB_OFFLINE is set" if offline else _first_line(error)
+        return _cached(model, revision, f"{hub} cannot be asked for it ({reason})")
+
+
+def _cached(model: str, revision: str, why: str) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            model, revision=revision, local_files_only=True,
+            allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED],
+        )  # fmt: skip
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{model!r} is no folder here, nor a model in Hugging Face's cache, and {why}: correct "
+            "the path, or download the model where there is a network"
+        ) from error
+    logger.info("model %s is taken from the cache: %s", model, why)
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
