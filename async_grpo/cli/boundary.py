@@ -19,8 +19,8 @@ EXIT_SIGNAL = 128  # and the signal's number, as shells have it: 130 Ctrl-C, 143
 DEPENDENCIES = frozenset(
     {
         "accelerate", "datasets", "flash_attn", "huggingface_hub", "math_verify", "matplotlib",
-        "numpy", "pebble", "pylatexenc", "ray", "rich", "safetensors", "sympy", "tensorboard", "torch",
-        "transformers", "vllm", "xxhash",
+        "numpy", "pebble", "pylatexenc", "ray", "rich", "safetensors", "sympy", "tensorboard",
+        "torch", "transformers", "vllm", "xxhash",
     }
 )  # fmt: skip
 REMEDY = "run `make setup`, or pip install -r requirements/cpu.txt (gpu.txt with NVIDIA devices)"

@@ -68,8 +68,18 @@ def main(**options: Any) -> None:
     else:
         logging.disable(logging.WARNING)
     with ends_at_once(stop), command_boundary(), one_voice(), interrupts.told(config.output_dir):
-        folder = local_folder(config.model_name_or_path, revision=config.model_revision)
-        run(replace(config, model_name_or_path=folder), stop=stop)
+        run(resolved(config), stop=stop)
+
+
+def resolved(config: TrainConfig) -> TrainConfig:
+    """The same run with the model as a folder, and a dump that is no bare name as a whole path."""
+    folder = local_folder(config.model_name_or_path, revision=config.model_revision)
+    dump = config.dump_samples_filename
+    return replace(
+        config,
+        model_name_or_path=folder,
+        dump_samples_filename=os.path.abspath(dump) if os.path.dirname(dump) else dump,
+    )
 
 
 def run(config: TrainConfig, *, stop: Event | None = None) -> None:

@@ -21,6 +21,7 @@ from async_grpo import cluster
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services, renewed
+from async_grpo.config.option import flag, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_questions
@@ -44,17 +45,25 @@ CLOSE_TIMEOUT_S = 5.0
 
 def check_run(config: TrainConfig) -> ModelFacts:
     """Output folder, trackers and model, before anything of the run is made."""
-    _check_output_dir(config)
+    output, dump = Path(config.output_dir), config.dump_samples_filename
+    _check_folder(output, "output_dir")
+    if dump:
+        _check_folder((output / dump).parent, "dump_samples_filename")
+        require(
+            not (output / dump).is_dir(), "dump_samples_filename", "must not be a folder", dump,
+            "name a file in it",
+        )  # fmt: skip
     check_trackers(config.tracker_names)
     return check_model_folder(config.model_name_or_path)
 
 
-def _check_output_dir(config: TrainConfig) -> None:
-    folder = Path(config.output_dir).absolute()
+def _check_folder(folder: Path, option: str) -> None:
+    folder = folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise ConfigError(
-            f"--output-dir must be a folder that can be written, {existing} cannot: name another"
+            f"{flag(option)} must lie in a folder that can be written, {existing} cannot: "
+            "name another"
         )
 
 

@@ -46,6 +46,8 @@ class Report:
         write_json_atomic(folder / PARAMETERS_FILE, dataclasses.asdict(config))
         dump = config.dump_samples_filename
         self._dump = folder / dump if dump else None  # which the batcher writes
+        if self._dump:
+            self._dump.parent.mkdir(parents=True, exist_ok=True)
         self._metrics = JsonlWriter(folder / METRICS_FILE)
         self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
         self._trackers = Trackers(

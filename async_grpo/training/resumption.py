@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.config.option import flag
+from async_grpo.config.option import flag, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError, ConfigError
 from async_grpo.training.checkpoint_folder import CheckpointFolder, read_checkpoint
@@ -100,6 +100,8 @@ def find_start(config: TrainConfig) -> Start:
                 f"--resume {config.resume} must not lie in the run that --overwrite removes: leave "
                 "out --overwrite, or name another --output-dir"
             )
+        if not replaces and not _is_restart():
+            _check_dump_is_new(config, output)
     elif config.resume == "never" and not _is_restart():
         raise _occupied(config, "--resume never was given")
     else:
@@ -154,6 +156,16 @@ def _own(config: TrainConfig, output: Path) -> Start:
             output,
         )
     return newest
+
+
+def _check_dump_is_new(config: TrainConfig, output: Path) -> None:
+    """A new run begins its dump anew; one beside its folder may be somebody else's."""
+    dump = output / config.dump_samples_filename
+    is_own = dump.resolve().is_relative_to(output.resolve())
+    require(
+        not dump.exists() or is_own, "dump_samples_filename", "must name a new file",
+        config.dump_samples_filename, "name another, or replace it with --overwrite",
+    )  # fmt: skip
 
 
 def _named(config: TrainConfig) -> Start:

@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import torchrun
-from async_grpo.cli.train import main
+from async_grpo.cli.train import main, resolved
+from async_grpo.config.train import TrainConfig
 
 REQUIRED = ("--model-name-or-path", "model", "--data-path", "data.jsonl")
 REPOSITORY = Path(__file__).parents[2]
@@ -59,6 +60,24 @@ def test_rank_0_alone_speaks_and_all_leave_the_cause_for_torchrun(
     cause = json.loads((tmp_path / "error.json").read_text())["message"]
     assert cause["message"].startswith(sentence)
     assert int(cause["extraInfo"]["timestamp"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "path"),
+    [
+        ("samples.jsonl", "samples.jsonl"),  # in the output folder
+        ("", ""),
+        ("out/dump.jsonl", "{here}/out/dump.jsonl"),
+        ("./dump.jsonl", "{here}/dump.jsonl"),
+        ("/tmp/dump.jsonl", "/tmp/dump.jsonl"),
+    ],
+)
+def test_a_dump_with_a_folder_is_a_path_from_here(typed, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(
+        model_name_or_path=".", data_path="d", output_dir="out", dump_samples_filename=typed
+    )
+    assert resolved(config).dump_samples_filename == path.format(here=tmp_path)
 
 
 WAITING_THREAD = """

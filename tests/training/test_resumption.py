@@ -263,3 +263,22 @@ def test_the_model_is_its_config_and_its_weights_and_nothing_else(tmp_path):
     assert hash_model(str(tmp_path)) == first
     (tmp_path / "model.safetensors").write_bytes(b"Weights")
     assert hash_model(str(tmp_path)) != first
+
+
+def test_a_new_run_takes_no_dump_that_lies_beside_its_folder(tmp_path, monkeypatch):
+    dump = tmp_path / "elsewhere.jsonl"
+    config = make_config(tmp_path / "run", dump_samples_filename=str(dump))
+    find_start(config)
+    dump.write_text("somebody's\n")
+    with pytest.raises(ConfigError, match=f"--dump-samples-filename must name a new .*{dump}"):
+        find_start(config)
+    find_start(dataclasses.replace(config, overwrite=True))
+    make_run(config, checkpoints=(1,))
+    assert find_start(config).batches == 1  # its own
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    find_start(dataclasses.replace(config, output_dir=str(tmp_path / "other")))
+
+
+def test_what_is_left_of_a_dump_in_the_folder_of_a_new_run_is_no_obstacle(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("{}\n")
+    assert find_start(make_config(tmp_path)).folder is None
