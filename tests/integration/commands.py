@@ -17,12 +17,12 @@ REPOSITORY = Path(__file__).parents[2]
 class Command:
     """A child in a session of its own; output and errors apart, as they appear."""
 
-    def __init__(self, *arguments, env=None):
+    def __init__(self, *arguments, program=sys.executable, cwd=REPOSITORY, env=None):
         self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with this
         self._err = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._child = subprocess.Popen(
-            [sys.executable, *map(str, arguments)],
-            cwd=REPOSITORY,
+            [program, *map(str, arguments)],
+            cwd=cwd,
             env=env or environment(),
             stdin=subprocess.DEVNULL,
             stdout=self._out,
