@@ -34,14 +34,16 @@ def main() -> None:
     multiple=True,
     help="What to plot; one panel each. [avg_reward]",
 )
-@click.option("-x", "--x-variable", "x", default="step", show_default=True, help="Horizontal axis.")
+@click.option(
+    "-x", "--x-variable", "--x_key", "x", default="step", show_default=True, help="Horizontal axis."
+)
 @click.option("-s", "--smooth", is_flag=True, help="Moving average, the raw curve faint behind.")
 @click.option("--smooth-window", type=click.IntRange(min=1), default=10, show_default=True,
               help="Points of the moving average.")  # fmt: skip
 @click.option("-o", "--output", default="metrics.svg", show_default=True, metavar="FILE",
               help="Picture to write: .svg, .png or .pdf.")  # fmt: skip
 @click.option("--title", default="", help="Title of the picture.")
-@click.option("--remote", default="", metavar="ALIAS", help=REMOTE_HELP)
+@click.option("-r", "--remote", default="", metavar="ALIAS", help=REMOTE_HELP)
 @command_boundary()
 def plot(
     paths: Sequence[str], names: Sequence[str], variables: Sequence[str], x: str, smooth: bool,
@@ -71,7 +73,7 @@ def plot(
 
 @main.command("list")
 @click.argument("path")
-@click.option("--remote", default="", metavar="ALIAS", help=REMOTE_HELP)
+@click.option("-r", "--remote", default="", metavar="ALIAS", help=REMOTE_HELP)
 @command_boundary()
 def list_variables(path: str, remote: str) -> None:
     """Print the variables of PATH and what they mean."""
@@ -83,6 +85,9 @@ def list_variables(path: str, remote: str) -> None:
     for name in names:
         meaning = METRIC_BY_NAME[name].meaning if name in METRIC_BY_NAME else ""
         click.echo(f"{name:{width}}  {meaning}".rstrip())
+
+
+main.add_command(list_variables, "info")  # as the predecessor calls it
 
 
 def _read_runs(paths: Sequence[str], names: Sequence[str], remote: str) -> list[Run]:

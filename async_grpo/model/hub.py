@@ -33,7 +33,7 @@ def local_folder(model: str, *, revision: str = "") -> str:
             )
         return model
     folder = _snapshot(model, revision or "main")
-    if not [*Path(folder).glob("*.safetensors")]:
+    if not any(Path(folder).glob("*.safetensors")):
         raise ModelError(
             f"a model of a hub must hold *.safetensors, {model} does not: choose another, or "
             "convert its weights with save_pretrained and give that folder"
@@ -66,7 +66,7 @@ def _snapshot(model: str, revision: str) -> str:
     try:
         # snapshot_download would ask the same, and wait for minutes where nobody answers.
         HfApi().model_info(model, revision=revision, timeout=ANSWER_TIMEOUT_S)
-        logger.info("model %s is fetched from %s, unless it is here", model, hub)
+        logger.info("asking %s for the model %s", hub, model)
         return snapshot_download(
             model, revision=revision, allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED]
         )

@@ -3,12 +3,13 @@
 Its command lines as a whole are in tests/integration/test_original_readme.py.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import train
+from async_grpo.cli import plot, train
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import AsyncGrpoError
 
@@ -94,3 +95,16 @@ def test_the_rank_may_be_repeated(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     _, config = parse("--global-rank 3 --insert-reasoning-phrases False", monkeypatch)
     assert config is not None
+
+
+def test_every_option_of_its_plot_is_understood(tmp_path):
+    file, picture = tmp_path / "training_metrics.jsonl", tmp_path / "picture.svg"
+    rows = [{"step": step, "avg_reward": 0.1 * step, "entropy": 1.0} for step in (1, 2, 3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--name mine --variable avg_reward -v entropy --x_key step --smooth --smooth-window 2"
+    result = CliRunner().invoke(
+        plot.main, ["plot", str(file), *options.split(), "--output", str(picture)]
+    )
+    assert (result.exit_code, picture.exists()) == (0, True), result.output
+    assert "entropy" in CliRunner().invoke(plot.main, ["info", str(file)]).stdout
+    assert "-r, --remote" in CliRunner().invoke(plot.main, ["plot", "--help"]).stdout

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import json
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +13,8 @@ from click.testing import CliRunner
 
 from async_grpo.data.questions import load_questions
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "sample-data"))
+SAMPLE_DATA = Path(__file__).parents[2] / "sample-data"
+sys.path.insert(0, str(SAMPLE_DATA))
 atomic_files = importlib.import_module("atomic_files")
 count_down = importlib.import_module("create_count_down")
 countdown_demonstrations = importlib.import_module("countdown_demonstrations")
@@ -132,6 +134,23 @@ def test_the_written_file_is_what_the_data_room_reads(tmp_path):
     assert [question.columns["target"] for question in questions] == [
         int(question.answer) for question in questions
     ]
+
+
+def test_the_bare_command_makes_ten_thousand_questions_that_a_trainer_takes(monkeypatch, tmp_path):
+    assert Path(count_down.DEFAULT_OUTPUT).name == "count_down_tasks_3to4.jsonl"
+    here = tmp_path / "sample-data"
+    here.mkdir()
+    script = here / "create_count_down.py"
+    script.symlink_to(SAMPLE_DATA / script.name)
+    # From where nothing is installed of ours, as a user types it: no tokenizer, no hub.
+    done = subprocess.run(
+        [sys.executable, "sample-data/create_count_down.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    file = here / "count_down_tasks_3to4.jsonl"
+    assert done.stdout == f"wrote 10000 questions to {file}\n"
+    questions = load_questions(str(file), tokenizer=BytesTokenizer())
+    assert len({question.input for question in questions}) == 10_000
 
 
 def test_token_ids_are_written_for_a_model(tmp_path, monkeypatch):
