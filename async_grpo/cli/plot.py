@@ -1,4 +1,4 @@
-"""`plot.py plot PATH … -n NAME … -v VAR …`: the metrics of one or several runs as a picture."""
+"""`plot.py PATH … -n NAME … -v VAR …`: the metrics of one or several runs as a picture."""
 
 from __future__ import annotations
 
@@ -18,9 +18,21 @@ if TYPE_CHECKING:
 REMOTE_HELP = "Read PATH on this host, over `ssh ALIAS`."
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class PlotGroup(click.Group):
+    """Takes what names no command for the arguments of `plot`: `async-grpo plot runs/a`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["plot", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=PlotGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Look at the metrics of runs: a PATH is a training_metrics.jsonl or the folder of a run."""
+    """Look at the metrics of runs: a PATH is a training_metrics.jsonl or the folder of a run.
+
+    The command `plot` may be left out.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
 
@@ -32,11 +44,10 @@ def main() -> None:
     "--variable",
     "variables",
     multiple=True,
-    help="What to plot; one panel each. [avg_reward]",
+    help="What to plot; one panel each, also of the evaluations (eval_...). [avg_reward]",
 )
-@click.option(
-    "-x", "--x-variable", "--x_key", "x", default="step", show_default=True, help="Horizontal axis."
-)
+@click.option("-x", "--x-variable", "--x_key", "x", default="step", show_default=True,
+              help="Horizontal axis: a variable, or seconds, minutes or hours run.")  # fmt: skip
 @click.option("-s", "--smooth", is_flag=True, help="Moving average, the raw curve faint behind.")
 @click.option("--smooth-window", type=click.IntRange(min=1), default=10, show_default=True,
               help="Points of the moving average.")  # fmt: skip
@@ -76,15 +87,20 @@ def plot(
 @click.option("-r", "--remote", default="", metavar="ALIAS", help=REMOTE_HELP)
 @command_boundary()
 def list_variables(path: str, remote: str) -> None:
-    """Print the variables of PATH and what they mean."""
-    from async_grpo.telemetry.curves import read_run, variables
+    """Print the variables of PATH: first, last, lowest and highest value, and what they mean."""
+    from async_grpo.telemetry.curves import read_run, values
+    from async_grpo.telemetry.progress import number
     from async_grpo.telemetry.schema import METRIC_BY_NAME
 
-    names = variables(read_run(path, name=path, remote=remote).rows)
-    width = max(map(len, names), default=0)
-    for name in names:
+    lines: list[tuple[str, ...]] = [("", "first", "last", "lowest", "highest", "")]
+    for name, seen in values(read_run(path, name=path, remote=remote)).items():
         meaning = METRIC_BY_NAME[name].meaning if name in METRIC_BY_NAME else ""
-        click.echo(f"{name:{width}}  {meaning}".rstrip())
+        shown = map(number, (seen[0], seen[-1], min(seen), max(seen)))
+        lines.append((name, *shown, meaning))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for name, *figures, meaning in lines:
+        columns = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:])]
+        click.echo("  ".join([*columns, meaning]).rstrip())
 
 
 main.add_command(list_variables, "info")  # as the predecessor calls it

@@ -10,6 +10,7 @@ from typing import Any, Self
 from async_grpo.config.objective import ObjectiveConfig, check_objective
 from async_grpo.config.option import LOG_LEVELS, option, require, required
 from async_grpo.config.presets import with_preset
+from async_grpo.config.schedule import check_schedule
 
 MAX_LEARNING_RATE = 1e-2
 POSITIVE = (
@@ -41,6 +42,8 @@ NOT_NEGATIVE = (
     "dynamic_sampling",
     "num_warmup_steps",
     "num_warmup_samples",
+    "warmup_ratio",
+    "min_learning_rate_ratio",
     "weight_decay",
     "max_grad_norm",
     "min_samples_per_checkpoint",
@@ -120,6 +123,12 @@ class TrainConfig(ObjectiveConfig):
     )
     num_warmup_steps: int = option(0, "gradient steps of linear warm-up")
     num_warmup_samples: int = option(0, "samples of linear warm-up, for --schedule-clock samples")
+    warmup_ratio: float = option(
+        0.0, "linear warm-up as a share of the planned steps or samples, instead of a number"
+    )
+    min_learning_rate_ratio: float = option(
+        0.0, "share of --learning-rate at which linear and cosine end"
+    )
     adam_beta1: float = option(0.9, "first moment decay of AdamW")
     adam_beta2: float = option(0.95, "second moment decay of AdamW")
     adam_epsilon: float = option(1e-8, "epsilon of AdamW")
@@ -212,7 +221,7 @@ class TrainConfig(ObjectiveConfig):
             self.learning_rate,
             "1e-6 to 1e-5 is usual (1e-6, not 1); --allow-high-learning-rate takes it all the same",
         )
-        self._check_warmup()
+        check_schedule(self)
         if self.objective == "grpo":
             self._check_grpo()
         require(
@@ -221,22 +230,6 @@ class TrainConfig(ObjectiveConfig):
             f"counts questions and must divide --batch-size ({self.batch_size})",
             self.train_minibatch_size,
             "choose a divisor, or 0 for one gradient step a batch",
-        )
-
-    def _check_warmup(self) -> None:
-        require(
-            self.schedule_clock == "samples" or self.num_warmup_samples == 0,
-            "num_warmup_samples",
-            "goes with --schedule-clock samples",
-            self.num_warmup_samples,
-            "set the clock, or use --num-warmup-steps",
-        )
-        require(
-            self.schedule_clock == "steps" or self.num_warmup_steps == 0,
-            "num_warmup_steps",
-            "goes with --schedule-clock steps",
-            self.num_warmup_steps,
-            "set the clock, or use --num-warmup-samples",
         )
 
     def _check_grpo(self) -> None:

@@ -21,6 +21,8 @@ from async_grpo.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 METRICS_FILENAME = "training_metrics.jsonl"
+EVALUATIONS_FILENAME = "evaluation_metrics.jsonl"
+CLOCKS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}  # axes made of `total_seconds`
 SSH_TIMEOUT_S = 60
 Floats = NDArray[np.float64]
 
@@ -32,6 +34,7 @@ class Run:
     name: str
     source: str  # the path, for messages
     rows: Sequence[dict[str, Any]]
+    evaluations: Sequence[dict[str, Any]] = ()  # of its held-out data
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,9 +55,17 @@ def read_run(path: str, *, name: str, remote: str = "") -> Run:
 
     Raises `DataError` if there is none, `ConfigError` if the remote cannot be reached.
     """
-    text = _read_remote(path, remote) if remote else _read_local(Path(path))
+    if remote:
+        text, evaluations = _read_remote(path, remote), _read_remote_evaluations(path, remote)
+    else:
+        text, evaluations = _read_local(Path(path)), _read_local_evaluations(Path(path))
     source = f"{remote}:{path}" if remote else path
-    return Run(name=name, source=source, rows=parse_rows(text, source))
+    return Run(
+        name=name,
+        source=source,
+        rows=parse_rows(text, source),
+        evaluations=parse_rows(evaluations, f"{source}'s evaluations") if evaluations else (),
+    )
 
 
 def parse_rows(text: str, source: str) -> list[dict[str, Any]]:
@@ -83,10 +94,21 @@ def variables(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [key for key in keys if any(_is_number(row.get(key)) for row in rows)]
 
 
+def values(run: Run) -> dict[str, list[float]]:
+    """{variable: its numbers in order}: what can be plotted of a run."""
+    found = {name: _numbers(run.rows, name) for name in variables(run.rows)}
+    return found | {name: _numbers(run.evaluations, name) for name in _evaluated(run)}
+
+
 def make_curves(
     runs: Sequence[Run], *, x: str, y: str, smooth_window: int | None = None
 ) -> list[Curve]:
-    """One curve a name, in order of appearance. Raises `DataError` for unknown variables."""
+    """One curve a name, in order of appearance. Raises `DataError` for unknown variables.
+
+    Evaluations are not smoothed: they are few, and each is over many samples.
+    """
+    if all(y in _evaluated(run) for run in runs):
+        smooth_window = None
     points: dict[str, list[tuple[Floats, Floats]]] = {}
     for run in runs:
         points.setdefault(run.name, []).append(_points(run, x=x, y=y))
@@ -125,28 +147,51 @@ def _curve(
 
 
 def _points(run: Run, *, x: str, y: str) -> tuple[Floats, Floats]:
-    known = variables(run.rows)
-    for name in (x, y):
+    key, unit = ("total_seconds", CLOCKS[x]) if x in CLOCKS else (x, 1.0)
+    evaluated = _evaluated(run)
+    known = [*variables(run.rows), *evaluated]
+    for name in (key, y):
         if name not in known:
             raise DataError(_unknown_variable(name, run, known))
+    rows = run.evaluations if y in evaluated else run.rows
     pairs = sorted(
-        (float(row[x]), float(row[y]))
-        for row in run.rows
-        if _is_number(row.get(x)) and _is_number(row.get(y))
+        (float(row[key]) / unit, float(row[y]))
+        for row in rows
+        if _is_number(row.get(key)) and _is_number(row.get(y))
     )
     if not pairs:
-        raise DataError(f"no row of {run.source} has both {x!r} and {y!r}")
+        raise DataError(f"no row of {run.source} has both {key!r} and {y!r}")
     xs, ys = zip(*pairs, strict=True)
     return np.array(xs), np.array(ys)
 
 
+def _evaluated(run: Run) -> list[str]:
+    """What the evaluations measured; they also repeat counters of the training."""
+    return [name for name in variables(run.evaluations) if name.startswith("eval_")]
+
+
 def _unknown_variable(name: str, run: Run, known: Sequence[str]) -> str:
-    if any(name in row for row in run.rows):
+    if any(name in row for row in (*run.rows, *run.evaluations)):
         return f"{name!r} has no value in any row of {run.source}: the run did not measure it"
-    close = get_close_matches(name, known, n=3)
-    if close:
+    if close := near_names(name, known):
         return f"{run.source} has no variable {name!r}: did you mean {' or '.join(close)}?"
-    return f"{run.source} has no variable {name!r}: it has {', '.join(known)}"
+    return f"{run.source} has no variable {name!r}: `plot list {run.source}` prints those it has"
+
+
+def near_names(name: str, known: Sequence[str]) -> list[str]:
+    """At most three of `known` that are spelt alike, or else share a word.
+
+    >>> known = ["avg_reward", "kl"]
+    >>> near_names("avg_rewrd", known), near_names("held_out_kl", known)
+    (['avg_reward'], ['kl'])
+    """
+    words = set(name.split("_"))
+    sharing = [each for each in known if words & set(each.split("_"))]
+    return get_close_matches(name, known, n=3, cutoff=0.7) or sharing[:3]
+
+
+def _numbers(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [row[name] for row in rows if _is_number(row.get(name))]
 
 
 def _is_number(value: object) -> bool:
@@ -164,20 +209,16 @@ def _read_local(path: Path) -> str:
         ) from error
 
 
+def _read_local_evaluations(path: Path) -> str:
+    """The file beside the metrics; empty where there is none."""
+    file = (path if path.is_dir() else path.parent) / EVALUATIONS_FILENAME
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
 def _read_remote(path: str, remote: str) -> str:
-    # The remote shell expands ~ only where it is not quoted.
-    quoted = "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
+    quoted = _quoted(path)
     inside = f"{quoted}/{METRICS_FILENAME}"
-    command = f"if test -d {quoted}; then cat {inside}; else cat {quoted}; fi"
-    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", remote, command]
-    try:
-        answer = subprocess.run(ssh, capture_output=True, timeout=SSH_TIMEOUT_S, check=False)
-    except FileNotFoundError as error:
-        raise ConfigError("--remote needs ssh, which is not installed: install OpenSSH") from error
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"--remote {remote} did not answer within {SSH_TIMEOUT_S} s: try `ssh {remote}` by hand"
-        ) from error
+    answer = _ssh(remote, f"if test -d {quoted}; then cat {inside}; else cat {quoted}; fi")
     if answer.returncode != 0:
         reason = answer.stderr.decode(errors="replace").strip().replace("\n", "; ")
         raise DataError(
@@ -185,3 +226,27 @@ def _read_remote(path: str, remote: str) -> str:
             f"check the path, and that `ssh {remote}` works without a password"
         )
     return answer.stdout.decode(errors="replace")
+
+
+def _read_remote_evaluations(path: str, remote: str) -> str:
+    quoted = _quoted(path)
+    folder = f'"$(if test -d {quoted}; then echo {quoted}; else dirname {quoted}; fi)"'
+    answer = _ssh(remote, f"cat {folder}/{EVALUATIONS_FILENAME}")
+    return answer.stdout.decode(errors="replace") if answer.returncode == 0 else ""
+
+
+def _quoted(path: str) -> str:
+    """For the remote shell, which expands ~ only where it is not quoted."""
+    return "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
+
+
+def _ssh(remote: str, command: str) -> subprocess.CompletedProcess[bytes]:
+    ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", remote, command]
+    try:
+        return subprocess.run(ssh, capture_output=True, timeout=SSH_TIMEOUT_S, check=False)
+    except FileNotFoundError as error:
+        raise ConfigError("--remote needs ssh, which is not installed: install OpenSSH") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"--remote {remote} did not answer within {SSH_TIMEOUT_S} s: try `ssh {remote}` by hand"
+        ) from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_grpo.errors import ConfigError
-from async_grpo.telemetry.curves import Curve
+from async_grpo.telemetry.curves import CLOCKS, Curve
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ TITLE_FONT: dict[str, Any] = {"fontsize": 11.0, "fontweight": "bold"}
 PANEL_INCHES = (4.0, 2.6)  # of several; a single one is larger by SINGLE
 SINGLE = 1.25
 LABEL_POINTS = 8.0
+FEW_POINTS = 12  # up to which each is marked
 STYLE = {
     "font.family": "sans-serif",
     "font.sans-serif": ["Helvetica", "Arial", "Nimbus Sans", "Liberation Sans", "DejaVu Sans"],
@@ -77,7 +78,7 @@ def save_figure(
     matplotlib.use("Agg")
     installed = _installed(STYLE["font.sans-serif"])
     with matplotlib.rc_context({**STYLE, "font.sans-serif": installed}):
-        figure = _draw(panels, x=x, title=title)
+        figure = draw(panels, x=x, title=title)
         # Without the time of day the same curves give the same file.
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(
             Path(path).suffix.lower()
@@ -90,7 +91,8 @@ def save_figure(
             raise ConfigError(f"cannot write {path} ({reason}): choose another -o") from error
 
 
-def _draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figure:
+def draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figure:
+    """The figure, laid out."""
     from matplotlib.figure import Figure
 
     num_columns = min(len(panels), 2)
@@ -116,6 +118,8 @@ def _draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figur
 def _draw_panel(
     axes: Axes, curves: Sequence[Curve], *, variable: str, x: str, with_names: bool
 ) -> None:
+    from matplotlib.patheffects import withStroke
+
     for index, curve in enumerate(curves):
         style = line_style(index)
         if curve.num_seeds > 1:
@@ -124,16 +128,16 @@ def _draw_panel(
             )
         elif curve.raw[0][1] is not curve.mean:
             axes.plot(*curve.raw[0], color=style["color"], alpha=0.25, linewidth=0.8)
-        marker = "o" if len(curve.x) == 1 else ""
+        marker = "o" if len(curve.x) <= FEW_POINTS else ""
         axes.plot(curve.x, curve.mean, linewidth=1.8, marker=marker, markersize=4, **style)
         axes.annotate(
             (f"{curve.name}  " if with_names else "") + final_value(float(curve.mean[-1])),
-            (1.0, curve.mean[-1]), xycoords=axes.get_yaxis_transform(),  # at the right edge
-            xytext=(5, 0), textcoords="offset points",
+            (curve.x[-1], curve.mean[-1]), xytext=(5, 0), textcoords="offset points",
             va="center", fontsize=LABEL_POINTS, fontweight="bold", color=style["color"],
+            path_effects=[withStroke(linewidth=1.5, foreground="white")],  # over other lines
         )  # fmt: skip
     axes.set_title(axis_label(variable), loc="left", fontsize=10)
-    axes.set_xlabel(axis_label(x))
+    axes.set_xlabel(f"Run time ({x})" if x in CLOCKS else axis_label(x))
     axes.margins(x=0.01, y=0.08)
     _format_axis(axes, x=x)
 
@@ -152,16 +156,34 @@ def _format_axis(axes: Axes, *, x: str) -> None:
 
 
 def _spread_labels(axes: Axes) -> None:
-    """Move the labels at the ends of the lines apart, keeping their order."""
+    """Move labels of lines that end side by side apart, keeping their order."""
     from matplotlib.text import Annotation
 
     labels = [text for text in axes.texts if isinstance(text, Annotation)]
-    if len(labels) < 2:
-        return
     points_per_pixel = 72.0 / axes.figure.dpi
-    ends = [axes.transData.transform(label.xy)[1] * points_per_pixel for label in labels]
-    for label, end, place in zip(labels, ends, spread(ends, 1.25 * LABEL_POINTS), strict=True):
-        label.set_position((5, place - end))
+    # [labels, 2]: where the lines end, in points from the left and from the bottom
+    ends = axes.transData.transform([label.xy for label in labels]) * points_per_pixel
+    widths = [label.get_window_extent().width * points_per_pixel for label in labels]
+    for group in side_by_side(ends[:, 0].tolist(), widths):
+        places = spread([ends[index, 1] for index in group], 1.25 * LABEL_POINTS)
+        for index, place in zip(group, places, strict=True):
+            labels[index].set_position((5, place - ends[index, 1]))
+
+
+def side_by_side(starts: Sequence[float], widths: Sequence[float]) -> list[list[int]]:
+    """Indices of intervals, in groups that overlap directly or through others, from the left.
+
+    >>> side_by_side([0.0, 50.0, 5.0], [10.0, 10.0, 10.0])
+    [[0, 2], [1]]
+    """
+    groups: list[list[int]] = []
+    reach = -math.inf
+    for index in np.argsort(starts, kind="stable").tolist():
+        if starts[index] >= reach:
+            groups.append([])
+        groups[-1].append(index)
+        reach = max(reach, starts[index] + widths[index])
+    return groups
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:

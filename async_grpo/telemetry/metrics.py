@@ -26,6 +26,7 @@ class StepFacts:
     iteration: int
     total_samples_accumulated: int
     total_tokens: int
+    total_seconds: float
     optimizer_steps: int
     optimizer_samples: int = 0
     skipped_steps_no_samples: int = 0

@@ -51,6 +51,8 @@ STEP_METRICS = (
            "samples of the gradient steps so far, taken or skipped", window="run"),
     _plain("total_tokens", "tokens", "Tokens",
            "unmasked output tokens of these samples", window="run"),
+    _plain("total_seconds", "seconds", "Run time",
+           "wall clock of the run so far, resumed parts included", window="run"),
     _plain("optimizer_steps", "steps", "Optimizer steps",
            "gradient steps really taken: the clock of --schedule-clock steps", window="run"),
     _plain("optimizer_samples", "samples", "Samples in optimizer steps",

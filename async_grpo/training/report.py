@@ -64,6 +64,7 @@ class Report:
         self._skipped: Counter[str] = Counter()
         self._num_samples = 0
         self._num_tokens = 0
+        self._seconds = 0.0  # of the run, up to the last step's end
         self._step_started = time.monotonic()
         self._seconds_publishing = 0.0
         self._sync: SyncReport | None = None
@@ -110,6 +111,7 @@ class Report:
             "skipped": dict(self._skipped),
             "samples": self._num_samples,
             "tokens": self._num_tokens,
+            "seconds": self._seconds,
             "failed_checkpoints": self._failed_checkpoints,
             "batcher_restarts": self._batcher_restarts,
             "file_bytes": {
@@ -130,6 +132,7 @@ class Report:
         self._skipped = Counter(state["skipped"])
         self._num_samples = state["samples"]
         self._num_tokens = state["tokens"]
+        self._seconds = state["seconds"]
         self._failed_checkpoints = state["failed_checkpoints"]
         self._batcher_restarts = state["batcher_restarts"]
 
@@ -142,7 +145,9 @@ class Report:
             logger.warning("gradient step %d was skipped: %s", self._num_steps + 1, result.skipped)
             self._skipped[result.skipped] += 1
         now = time.monotonic()
+        seconds = now - self._step_started
         self._num_steps += 1
+        self._seconds += seconds
         self._num_samples += end.num_samples
         self._num_tokens += end.num_tokens
         facts = StepFacts(
@@ -150,6 +155,7 @@ class Report:
             iteration=end.batch,
             total_samples_accumulated=self._num_samples,
             total_tokens=self._num_tokens,
+            total_seconds=self._seconds,
             optimizer_steps=result.clocks.steps,
             optimizer_samples=result.clocks.samples,
             skipped_steps_no_samples=self._skipped[NO_SAMPLES],
@@ -157,7 +163,7 @@ class Report:
             loss_denominator=denominator,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
-            seconds=now - self._step_started,
+            seconds=seconds,
             seconds_waiting=waited,
             seconds_publishing=self._seconds_publishing,
             seconds_checkpointing=self._seconds_checkpointing,
@@ -184,6 +190,8 @@ class Report:
         row = {
             "step": self._num_steps,
             "total_samples_accumulated": self._num_samples,
+            "total_tokens": self._num_tokens,
+            "total_seconds": self._seconds + time.monotonic() - self._step_started,
             "eval_accuracy": result.num_correct / max(result.num_samples, 1),
             "eval_reward": result.reward_sum / max(result.num_samples, 1),
             "eval_solved": result.num_solved / max(result.num_questions, 1),

@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 
 
 def learning_rate_factor(
-    position: int, *, schedule: str, num_warmup: int, num_total: int, advance: int = 1
+    position: int,
+    *,
+    schedule: str,
+    num_warmup: int,
+    num_total: int,
+    advance: int = 1,
+    smallest: float = 0.0,
 ) -> float:
     """Fraction of the peak learning rate for the step that begins at `position`.
 
     Every schedule but `constant` rises linearly over the warm-up, as far as the step will have
     moved the clock when it ends (by `advance`), so that the first step is already above zero;
-    `linear` and `cosine` then fall to zero, which a step that begins at `num_total` would have.
+    `linear` and `cosine` then fall to `smallest`, which a step that begins at `num_total` would
+    have.
 
     >>> [learning_rate_factor(step, schedule="linear", num_warmup=2, num_total=6)
     ...  for step in range(6)]
@@ -31,6 +38,9 @@ def learning_rate_factor(
     >>> [learning_rate_factor(samples, schedule="linear", num_warmup=16, num_total=48, advance=8)
     ...  for samples in range(0, 48, 8)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> [learning_rate_factor(step, schedule="linear", num_warmup=0, num_total=2, smallest=0.5)
+    ...  for step in range(4)]
+    [1.0, 0.75, 0.5, 0.5]
     """
     if schedule == "constant":
         return 1.0
@@ -40,9 +50,9 @@ def learning_rate_factor(
         return 1.0
     progress = min((position - num_warmup) / max(num_total - num_warmup, 1), 1.0)
     if schedule == "linear":
-        return 1.0 - progress
+        return smallest + (1.0 - smallest) * (1.0 - progress)
     if schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return smallest + (1.0 - smallest) * 0.5 * (1.0 + math.cos(math.pi * progress))
     raise ValueError(
         f"lr_scheduler must be constant, constant_with_warmup, linear or cosine, got {schedule!r}"
     )
@@ -65,10 +75,10 @@ class Scheduler:
         self._peak = config.learning_rate
         self._schedule = config.lr_scheduler
         self._by_samples = config.schedule_clock == "samples"
-        self._num_warmup = (
-            config.num_warmup_samples if self._by_samples else config.num_warmup_steps
-        )
+        self._smallest = config.min_learning_rate_ratio
         self._num_total = _num_samples(config) if self._by_samples else _num_steps(config)
+        number = config.num_warmup_samples if self._by_samples else config.num_warmup_steps
+        self._num_warmup = number or math.ceil(config.warmup_ratio * self._num_total)
 
     def learning_rate(self, num_samples: int) -> float:
         """Of a next step of `num_samples` samples."""
@@ -78,6 +88,7 @@ class Scheduler:
             num_warmup=self._num_warmup,
             num_total=self._num_total,
             advance=num_samples if self._by_samples else 1,
+            smallest=self._smallest,
         )
 
     def step(self, num_samples: int) -> None:

@@ -9,17 +9,30 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from async_grpo.cli.main import main as async_grpo
 from async_grpo.cli.plot import main
 from async_grpo.errors import DataError
-from async_grpo.telemetry.curves import Run, make_curves, parse_rows
+from async_grpo.telemetry.curves import Run, make_curves, parse_rows, read_run, values
+from async_grpo.telemetry.figure import draw
 
 
-def write_run(folder, values, *, tail=""):
+def write_run(folder, values, *, tail="", evaluations=()):
     folder.mkdir(parents=True)
     rows = [
-        {"step": step, "avg_reward": value, "entropy": 1.0 - value, "kl": None, "note": "text"}
+        {
+            "step": step, "avg_reward": value, "entropy": 1.0 - value, "kl": None, "note": "text",
+            "seconds": 90.0, "total_seconds": 90.0 * step,
+        }
         for step, value in enumerate(values, start=1)
+    ]  # fmt: skip
+    lines = [
+        json.dumps(
+            {"step": i, "eval_accuracy": value, "num_correct": 1, "total_seconds": 7200.0 * i}
+        )
+        for i, value in enumerate(evaluations)
     ]
+    if lines:
+        (folder / "evaluation_metrics.jsonl").write_text("\n".join(lines) + "\n")
     text = "".join(json.dumps(row) + "\n" for row in rows) + tail
     (folder / "training_metrics.jsonl").write_text(text)
     return str(folder)
@@ -108,19 +121,70 @@ def test_a_broken_line_elsewhere_is_an_error_with_its_number():
         parse_rows('{"step": 1}\n{"st\n{"step": 3}\n', "file")
 
 
-def test_variables_are_listed_with_their_meaning(tmp_path):
-    result = run_plot("list", write_run(tmp_path / "run", [0.1]))
+def test_variables_are_listed_with_values_and_meaning(tmp_path):
+    path = write_run(tmp_path / "run", [0.5, 0.1, 0.25], evaluations=[0.2, 0.4])
+    result = run_plot("list", path)
     assert result.exit_code == 0
-    lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["step", "avg_reward", "entropy"]
-    assert lines[1].endswith("reward of a sample, as its verifier gave it")
+    header, *lines = (line.split() for line in result.stdout.splitlines())
+    assert header == ["first", "last", "lowest", "highest"]
+    assert [line[0] for line in lines] == [
+        "step", "avg_reward", "entropy", "seconds", "total_seconds", "eval_accuracy",
+    ]  # fmt: skip
+    assert lines[1][1:5] == ["0.5", "0.25", "0.1", "0.5"]
+    assert " ".join(lines[1][5:]) == "reward of a sample, as its verifier gave it"
+    assert lines[5][1:5] == ["0.2", "0.4", "0.2", "0.4"]
+
+
+def test_a_path_alone_is_plotted(tmp_path):
+    path = write_run(tmp_path / "run", [0.1, 0.5])
+    for output, arguments in (("1.svg", ["plot", path]), ("2.svg", [path])):
+        assert run_plot(*arguments, "-o", tmp_path / output).exit_code == 0
+    assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
+    listed = CliRunner().invoke(async_grpo, ["plot", "list", path])
+    assert "avg_reward" in listed.stdout
+
+
+def test_evaluations_are_curves_over_what_their_rows_hold(tmp_path):
+    run = read_run(write_run(tmp_path / "run", [0.1], evaluations=[0.2, 0.4, 0.3]), name="a")
+    (curve,) = make_curves([run], x="hours", y="eval_accuracy", smooth_window=3)
+    np.testing.assert_allclose(curve.x, [0.0, 2.0, 4.0])
+    np.testing.assert_allclose(curve.mean, [0.2, 0.4, 0.3])
+    assert "num_correct" not in values(run)
+
+
+@pytest.mark.parametrize(("x", "places"), [("seconds", [90, 180]), ("minutes", [1.5, 3.0])])
+def test_an_axis_of_time_is_the_run_s_and_not_the_step_s(tmp_path, x, places):
+    run = read_run(write_run(tmp_path / "run", [0.1, 0.5]), name="a")
+    (curve,) = make_curves([run], x=x, y="avg_reward")
+    np.testing.assert_allclose(curve.x, places)
+
+
+def labels_of(*runs):
+    """(x, offset in points) of each curve's label in a picture of these (steps, values)."""
+    made = [
+        Run(str(i), "file", [{"step": s, "avg_reward": v} for s, v in zip(*run, strict=True)])
+        for i, run in enumerate(runs)
+    ]
+    panels = {"avg_reward": make_curves(made, x="step", y="avg_reward")}
+    (axes,) = draw(panels, x="step", title="").axes
+    return [(label.xy[0], label.get_position()[1]) for label in axes.texts]
+
+
+def test_a_label_stands_where_its_line_ends():
+    assert labels_of(([0, 5], [0.0, 0.5]), ([0, 90], [0.0, 0.5])) == [(5, 0), (90, 0)]
+
+
+def test_labels_of_lines_that_end_together_are_moved_apart():
+    (_, low), (_, high) = labels_of(([0, 90], [0.0, 0.5]), ([0, 90], [1.0, 0.5]))
+    assert high - low == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["{run}", "-v", "avg_rewrad"], "no variable 'avg_rewrad': did you mean avg_reward?"),
-        (["{run}", "-v", "zzz"], "no variable 'zzz': it has step, avg_reward, entropy"),
+        (["{run}", "-v", "zzz"], "no variable 'zzz': `plot list {run}` prints those it has"),
+        (["{run}", "-v", "mean_reward"], "'mean_reward': did you mean avg_reward?"),
         (["{run}", "-x", "zzz"], "no variable 'zzz'"),
         (["{run}", "-v", "kl"], "'kl' has no value in any row"),
         (["{run}", "-n", "a", "-n", "b"], "-n must be given once for each PATH (1), got 2"),
@@ -137,7 +201,7 @@ def test_bad_input_is_one_clear_line(tmp_path, arguments, message):
     filled = [argument.format(run=run, tmp=tmp_path) for argument in arguments]
     if "-o" not in filled:
         filled += ["-o", str(tmp_path / "out.svg")]
-    assert message in one_error_line(run_plot("plot", *filled))
+    assert message.format(run=run) in one_error_line(run_plot("plot", *filled))
     assert not (tmp_path / "out.svg").exists()
 
 
@@ -157,10 +221,11 @@ def fake_ssh(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["~/my run", "~/my run/training_metrics.jsonl", "{tmp}/my run"])
 def test_a_remote_run_is_read_over_ssh(fake_ssh, path):
-    write_run(fake_ssh / "my run", [0.1, 0.5])
+    write_run(fake_ssh / "my run", [0.1, 0.5], evaluations=[0.3])
     result = run_plot("list", path.format(tmp=fake_ssh), "--remote", "node7")
     assert result.exit_code == 0, result.output
     assert "avg_reward" in result.stdout
+    assert "eval_accuracy" in result.stdout
     assert "-- node7" in (fake_ssh / "call").read_text()
 
 

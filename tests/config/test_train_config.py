@@ -69,6 +69,11 @@ def config(**options):
         ({"overlong_buffer_tokens": 513}, r"must not exceed --max-generation-tokens \(512\)"),
         ({"num_warmup_samples": 8}, "--num-warmup-samples goes with --schedule-clock samples"),
         ({"num_warmup_steps": 8, "schedule_clock": "samples"}, "--num-warmup-steps goes with"),
+        ({"warmup_ratio": 0.1, "num_warmup_steps": 8}, "--warmup-ratio must not stand beside"),
+        ({"warmup_ratio": 0.1, "lr_scheduler": "constant"}, "--warmup-ratio needs a --lr-sched"),
+        ({"warmup_ratio": 10.0}, r"--warmup-ratio must be in \[0, 1\], got 10.0"),
+        ({"warmup_ratio": -0.1}, "--warmup-ratio must not be negative"),
+        ({"min_learning_rate_ratio": 0.1}, "--min-learning-rate-ratio needs --lr-scheduler linear"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(options, sentence):

@@ -25,6 +25,7 @@ FACTS = StepFacts(
     step=7,
     iteration=6,
     total_samples_accumulated=56,
+    total_seconds=60.5,
     total_tokens=900,
     optimizer_steps=7,
     loss_denominator=8.0,

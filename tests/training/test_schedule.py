@@ -119,7 +119,10 @@ def test_the_optimizer_steps_with_the_rate_of_the_clock():
 
 
 def test_a_schedule_continues_from_the_clocks_of_another():
-    options = {"lr_scheduler": "cosine", "num_warmup_steps": 3, "num_training_batches": 9}
+    options = {
+        "lr_scheduler": "cosine", "warmup_ratio": 0.3, "min_learning_rate_ratio": 0.1,
+        "num_training_batches": 9,
+    }  # fmt: skip
     first, _ = make_scheduler(**options)
     for _ in range(4):
         first.step(8)
@@ -135,6 +138,32 @@ def test_a_schedule_continues_from_the_clocks_of_another():
 def test_a_run_longer_than_planned_stays_at_zero():
     factor = learning_rate_factor(99, schedule="linear", num_warmup=1, num_total=10)
     assert factor == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_falls_to_its_smallest_rate_and_stays_there(schedule):
+    options = {"lr_scheduler": schedule, "learning_rate": 2.0, "min_learning_rate_ratio": 0.25}
+    scheduler, _ = make_scheduler(num_training_batches=10, warmup_ratio=0.2, **options)
+    rates = []
+    for steps in (1, 2, 6, 10, 99):
+        scheduler.clocks = Clocks(steps=steps)
+        rates.append(scheduler.learning_rate(8))
+    assert rates == pytest.approx([2.0, 2.0, 2.0 * (0.25 + 0.75 * 0.5), 0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("clock", "number"),
+    [("steps", {"num_warmup_steps": 2}), ("samples", {"num_warmup_samples": 32})],
+)
+def test_a_warm_up_as_a_share_is_that_number_of_the_planned_clock(clock, number):
+    size = {"batch_size": 8, "samples_per_question": 2, "num_training_batches": 10}
+    common = {"schedule_clock": clock, "lr_scheduler": "cosine", **size}
+    by_share, _ = make_scheduler(warmup_ratio=0.2, **common)
+    by_number, _ = make_scheduler(**number, **common)
+    for steps in range(10):
+        for scheduler in (by_share, by_number):
+            scheduler.clocks = Clocks(steps, 16 * steps)
+        assert by_share.learning_rate(16) == by_number.learning_rate(16)
 
 
 @pytest.mark.parametrize(
