@@ -11,6 +11,7 @@ from async_grpo.config.objective import ObjectiveConfig, check_objective
 from async_grpo.config.option import LOG_LEVELS, option, require, required
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
+from async_grpo.config.source import DataSource
 
 MAX_LEARNING_RATE = 1e-2
 POSITIVE = (
@@ -62,7 +63,7 @@ class TrainConfig(ObjectiveConfig):
     )
     data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
     eval_data_path: str = option(
-        "", "held-out questions, graded before, during and after training", none=""
+        "", "held-out data, graded (sft: its loss) before, during and after training", none=""
     )
     output_dir: str = option("runs/latest", "folder for metrics, samples and exports")
     num_training_batches: int = option(100, "batches to train")
@@ -74,7 +75,7 @@ class TrainConfig(ObjectiveConfig):
 
     objective: str = option(
         "grpo",
-        "grpo, or sft on prompt and completion pairs",
+        "grpo, or sft on prompt and completion pairs or on plain text",
         choices=("grpo", "sft"),
         group="The run and its data",
     )
@@ -88,6 +89,13 @@ class TrainConfig(ObjectiveConfig):
         "", "branch, tag or commit of a model on a hub; empty: its main branch", none=""
     )
     data_split: str = option("train", "split of a datasets.load_dataset source")
+    data_config: str = option(
+        "", "configuration of a datasets.load_dataset source that has several, such as main"
+    )
+    eval_data_split: str = option("", "split of --eval-data-path; empty: --data-split")
+    eval_data_config: str = option(
+        "", "configuration of --eval-data-path; empty: --data-config if both are the same source"
+    )
     column_mapping: str = option(
         "", "our=yours pairs for other column names, such as input=question,answer=solution"
     )
@@ -262,6 +270,20 @@ class TrainConfig(ObjectiveConfig):
             self.max_staleness,
             "drop one of the two",
         )
+
+    @property
+    def data(self) -> DataSource:
+        """What is trained on."""
+        return DataSource(self.data_path, self.data_split, self.data_config)
+
+    @property
+    def held_out(self) -> DataSource | None:
+        """What is evaluated on."""
+        if not self.eval_data_path:
+            return None
+        is_same = self.eval_data_path == self.data_path
+        config = self.eval_data_config or (self.data_config if is_same else "")
+        return DataSource(self.eval_data_path, self.eval_data_split or self.data_split, config)
 
     @property
     def questions_per_step(self) -> int:

@@ -15,6 +15,7 @@ OUR_COLUMNS = (
     "answer",
     "completion",
     "completion_token_ids",
+    "text",
 )
 
 
@@ -73,6 +74,10 @@ class Columns:
     def has(self, ours: str) -> bool:
         """Whether the column is there and not null."""
         return self._row.get(self.name(ours)) is not None
+
+    def has_only(self, ours: str) -> bool:
+        """Whether every other column is missing or null."""
+        return [name for name, value in self._row.items() if value is not None] == [self.name(ours)]
 
     def text(self, ours: str) -> str:
         """A string that holds more than white space."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -18,6 +18,7 @@ from async_grpo.errors import DataError
 MAX_REPORTED_ERRORS = 5
 JSON_SUFFIXES = (".jsonl", ".json")
 DATASETS_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
+SAVED_NAMES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 Record = TypeVar("Record")
@@ -40,28 +41,29 @@ class RawLine:
 
 
 def load_records(
-    path: str, *, split: str, build: Callable[[Mapping[str, Any]], Record]
+    path: str, *, split: str, config: str = "", build: Callable[[Mapping[str, Any]], Record]
 ) -> tuple[Record, ...]:
     """Every line of the source through `build`, in order.
 
-    `build` raises `MalformedLine`. Raises `DataError` naming the first few malformed lines, or
-    when the source is missing, unreadable or empty.
+    `split` and `config`: of a source that `datasets` reads; a file has no config. `build` raises
+    `MalformedLine`. Raises `DataError` naming the first few malformed lines, or when the source is
+    missing, unreadable or empty.
     """
     records: list[Record] = []
-    places: dict[str, str] = {}  # what is wrong -> where it was seen first
+    places: dict[str, list[str]] = {}  # what is wrong -> where
     num_errors = 0
-    for line in _read_lines(path, split=split):
+    for line in _read_lines(path, split=split, config=config):
         try:
             records.append(build(_as_row(line.value)))
         except MalformedLine as error:
-            places.setdefault(str(error), line.place)
+            places.setdefault(str(error), []).append(line.place)
             num_errors += 1
             if num_errors == MAX_REPORTED_ERRORS:
                 break
     if places:
-        errors = "\n".join(f"{place}, {error}" for error, place in places.items())
-        more = f" (the first {num_errors} malformed lines)" if num_errors > 1 else ""
-        raise DataError(f"{errors}: correct or remove{more}")
+        errors = "\n".join(f"{_first(where)}, {error}" for error, where in places.items())
+        stopped = f" (reading stopped at {num_errors})" if num_errors == MAX_REPORTED_ERRORS else ""
+        raise DataError(f"{errors}: correct or remove{stopped}")
     if not records:
         raise DataError(f"{path} must hold at least one line, got none: give a file with data")
     return tuple(records)
@@ -71,6 +73,15 @@ def describe(value: object) -> str:
     """A value for a message, on one line and short."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _first(places: Sequence[str]) -> str:
+    """
+    >>> _first(["a line 1"]), _first(["a line 1", "a line 4", "a line 7"])
+    ('a line 1', 'a line 1 and 2 more like it')
+    """
+    more = f" and {len(places) - 1} more like it" if len(places) > 1 else ""
+    return f"{places[0]}{more}"
 
 
 def _as_row(value: Any) -> Mapping[str, Any]:
@@ -88,13 +99,19 @@ def _as_row(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _read_lines(path: str, *, split: str) -> Iterator[RawLine]:
+def _read_lines(path: str, *, split: str, config: str) -> Iterator[RawLine]:
     source = Path(path)
     if not source.exists() and not _may_be_hub_name(path):
         raise DataError(f"data path must be an existing file or folder, got {path!r}: check it")
+    saved = any((source / name).is_file() for name in SAVED_NAMES)
+    if config and (source.is_file() or saved):
+        raise DataError(
+            f"--data-config {config} must go with a data set that datasets.load_dataset finds by "
+            f"name or builds from a folder, got {path!r}, which has none: leave it out"
+        )
     if source.is_file() and source.suffix in JSON_SUFFIXES:
         return _read_json(source, path=path)
-    return _read_dataset(source, path=path, split=split)
+    return _read_dataset(source, path=path, split=split, config=config)
 
 
 def _may_be_hub_name(path: str) -> bool:
@@ -136,7 +153,7 @@ def _json_array(text: bytes, *, path: str) -> Iterator[RawLine]:
         yield RawLine(f"{path} item {number}", item)
 
 
-def _read_dataset(source: Path, *, path: str, split: str) -> Iterator[RawLine]:
+def _read_dataset(source: Path, *, path: str, split: str, config: str) -> Iterator[RawLine]:
     kind = DATASETS_FORMATS.get(source.suffix)
     if source.is_file() and kind is None:
         formats = ", ".join([*JSON_SUFFIXES, *DATASETS_FORMATS])
@@ -153,12 +170,12 @@ def _read_dataset(source: Path, *, path: str, split: str) -> Iterator[RawLine]:
         elif (source / "dataset_dict.json").is_file():
             table = datasets.load_from_disk(str(source / split))
         else:
-            table = datasets.load_dataset(path, split=split)
+            table = datasets.load_dataset(path, config or None, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         cause = str(error.__cause__ or error).strip().partition("\n")[0]
         raise DataError(
             f"datasets.load_dataset cannot read split {split!r} of {path!r} ({cause}): "
-            "check the path and --data-split"
+            "check the path, --data-config and --data-split"
         ) from error
     for number, row in enumerate(table, start=1):
         yield RawLine(f"{path} row {number}", row)

@@ -14,11 +14,14 @@ from async_grpo.data.tokenisation import (
     completion_token_ids,
     has_chat_template,
     prompt_token_ids,
+    text_token_ids,
     vocabulary_size,
 )
 from async_grpo.errors import DataError
 from async_grpo.types import Question, TrainingPair
 
+PROMPTS = ("input_token_ids", "input", "messages")
+WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt
 LIMITS = {
     "prompt": "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens",
     "pair": "--max-tokens-per-gpu or the model's own limit",
@@ -29,6 +32,7 @@ def load_questions(
     path: str,
     *,
     split: str = "train",
+    config: str = "",
     column_mapping: Mapping[str, str] | None = None,
     tokenizer: Any = None,
     vocab_size: int | None = None,
@@ -54,13 +58,14 @@ def load_questions(
             columns=row,
         )
 
-    return load_records(path, split=split, build=build)
+    return load_records(path, split=split, config=config, build=build)
 
 
 def load_pairs(
     path: str,
     *,
     split: str = "train",
+    config: str = "",
     column_mapping: Mapping[str, str] | None = None,
     tokenizer: Any = None,
     vocab_size: int | None = None,
@@ -69,14 +74,20 @@ def load_pairs(
     """Prompts with demonstrated completions, for supervised training.
 
     A prompt is given as in `load_questions`; beside it `completion`, whose tokens are closed by
-    the end token, or `completion_token_ids`, which are taken as they are. Raises `DataError`.
+    the end token, or `completion_token_ids`, which are taken as they are. A line that has `text`
+    instead, or nothing but a completion, is trained as a whole after its first token, which is
+    the context of the second: the tokenizer's start token where it sets one. Raises `DataError`.
     """
     vocab_size = vocab_size or vocabulary_size(tokenizer)
 
     def build(row: Mapping[str, Any]) -> TrainingPair:
         columns = Columns(row, mapping=column_mapping or {})
-        prompt = _prompt_ids(columns, tokenizer=tokenizer, vocab_size=vocab_size)
-        completion = _completion_ids(columns, tokenizer=tokenizer, vocab_size=vocab_size)
+        if column := _whole_text(columns):
+            ids = _text_ids(columns, column, tokenizer=tokenizer, vocab_size=vocab_size)
+            prompt, completion = ids[:1], ids[1:]
+        else:
+            prompt = _prompt_ids(columns, tokenizer=tokenizer, vocab_size=vocab_size)
+            completion = _completion_ids(columns, tokenizer=tokenizer, vocab_size=vocab_size)
         num_tokens = len(prompt) + len(completion)
         _check_length(columns, num_tokens=num_tokens, max_tokens=max_pair_tokens, what="pair")
         return TrainingPair(
@@ -84,7 +95,7 @@ def load_pairs(
             completion_token_ids=np.asarray(completion, dtype=np.int32),
         )
 
-    return load_records(path, split=split, build=build)
+    return load_records(path, split=split, config=config, build=build)
 
 
 def _prompt_ids(columns: Columns, *, tokenizer: Any, vocab_size: int) -> list[int]:
@@ -105,18 +116,47 @@ def _prompt_ids(columns: Columns, *, tokenizer: Any, vocab_size: int) -> list[in
     return prompt_token_ids(tokenizer, text=text)
 
 
+def _whole_text(columns: Columns) -> str:
+    """The column of a line that has no prompt by intention; empty where it has or lacks one.
+
+    A completion with a column beside it may have its prompt there, under another name.
+    """
+    for name in WHOLE_TEXTS:
+        if columns.has_only(name):
+            return name
+    others = (*PROMPTS, *WHOLE_TEXTS[1:])
+    return "text" if columns.has("text") and not any(map(columns.has, others)) else ""
+
+
+def _text_ids(columns: Columns, column: str, *, tokenizer: Any, vocab_size: int) -> list[int]:
+    if column == "completion_token_ids":
+        ids = columns.token_ids(column, vocab_size=vocab_size)
+    else:
+        text = columns.text(column)
+        ids = text_token_ids(_closing(tokenizer, columns, column), text=text)
+    if len(ids) < 2:
+        raise columns.malformed(column, expected="at least two tokens", value=ids)
+    return ids
+
+
 def _completion_ids(columns: Columns, *, tokenizer: Any, vocab_size: int) -> list[int]:
     if columns.has("completion_token_ids"):
         return columns.token_ids("completion_token_ids", vocab_size=vocab_size)
     text = columns.text("completion")
+    tokenizer = _closing(tokenizer, columns, "completion_token_ids")
+    return completion_token_ids(tokenizer, text=text)
+
+
+def _closing(tokenizer: Any, columns: Columns, column: str) -> Any:
+    """`tokenizer`, if it can close a text."""
     if tokenizer is None:
-        raise columns.malformed("completion_token_ids", expected="a list of token ids", value=None)
+        raise columns.malformed(column, expected="a list of token ids", value=None)
     if tokenizer.eos_token_id is None:
         raise DataError(
             "completions need a tokenizer with an end token to close them, got one without: "
             "set eos_token in the model's tokenizer_config.json"
         )
-    return completion_token_ids(tokenizer, text=text)
+    return tokenizer
 
 
 def _prompt_text(columns: Columns, *, ids: list[int], tokenizer: Any) -> str:
@@ -130,7 +170,7 @@ def _prompt_text(columns: Columns, *, ids: list[int], tokenizer: Any) -> str:
 
 def _check_length(columns: Columns, *, num_tokens: int, max_tokens: int | None, what: str) -> None:
     if max_tokens is not None and num_tokens > max_tokens:
-        given = next(name for name in ("input_token_ids", "input", "messages") if columns.has(name))
+        given = next(name for name in (*PROMPTS, *WHOLE_TEXTS) if columns.has(name))
         raise MalformedLine(
             columns.name(given),
             expected=f"a {what} of at most {max_tokens} tokens ({LIMITS[what]})",

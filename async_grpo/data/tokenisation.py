@@ -38,6 +38,12 @@ def completion_token_ids(tokenizer: Any, *, text: str) -> list[int]:
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
+def text_token_ids(tokenizer: Any, *, text: str) -> list[int]:
+    """Token ids of a whole text, begun as the tokenizer begins texts, closed by the end token."""
+    ids = list(tokenizer(text)["input_ids"])
+    return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+
+
 def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 

@@ -79,6 +79,10 @@ class Console:
             self._last_line_s = now_s
             logger.info(self._progress.status_line(now_s))
 
+    def doing(self, what: str) -> None:
+        """Show what the trainer computes or waits for from now on."""
+        self._progress.activity = what
+
     def step(self, row: Mapping[str, float | int | None]) -> None:
         """Sum up the gradient step that `row` of the metrics describes."""
         self._last_line_s = self._clock()
@@ -99,10 +103,15 @@ def panel(progress: Progress, *, now_s: float) -> RenderableType:
         parts += [_stage_table(status), _rates(progress, status)]
     elif progress.row is not None:
         parts.append(Text(step_line(progress.row, num_batches=progress.num_batches)))
+    if progress.activity:
+        parts.append(Text(f"trainer: {progress.activity}"))
     problem = status.problem if status else "" if progress.row else "waiting for the pipeline"
     if problem:
         parts.append(Text(problem, style="yellow"))
-    return Panel(Group(*parts), title=title, title_align="left", border_style="dim")
+    shown = Panel(Group(*parts), title=title, title_align="left", border_style="dim")
+    # The cursor waits on a line of its own: what the terminal or a dying process writes there, such
+    # as ^C, leaves the lower border whole.
+    return Group(shown, "")
 
 
 def _stage_table(status: PipelineStatus) -> Table:
@@ -119,9 +128,10 @@ def _stage_table(status: PipelineStatus) -> Table:
 
 
 def _rates(progress: Progress, status: PipelineStatus) -> Text:
-    parts = [f"{number(progress.tokens_per_second)} tok/s", f"reward {number(progress.reward)}"]
+    parts = [f"generated {number(progress.tokens_per_second)} tok/s"]
+    parts.append(f"reward of this batch so far {number(progress.reward)}")
     if progress.row is not None:
-        parts.append(f"last step {number(progress.row.get('avg_reward'))}")
+        parts.append(f"of the last trained step {number(progress.row.get('avg_reward'))}")
     parts += [f"{number(status.done)} samples done", workers_text(status.workers)]
     return Text("\n" + " · ".join(parts))
 

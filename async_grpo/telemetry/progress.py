@@ -27,6 +27,7 @@ class Progress:
         self.num_batches = num_batches
         self.status: PipelineStatus | None = None
         self.row: Row | None = None
+        self.activity = ""  # of the trainer
         self._start_s = start_s
         self._tokens: deque[tuple[float, int]] = deque()  # (time, output tokens since the start)
         self._completions: deque[tuple[float, int]] = deque(  # (time, batches before this one)
@@ -38,7 +39,10 @@ class Progress:
         self.status = status
         self._see_batch(status.batch, now_s=now_s)
         self._tokens.append((now_s, status.output_tokens))
-        while len(self._tokens) > 2 and now_s - self._tokens[1][0] >= RATE_WINDOW_S:
+        # Over whole batches: generators stand still while the trainer computes the newest one.
+        since_s = self._completions[-2][0] if len(self._completions) > 1 else now_s
+        since_s = min(since_s, now_s - RATE_WINDOW_S)
+        while len(self._tokens) > 2 and self._tokens[1][0] <= since_s:
             self._tokens.popleft()
 
     def see_row(self, row: Row, *, now_s: float) -> None:
@@ -53,7 +57,9 @@ class Progress:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens by wall clock over the last seconds; None before there are two readings."""
+        """Output tokens by wall clock since the batch before this one, or over the last seconds
+        where that is longer; None before there are two readings.
+        """
         if len(self._tokens) < 2:
             return None
         (first_s, first), (last_s, last) = self._tokens[0], self._tokens[-1]
@@ -84,7 +90,9 @@ class Progress:
             return f"waiting for the pipeline, {duration(self.elapsed_s(now_s))}"
         parts = [f"batch {self.batch_text}"]
         parts += [f"{name} {getattr(status, key)}" for name, key in STAGES]
-        parts += [f"reward {number(self.reward)}", f"{number(self.tokens_per_second)} tok/s"]
+        parts += [f"reward so far {number(self.reward)}"]
+        parts += [f"generated {number(self.tokens_per_second)} tok/s"]
+        parts += [f"trainer: {self.activity}"] if self.activity else []
         parts += [workers_text(status.workers), f"left {duration(self.remaining_s(now_s))}"]
         return " · ".join(parts) + (f" · {status.problem}" if status.problem else "")
 

@@ -203,6 +203,8 @@ EVALUATION_METRICS = (
            "reward of a sample"),
     Metric("eval_solved", "num_solved", "num_questions", "fraction", "Held-out questions solved",
            "share of questions with at least one correct sample"),
+    Metric("eval_loss", "loss_sum", "num_tokens", "nats", "Held-out loss",
+           "with --objective sft: cross-entropy of the held-out pairs, a trained token"),
 )
 # fmt: on
 
@@ -214,7 +216,7 @@ SECTIONS = (
         REPLACEMENT_METRICS,
     ),
     ("Over the tokens trained: samples of zero contribution are never sent", TRAINER_METRICS),
-    ("Held-out questions, in evaluation_metrics.jsonl", EVALUATION_METRICS),
+    ("Held-out data, in evaluation_metrics.jsonl", EVALUATION_METRICS),
 )
 METRICS = STEP_METRICS + PIPELINE_METRICS + REPLACEMENT_METRICS + TRAINER_METRICS
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS + EVALUATION_METRICS}

@@ -139,6 +139,8 @@ class Checkpoints:
 
     def _save(self, cut: _Cut) -> None:
         started = time.monotonic()
+        if self._report:
+            self._report.doing(f"saving the checkpoint after batch {cut.batches}")
         self.wait()
         is_busy = self._running is not None and not self._running.done()
         if self._ranks.agree(int(is_busy)):

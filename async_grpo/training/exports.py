@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from async_grpo.config.train import TrainConfig
@@ -17,7 +17,11 @@ logger = logging.getLogger(__name__)
 class Exports:
     """Writes `hf_format/samples_N/` every `--min-samples-per-checkpoint` samples and at the end."""
 
-    def __init__(self, config: TrainConfig, learner: Learner) -> None:
+    def __init__(
+        self, config: TrainConfig, learner: Learner, *, doing: Callable[[str], None]
+    ) -> None:
+        """`doing` is told what takes time."""
+        self._doing = doing
         self._config = config
         self._learner = learner
         self._num_samples = 0
@@ -45,6 +49,7 @@ class Exports:
         """Collective: write the policy as it is, unless it has been written already."""
         if self._last_export == self._num_samples:
             return
+        self._doing("exporting the model")
         target = Path(self._config.output_dir) / "hf_format" / f"samples_{self._num_samples}"
         export_hf(
             self._learner.policy,

@@ -24,7 +24,7 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.preparation import Run, open_run
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.recovery import BatcherKeeper, LastingStream
-from async_grpo.training.report import Report
+from async_grpo.training.report import Report, silent
 from async_grpo.training.resumption import Start, find_start
 from async_grpo.training.stopping import honoured
 from async_grpo.training.watcher import watch_pipeline
@@ -78,7 +78,8 @@ def _train(
         sync = WeightSync(learner, run, on_synced=report.synced if report else None)
         stack.callback(sync.close)
         keeper = BatcherKeeper(run, sync, report.batcher_restarted) if run and report else None
-        exports = Exports(config, learner)
+        doing = report.doing if report else silent
+        exports = Exports(config, learner, doing=doing)
         checkpoints = Checkpoints(
             config,
             learner,
@@ -92,18 +93,19 @@ def _train(
             sync.restore_references(start)
             learner.restore(start)
             exports.restore(start.state["exports"])
+        doing("publishing weights")
         sync.publish(start.batches)
         if not start.folder:
             _evaluate(keeper, report, sync, stop)
 
         def after_batch(end: EndOfStep) -> None:
             record.trained(end.batch + 1)
+            doing("publishing weights")
             seconds = sync.publish(end.batch + 1)
             if report:
                 report.publishing(seconds)
             exports.export_if_due()
-            is_last = end.batch + 1 == config.num_training_batches
-            if is_last or _is_due(end.batch + 1, config.eval_every_batches):
+            if evaluation_is_due(config, end.batch + 1):
                 _evaluate(keeper, report, sync, stop)
             checkpoints.batch_ended(end)
 
@@ -126,19 +128,23 @@ def train_steps(
     after_batch: Callable[[EndOfStep], None],
 ) -> None:
     """Train on the items of a stream until the last batch of the run has ended."""
+    doing = report.doing if report else silent
     for item in stream:
         if isinstance(item, Minibatch):
+            if report:
+                report.minibatch()
             learner.accumulate(item)
-            continue
-        result = learner.update(item)
-        exports.count(item)
-        if report:
-            waited = getattr(stream, "take_seconds_waiting", float)()
-            report.step(item, result, denominator=learner.denominator(item), waited=waited)
-        if item.is_last_of_batch:
-            after_batch(item)
-            if item.batch + 1 == learner.config.num_training_batches:
-                return
+        else:
+            result = learner.update(item)
+            exports.count(item)
+            if report:
+                waited = getattr(stream, "take_seconds_waiting", float)()
+                report.step(item, result, denominator=learner.denominator(item), waited=waited)
+            if item.is_last_of_batch:
+                after_batch(item)
+                if item.batch + 1 == learner.config.num_training_batches:
+                    return
+        doing("waiting for samples")
 
 
 def _describe(run: Run) -> None:
@@ -148,8 +154,11 @@ def _describe(run: Run) -> None:
         logger.info("%s", sentence)
 
 
-def _is_due(num_batches: int, interval: int) -> bool:
-    return bool(interval) and num_batches % interval == 0
+def evaluation_is_due(config: TrainConfig, num_batches: int) -> bool:
+    """After `num_batches` batches: `--eval-every-batches`, and at the end."""
+    interval = config.eval_every_batches
+    is_last = num_batches == config.num_training_batches
+    return is_last or bool(interval and num_batches % interval == 0)
 
 
 def _evaluate(
@@ -158,6 +167,7 @@ def _evaluate(
     """Rank 0's; a request to stop breaks it off."""
     if keeper is None or report is None or not keeper.run.plan.held_out:
         return
+    report.doing(f"evaluating {len(keeper.run.plan.held_out)} held-out questions")
     sync.wait()
     result = keeper.ask(
         "evaluate",

@@ -22,6 +22,7 @@ from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services, renewed
 from async_grpo.config.option import flag, require
+from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_questions
@@ -138,8 +139,8 @@ def hash_contents(
 
 def plan_run(config: TrainConfig, facts: ModelFacts, *, num_ranks: int) -> BatcherPlan:
     """Load and check all questions."""
-    questions = _load(config, facts, config.data_path)
-    held_out = _load(config, facts, config.eval_data_path) if config.eval_data_path else ()
+    questions = _load(config, facts, config.data)
+    held_out = _load(config, facts, config.held_out) if config.held_out else ()
     seed = config.infinite_sampler_seed
     order = QuestionStream(len(questions), seed=seed)
     return BatcherPlan(
@@ -171,7 +172,7 @@ def read_attention_ratio(config: TrainConfig) -> float:
     )
 
 
-def _load(config: TrainConfig, facts: ModelFacts, path: str) -> tuple[Question, ...]:
+def _load(config: TrainConfig, facts: ModelFacts, source: DataSource) -> tuple[Question, ...]:
     room = min(config.max_tokens_per_gpu, facts.max_positions) - config.max_generation_tokens
     if room < 1:
         raise ConfigError(
@@ -179,8 +180,9 @@ def _load(config: TrainConfig, facts: ModelFacts, path: str) -> tuple[Question, 
             f"prompt in the model's {facts.max_positions} positions: lower it"
         )
     return load_questions(
-        path,
-        split=config.data_split,
+        source.path,
+        split=source.split,
+        config=source.config,
         column_mapping=parse_column_mapping(config.column_mapping),
         tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
         vocab_size=facts.vocab_size,

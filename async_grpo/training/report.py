@@ -17,9 +17,11 @@ from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_atomic
 from async_grpo.telemetry.health import Health
 from async_grpo.telemetry.metrics import StepFacts, metrics_row
+from async_grpo.telemetry.progress import duration, number
 from async_grpo.telemetry.trackers import Trackers
+from async_grpo.training.held_out import HeldOutLoss
 from async_grpo.training.replay import REPLAY_FOLDER
-from async_grpo.training.resumption import Start
+from async_grpo.training.resumption import Start, changed_options
 from async_grpo.training.run_folder import (
     CHECKPOINTS_FOLDER,
     EVALUATIONS_FILE,
@@ -43,7 +45,6 @@ class Report:
         folder = Path(config.output_dir)
         state = start.state.get("report") if start else None
         _prepare(folder, config, start)
-        write_json_atomic(folder / PARAMETERS_FILE, dataclasses.asdict(config))
         dump = config.dump_samples_filename
         self._dump = folder / dump if dump else None  # which the batcher writes
         if self._dump:
@@ -65,6 +66,10 @@ class Report:
         self._num_samples = 0
         self._num_tokens = 0
         self._seconds = 0.0  # of the run, up to the last step's end
+        self._ends: dict[str, list[float]] = {}  # first and last value of what `conclude` tells
+        self._parts: list[dict[str, Any]] = []  # of a run whose options were changed on the way
+        self._num_minibatches = 0  # this rank's, of the step being trained
+        self._usual_minibatches = 0  # of the step before
         self._step_started = time.monotonic()
         self._seconds_publishing = 0.0
         self._sync: SyncReport | None = None
@@ -73,6 +78,10 @@ class Report:
         self._seconds_checkpointing = 0.0
         if state:
             self._restore(state)
+        if start and (changed := changed_options(start, config)):
+            self._parts.append({"from_batch": start.batches, "changed": changed})
+        parameters = dataclasses.asdict(config) | {"parts": self._parts}
+        write_json_atomic(folder / PARAMETERS_FILE, parameters)
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
@@ -83,6 +92,18 @@ class Report:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+    def doing(self, what: str) -> None:
+        """What this rank computes or waits for from now on."""
+        self.console.doing(what)
+
+    def minibatch(self) -> None:
+        """Another minibatch of the current step is computed from now on."""
+        self._num_minibatches += 1
+        usual = max(self._usual_minibatches, self._num_minibatches)
+        about = f" of about {usual}" if self._usual_minibatches else ""
+        step = self._num_steps + 1
+        self.doing(f"training step {step}: minibatch {self._num_minibatches}{about}")
 
     def publishing(self, seconds: float) -> None:
         """This rank stood still to gather weights, which the next step's line will tell."""
@@ -112,6 +133,8 @@ class Report:
             "samples": self._num_samples,
             "tokens": self._num_tokens,
             "seconds": self._seconds,
+            "ends": self._ends,
+            "parts": self._parts,
             "failed_checkpoints": self._failed_checkpoints,
             "batcher_restarts": self._batcher_restarts,
             "file_bytes": {
@@ -133,6 +156,8 @@ class Report:
         self._num_samples = state["samples"]
         self._num_tokens = state["tokens"]
         self._seconds = state["seconds"]
+        self._ends = {name: list(ends) for name, ends in state["ends"].items()}
+        self._parts = list(state["parts"])
         self._failed_checkpoints = state["failed_checkpoints"]
         self._batcher_restarts = state["batcher_restarts"]
 
@@ -183,28 +208,62 @@ class Report:
         self.console.step(row)
         for sentence in self._health.see_row(row):
             logger.warning("%s", sentence)
+        self._see("loss", row["loss"])
+        self._usual_minibatches, self._num_minibatches = self._num_minibatches, 0
         self._step_started, self._seconds_publishing, self._seconds_checkpointing = now, 0.0, 0.0
 
     def evaluation(self, result: EvaluationResult) -> None:
         """One line for one pass over the held-out questions."""
         row = {
-            "step": self._num_steps,
-            "total_samples_accumulated": self._num_samples,
-            "total_tokens": self._num_tokens,
-            "total_seconds": self._seconds + time.monotonic() - self._step_started,
             "eval_accuracy": result.num_correct / max(result.num_samples, 1),
             "eval_reward": result.reward_sum / max(result.num_samples, 1),
             "eval_solved": result.num_solved / max(result.num_questions, 1),
-            **dataclasses.asdict(result),
         }
-        self._evaluations.write(row)
-        self._trackers.log(row, step=self._num_steps)
+        self._evaluated(row | dataclasses.asdict(result))
         logger.info(
             "held-out accuracy %.3f, mean reward %.3f, solved at least once %.3f",
             row["eval_accuracy"],
             row["eval_reward"],
             row["eval_solved"],
         )
+
+    def held_out_loss(self, result: HeldOutLoss) -> None:
+        """One line for one pass over the held-out pairs."""
+        self._evaluated({"eval_loss": result.mean, **dataclasses.asdict(result)})
+        self._see("held-out loss", result.mean)
+        logger.info("held-out loss %.4f a token, of %d", result.mean, result.num_tokens)
+
+    def conclude(self) -> None:
+        """Sum up a supervised run, resumed parts included."""
+        rate = self._num_tokens / self._seconds if self._seconds else None
+        parts = [
+            f"{self._num_steps} steps of {number(self._num_tokens)} trained tokens in "
+            f"{duration(self._seconds)}, {number(rate)} tok/s"
+        ]
+        parts += [
+            f"{name} {number(first)} first, {number(last)} last"
+            for name, (first, last) in self._ends.items()
+        ]
+        logger.info("%s", "; ".join(parts))
+
+    def _evaluated(self, measured: Mapping[str, float]) -> None:
+        row = {
+            "step": self._num_steps,
+            "total_samples_accumulated": self._num_samples,
+            "total_tokens": self._num_tokens,
+            "total_seconds": self._seconds + time.monotonic() - self._step_started,
+            **measured,
+        }
+        self._evaluations.write(row)
+        self._trackers.log(row, step=self._num_steps)
+
+    def _see(self, name: str, value: float | int | None) -> None:
+        if value is not None:
+            self._ends[name] = [self._ends.get(name, [value])[0], value]
+
+
+def silent(_: str) -> None:
+    """What a rank without a report does with `Report.doing`."""
 
 
 def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:

@@ -121,6 +121,16 @@ def check_contents(start: Start, hashes: Mapping[str, str], paths: Mapping[str, 
             )
 
 
+def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """{option: {"was": of the checkpoint, "is": of this command line}}, but for places."""
+    saved = start.manifest.config if start.manifest else {}
+    return {
+        name: {"was": saved[name], "is": value}
+        for name, value in dataclasses.asdict(config).items()
+        if name in saved and saved[name] != value and name not in PLACES
+    }
+
+
 def reference_of(config: TrainConfig, batch: int) -> int:
     """The version of the reference, in batches, that scores a batch."""
     return reference_batches(
@@ -236,11 +246,9 @@ def _check_references(start: Start, config: TrainConfig) -> None:
 
 def _tell_of(start: Start, config: TrainConfig) -> None:
     logger.info("the run goes on after batch %d, from %s", start.batches, start.folder)
-    saved = start.manifest.config if start.manifest else {}
     differing = [
-        f"{flag(name)} {saved[name]} -> {value}"
-        for name, value in dataclasses.asdict(config).items()
-        if name in saved and saved[name] != value and name not in PLACES
+        f"{flag(name)} {change['was']} -> {change['is']}"
+        for name, change in changed_options(start, config).items()
     ]
     if differing:
         logger.info("options that differ from the checkpoint's: %s", ", ".join(differing))

@@ -145,11 +145,14 @@ def test_the_first_errors_are_reported_together_and_then_reading_stops(write):
     lines = [{"input": number} for number in range(9)]
     error = error_of(write(*lines), tokenizer=LetterTokenizer())
     assert [f"line {number}," in error for number in range(1, 10)] == [True] * 5 + [False] * 4
+    assert error.endswith("correct or remove (reading stopped at 5)")
 
 
 def test_the_same_error_on_every_line_is_told_once(write):
     error = error_of(write({"q": "a"}, {"q": "b"}, {"q": "c"}), tokenizer=LetterTokenizer())
-    assert "\n" not in error and "the first 3 malformed lines" in error
+    assert "\n" not in error
+    assert error.startswith("data.jsonl line 1 and 2 more like it, column 'input': expected")
+    assert error.endswith("correct or remove")
 
 
 def test_bytes_that_are_no_text_are_located(tmp_path):
@@ -214,8 +217,29 @@ def test_what_datasets_reads_is_read(tmp_path):
         assert [q.input_token_ids.tolist() for q in questions] == [[10, 11], [12]]
     assert questions[0].columns["q"] == "ab"
     for name in ("splits", "folder"):
-        with pytest.raises(DataError, match=r"'validation'.*check the path and --data-split"):
+        with pytest.raises(
+            DataError, match=r"'validation'.*check the path, --data-config and --data-split"
+        ):
             load_questions(str(tmp_path / name), split="validation")
+
+
+def test_a_config_of_a_data_set_is_read_and_refused_where_there_is_none(tmp_path, write):
+    pytest.importorskip("datasets")
+    folder = tmp_path / "named"
+    for config, word in (("main", "ab"), ("hard", "ba")):
+        (folder / config).mkdir(parents=True)
+        (folder / config / "train.jsonl").write_text(json.dumps({"input": word}) + "\n")
+    header = "".join(
+        f"- config_name: {name}\n  data_files: {name}/train.jsonl\n" for name in ("main", "hard")
+    )
+    (folder / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
+    for config, ids in (("main", [10, 11]), ("hard", [11, 10])):
+        (question,) = load_questions(str(folder), config=config, tokenizer=LetterTokenizer())
+        assert question.input_token_ids.tolist() == ids
+    with pytest.raises(DataError, match="check the path, --data-config and --data-split"):
+        load_questions(str(folder), tokenizer=LetterTokenizer())
+    with pytest.raises(DataError, match="--data-config main must go with a data set"):
+        load_questions(write({"input": "a"}), config="main", tokenizer=LetterTokenizer())
 
 
 def test_pairs_are_tokenised_and_closed_by_the_end_token(write):
@@ -233,8 +257,41 @@ def test_pairs_of_token_ids_are_taken_as_they_are(write):
 
 
 @pytest.mark.parametrize(
+    ("line", "ids"),
+    [
+        ({"text": "abc", "url": "u"}, [10, 11, 12, 2]),
+        ({"completion": "abc", "note": None}, [10, 11, 12, 2]),
+        ({"completion_token_ids": [4, 5, 6]}, [4, 5, 6]),
+        ({"text": "ab", "input": "c", "completion": "a"}, [12, 10, 2]),
+    ],
+)
+def test_a_line_without_a_prompt_is_trained_after_its_first_token(write, line, ids):
+    (pair,) = load_pairs(write(line), tokenizer=LetterTokenizer())
+    assert pair.prompt_token_ids.tolist() == ids[:1]
+    assert pair.completion_token_ids.tolist() == ids[1:]
+
+
+def test_a_tokenizer_s_start_token_is_the_context_of_a_whole_text(write):
+    class StartingTokenizer(LetterTokenizer):
+        def __call__(self, text, **options):
+            return {"input_ids": [1, *super().__call__(text, **options)["input_ids"]]}
+
+    (pair,) = load_pairs(write({"text": "ab"}), tokenizer=StartingTokenizer(closes_texts=True))
+    assert pair.prompt_token_ids.tolist() == [1]
+    assert pair.completion_token_ids.tolist() == [10, 11, 2]
+
+
+@pytest.mark.parametrize(
     ("line", "expected"),
     [
+        (
+            {"prompt": "a", "completion": "b"},
+            "column 'input': expected .* only columns prompt, com",
+        ),
+        ({"prompt": "a", "text": "b", "completion": "c"}, "column 'input'"),
+        ({"text": " "}, "column 'text': expected non-empty text"),
+        ({"completion_token_ids": [3]}, "expected at least two tokens"),
+        ({"text": "abcdef"}, "column 'text': expected a pair of at most 5 tokens"),
         ({"input": "a"}, "column 'completion': expected non-empty text"),
         ({"input": "ab", "completion": "cde"}, "expected a pair of at most 5 tokens"),
     ],

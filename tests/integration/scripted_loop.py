@@ -28,7 +28,7 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.loop import train_grpo, train_steps
 from async_grpo.training.preparation import plan_run
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.report import Report
+from async_grpo.training.report import Report, silent
 from async_grpo.types import EndOfStep, Minibatch, Sample, Verdict
 
 
@@ -36,7 +36,7 @@ def train_synchronously(story, ranks):
     """Generate, pack, step; then the next step."""
     config = story.config
     learner = Learner.build(config, ranks)
-    exports = Exports(config, learner)
+    exports = Exports(config, learner, doing=silent)
     items = synchronous_items(story, ranks)
     if not ranks.is_main:
         train_steps(items, learner, None, exports, after_batch=lambda _: exports.export_if_due())

@@ -45,6 +45,18 @@ def test_without_a_terminal_there_is_one_line_an_interval_and_one_a_step(caplog)
     assert lines[2] == "step 2 · batch 2/9 · reward 0.25"
 
 
+def test_the_panel_names_its_rewards_and_what_the_trainer_does():
+    progress = Progress(num_batches=9, start_s=0.0)
+    progress.see_status(STATUS, now_s=1.0)
+    progress.see_row({"avg_reward": 0.75}, now_s=1.0)
+    progress.activity = "evaluating 64 held-out questions"
+    screen = rich.console.Console(file=io.StringIO(), width=160)
+    screen.print(panel(progress, now_s=65.0))
+    text = screen.file.getvalue()
+    assert "reward of this batch so far 0.25 · of the last trained step 0.75" in text
+    assert "trainer: evaluating 64 held-out questions" in text
+
+
 def test_the_panel_shows_stages_in_proportion():
     progress = Progress(num_batches=9, start_s=0.0)
     progress.see_status(STATUS, now_s=1.0)
@@ -93,6 +105,9 @@ def test_in_a_terminal_an_error_leaves_log_traceback_and_cursor_intact():
     text = output.decode()
     assert process.returncode == 1
     assert "waiting for the pipeline" in text
+    assert "╯\r\n" in re.sub(
+        r"\x1b\[[0-9;]*m", "", text
+    )  # the cursor waits below the border, where the terminal echoes ^C
     plain = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     assert "LOG step 1 · reward 0.5" in map(str.rstrip, plain.splitlines())
     assert "\x1b[?25l" not in text  # the cursor was never hidden

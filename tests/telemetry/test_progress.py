@@ -35,6 +35,17 @@ def test_the_token_rate_is_of_the_last_seconds_only():
     assert progress.tokens_per_second == pytest.approx(10.0)
 
 
+def test_the_token_rate_spans_the_batch_before_in_which_generators_also_stood_still():
+    progress = Progress(num_batches=10, start_s=0.0)
+    for second in range(301):  # a batch takes 100 s, and is generated in the first 10 of them
+        batch, within = divmod(second, 100)
+        tokens = 500 * batch + 50 * min(within, 10)
+        progress.see_status(status(batch=batch, output_tokens=tokens), now_s=float(second))
+        if second in (199, 250, 299):
+            assert progress.tokens_per_second == pytest.approx(5.0, rel=0.6)
+    assert progress.tokens_per_second == pytest.approx(5.0, rel=0.01)
+
+
 def test_the_time_left_follows_the_pace_of_batches():
     progress = Progress(num_batches=10, start_s=0.0)
     progress.see_status(status(batch=0), now_s=0.0)
@@ -57,9 +68,11 @@ def test_a_batcher_that_starts_again_gives_no_negative_rate():
 def test_the_status_line_shows_every_stage_and_what_is_waited_for():
     progress = Progress(num_batches=10, start_s=0.0)
     progress.see_status(status(batch=1, problem="no generation worker"), now_s=1.0)
+    progress.activity = "training step 4: minibatch 3"
     assert progress.status_line(2.0) == (
         "batch 2/10 · generating 5 · verifying 4 · in reference 3 · ready 2 · training 1 · "
-        "reward 0.25 · – tok/s · 2 generation workers · left – · no generation worker"
+        "reward so far 0.25 · generated – tok/s · trainer: training step 4: minibatch 3 · "
+        "2 generation workers · left – · no generation worker"
     )
 
 

@@ -24,11 +24,12 @@ from async_grpo.model.collate import collate, collate_pairs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.export import export_hf
 from async_grpo.training.fsdp import iter_full_tensors, shard
+from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.schedule import Scheduler
 from async_grpo.training.step import GradientStep, make_loss, make_optimizer
-from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.types import EndOfStep, Minibatch, TrainingPair
 
 CONFIG = TrainConfig(
     model_name_or_path="m",
@@ -55,6 +56,15 @@ def make_samples(model):
     )
     assert sum(sample.num_tokens for sample in short) < long.num_tokens
     return [*short, long]
+
+
+def make_pairs(count):
+    """Random demonstrations, the same on every rank."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(1, 12, size=(count, 2))
+    return [
+        TrainingPair(*(rng.integers(64, size=n, dtype=np.int32) for n in pair)) for pair in lengths
+    ]
 
 
 def usual_rounds(rank, samples):
@@ -227,10 +237,27 @@ def deferring_learner(rank, *, source, target):
     return reduced, learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=0))
 
 
-def build_learner(rank, config):
+def make_ranks(rank):
     num_ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_ranks,))
-    return Learner.build(config, Ranks(rank, num_ranks, torch.device("cpu"), mesh))
+    return Ranks(rank, num_ranks, torch.device("cpu"), mesh)
+
+
+def build_learner(rank, config):
+    return Learner.build(config, make_ranks(rank))
+
+
+def held_out(rank, *, source, target):
+    """The held-out loss before and after a step, and the weights after it."""
+    config = replace(CONFIG, model_name_or_path=source, output_dir=target, objective="sft")
+    learner = build_learner(rank, config)
+    evaluation = HeldOutPairs(make_pairs(7), learner, make_ranks(rank))
+    before = evaluation.loss()
+    for index, part in enumerate(usual_rounds(rank, make_samples(tiny_model(tied=True)))):
+        learner.accumulate(Minibatch(index, tuple(part)))
+    learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=300))
+    after = evaluation.loss()
+    return {"before": before, "after": after, "weights": whole(learner.policy)}
 
 
 def gathered(rank, *, source, target):
@@ -278,5 +305,6 @@ def world(rank, *, source, target):
             for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
         },
         "learner": deferring_learner(rank, source=source, target=target),
+        "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
     }

@@ -11,6 +11,7 @@ Seen to fail, each after one change:
   step: no closing pass, or the gradients never deferred -> test_deferral_..., or
       test_deferral_gives_the_default_s_gradient
   fsdp, or learner: `keep_gathered` not passed on -> test_a_learner_keeps_layers_gathered...
+  held_out: `reshard` or the sum over ranks left out -> test_the_held_out_loss_is_exact...
   learner: the option not passed on -> test_a_learner_defers_when_the_run_asks_for_it
   step: bad losses not summed over ranks -> test_all_ranks_skip_together...
   step: zero gradients taken for no gradients -> test_all_advantages_zero_is_a_step
@@ -29,12 +30,14 @@ from fsdp_scenarios import (
     NUM_TOKENS,
     VOCAB_SIZE,
     equip,
+    make_pairs,
     make_samples,
     one_step,
     world,
 )
 from oracle import oracle_gradient, relative_difference, tiny_config, tiny_model
 from ranks import run_ranks
+from test_held_out import oracle_loss
 
 from async_grpo.model.collate import collate
 from async_grpo.model.loading import load_policy
@@ -226,3 +229,14 @@ def test_precision_follows_the_option_and_the_device():
     cpu = torch.device("cpu")
     types = [compute_dtype(choice, cpu) for choice in ("auto", "no", "bf16")]
     assert types == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_the_held_out_loss_is_exact_over_ranks_and_sees_the_weights_of_its_moment(ran):
+    model = tiny_model(tied=True)
+    for moment in ("before", "after"):
+        loss_sum, num_tokens = oracle_loss(make_pairs(7), model)
+        for rank in ran["held out"]:
+            assert (rank[moment].num_tokens, rank[moment].num_pairs) == (num_tokens, 7)
+            assert rank[moment].loss_sum == pytest.approx(loss_sum, rel=F32)
+        model.load_state_dict(ran["held out"][0]["weights"], strict=False)
+    assert abs(rank["after"].mean - rank["before"].mean) > 1e-3
