@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,7 @@ from async_grpo.cli.seat import Seat
 from async_grpo.cli.shared_actor import SharedActor
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ClusterError
+from async_grpo.types import Standing
 
 logger = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
@@ -36,6 +38,7 @@ class Fleet:
         self._say = say
         self._seats = [Seat(config, say=say) for _ in range(config.num_workers)]
         self._verifiers: SharedActor | None = None
+        self._run = 0  # incarnation of the run that is served; 0: none
 
     def __enter__(self) -> Self:
         """Make what is missing. Workers first: they load while the rest is made."""
@@ -104,8 +107,21 @@ class Fleet:
         if self._verifiers is not None:
             self._verifiers.keep(now_s)
         standing = self._registry.keep(now_s) or {}
+        self._tell_of_run(standing)
         for seat in self._seats:
             seat.look_after(self._registry.handle, standing.get(seat.name), now_s=now_s)
+
+    def _tell_of_run(self, standing: Mapping[str, Standing]) -> None:
+        """Say when a run begins or ends to be served, or another takes its place."""
+        if not standing or (run := max(worker.run for worker in standing.values())) == self._run:
+            return
+        if self._run:
+            self._say("the run has ended, waiting for another")
+        if run:
+            self._say(
+                f"serving the run that began at {datetime.fromtimestamp(run / 1000):%H:%M:%S}"
+            )
+        self._run = run
 
     def drain(self, *, timeout_s: float) -> None:
         """Have the workers finish what they do, in time, without giving them new work."""

@@ -123,10 +123,11 @@ class WorkerRegistry(TakesCalls):
     async def standing(self, worker_ids: tuple[str, ...]) -> dict[str, Standing]:
         """How each of these workers is seen here; asking keeps the registry alive."""
         await self.touch()
-        excluded = self._history.exclusions
+        excluded, snapshot = self._history.exclusions, self._updates.snapshot
+        run = snapshot.version.incarnation if snapshot else 0
         return {
             name: Standing(
-                name in self._members, self._desk.num_leases_of(name), excluded.get(name, "")
+                name in self._members, self._desk.num_leases_of(name), excluded.get(name, ""), run
             )
             for name in worker_ids
         }

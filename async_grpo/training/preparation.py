@@ -101,6 +101,7 @@ def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
     facts = check_run(config)
     plan = plan_run(config, facts, num_ranks=num_ranks)
     logger.info("%d questions to train on, %d ranks", len(plan.questions), num_ranks)
+    warn_of_few(config, len(plan.questions))
     hashes = hash_contents(config, facts, plan.questions, start=start)
     plan = replace(plan, resume=start.point)
     cluster.connect(config.ray_address, namespace=config.namespace)
@@ -114,6 +115,16 @@ def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
         )
     )
     return Run(plan, services, start_batcher(plan, services), hashes)
+
+
+def warn_of_few(config: TrainConfig, num_records: int) -> None:
+    """Say when every batch repeats the data: most often a file was cut short, or another meant."""
+    if num_records < config.batch_size:
+        logger.warning(
+            "--data-path %s holds %d lines, fewer than --batch-size %d: each is trained about %.3g "
+            "times in every batch; give more data or a smaller batch",
+            config.data_path, num_records, config.batch_size, config.batch_size / num_records,
+        )  # fmt: skip
 
 
 def hash_contents(

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from async_grpo.batching.records import EvaluationResult
 from async_grpo.config.train import TrainConfig
+from async_grpo.telemetry.charts import as_charts
 from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_atomic
 from async_grpo.telemetry.health import Health
@@ -204,7 +205,7 @@ class Report:
             reasons=end.reasons,
         )
         self._metrics.write(row)
-        self._trackers.log(row, step=self._num_steps)
+        self._trackers.log(as_charts(row), step=self._num_steps)
         self.console.step(row)
         for sentence in self._health.see_row(row):
             logger.warning("%s", sentence)
@@ -255,7 +256,8 @@ class Report:
             **measured,
         }
         self._evaluations.write(row)
-        self._trackers.log(row, step=self._num_steps)
+        charts = {f"evaluation/{name}": value for name, value in measured.items()}
+        self._trackers.log(charts, step=self._num_steps)
 
     def _see(self, name: str, value: float | int | None) -> None:
         if value is not None:

@@ -23,7 +23,12 @@ from async_grpo.training.first_failure import RunRecord, first_failure_recorded
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
 from async_grpo.training.loop import evaluation_is_due, train_steps
-from async_grpo.training.preparation import check_run, hash_contents, read_attention_ratio
+from async_grpo.training.preparation import (
+    check_run,
+    hash_contents,
+    read_attention_ratio,
+    warn_of_few,
+)
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.report import Report, silent
 from async_grpo.training.resumption import Start, find_start
@@ -115,6 +120,7 @@ def _check(config: TrainConfig, start: Start, *, num_ranks: int) -> Future[Mappi
     pairs, _, facts = _load(config)
     num_tokens = sum(len(pair.completion_token_ids) for pair in pairs)
     logger.info("%d pairs with %d tokens to train on, %d ranks", len(pairs), num_tokens, num_ranks)
+    warn_of_few(config, len(pairs))
     return hash_contents(config, facts, pairs, start=start)
 
 

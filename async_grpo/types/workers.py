@@ -45,6 +45,7 @@ class Standing(NamedTuple):
     is_member: bool
     num_leases: int
     excluded: str  # why it was fenced; empty when it was not, or when nobody knows
+    run: int = 0  # incarnation of the run that the registry serves; 0: none
 
 
 class RegistryEvent(NamedTuple):

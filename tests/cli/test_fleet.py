@@ -9,6 +9,7 @@ Mutations seen to fail (the package copied, one line broken):
 """
 
 import logging
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -49,6 +50,7 @@ class Registry(FakeActor):
 
     def __init__(self, **answers):
         self.admitted, self.excluded, self.leases = [], {}, 0
+        self.run = 0
         super().__init__(**{"standing": self._standing, "register": self._register, **answers})
 
     def _register(self, info, handle):
@@ -60,6 +62,7 @@ class Registry(FakeActor):
                 name in self.admitted and name not in self.excluded,
                 self.leases,
                 self.excluded.get(name, ""),
+                self.run,
             )
             for name in names
         }
@@ -178,6 +181,23 @@ def test_what_workers_share_is_told_that_it_is_needed(scene):
         scene.pass_time(fleet, 3)
     assert scene.pool.calls == [("touch",)] * 3
     assert [call[0] for call in scene.registry.calls].count("standing") == 3
+
+
+def test_a_dispatcher_says_when_a_run_begins_and_ends(scene):
+    with make_fleet(scene) as fleet:
+        scene.pass_time(fleet, 4)
+        first, second = 1_700_000_000_000, 1_700_000_005_000  # milliseconds, five seconds apart
+        num_said = len(scene.said)
+        for scene.registry.run in (first, second, 0):
+            scene.pass_time(fleet, 3)
+    began = [f"{datetime.fromtimestamp(run / 1000):%H:%M:%S}" for run in (first, second)]
+    ended = "the run has ended, waiting for another"
+    assert scene.said[num_said:] == [
+        f"serving the run that began at {began[0]}",
+        ended,
+        f"serving the run that began at {began[1]}",
+        ended,
+    ]
 
 
 @pytest.mark.parametrize("reason", ["worker w died: killed", "checksum 1, got 2"])

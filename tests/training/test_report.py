@@ -10,6 +10,7 @@ import pytest
 from async_grpo.config.train import TrainConfig
 from async_grpo.training.held_out import HeldOutLoss
 from async_grpo.training.manifest import Manifest
+from async_grpo.training.preparation import warn_of_few
 from async_grpo.training.report import Report
 from async_grpo.training.resumption import Start
 from async_grpo.training.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
@@ -146,3 +147,24 @@ def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 1
     assert "had the same reward (mean 1): nothing is learnt from rewards" in told[0]
+def test_charts_come_in_groups_and_evaluations_apart_from_training(tmp_path, clock):
+    logged = []
+    with Report(make_config(tmp_path)) as report:
+        report._trackers.log = lambda row, *, step: logged.append((step, row))
+        train(report, clock, seconds=2)
+        report.held_out_loss(HeldOutLoss(30.0, 20, 5, 1.0))
+    (first, row), (second, evaluation) = logged
+    assert (first, row["update/loss"], row["speed/seconds"]) == (1, 0.75, 2)
+    assert second == 1
+    assert evaluation == {
+        "evaluation/eval_loss": 1.5, "evaluation/loss_sum": 30.0, "evaluation/num_tokens": 20,
+        "evaluation/num_pairs": 5, "evaluation/seconds": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_records", "times"), [(3, "10.7"), (31, "1.03"), (32, "")])
+def test_data_of_less_than_a_batch_is_warned_of_once(tmp_path, caplog, num_records, times):
+    warn_of_few(make_config(tmp_path), num_records)
+    warned = [message for message in caplog.messages if "fewer than --batch-size 32" in message]
+    assert len(warned) == bool(times)
+    assert all(f"about {times} times in every batch" in message for message in warned)
