@@ -54,6 +54,7 @@ SUPERVISED = {
     "train_minibatch_size": 2,
     "num_training_batches": 4,
     "checkpoint_every_batches": 1,
+    "eval_every_batches": 2,
     "learning_rate": 1e-2,
 }
 STEP = "async_grpo.training.learner:Learner.update"
@@ -74,15 +75,16 @@ def lives(world):
     exact = make_story(world, "alone", EXACT)
     lagging = lagged(make_story(world, "lagging", LAGGING))
     pairs = world.folder / "pairs.jsonl"
-    pairs.write_text(
-        "\n".join(json.dumps({"input": f"{n}+2=", "completion": str(n + 2)}) for n in range(8))
-    )
+    lines = [{"input": f"{n}+2=", "completion": str(n + 2)} for n in range(6)]
+    lines += [{"text": f"{n}+2={n + 2}"} for n in range(6, 8)]
+    pairs.write_text("\n".join(map(json.dumps, lines)))
 
     def of(name, story=exact, options=EXACT):
         return replace(story, config=world.config(name, options))
 
     def supervised(name):
-        config = replace(world.config(name, SUPERVISED), data_path=str(pairs))
+        paths = {"data_path": str(pairs), "eval_data_path": str(pairs)}
+        config = replace(world.config(name, SUPERVISED), **paths)
         return Story(config=config, groups={})
 
     killed, resized, full = of("killed"), of("resized"), of("full")
@@ -333,3 +335,12 @@ def test_a_supervised_run_goes_on_to_the_bit(lived, world):
         [without_timing(row) for row in world.rows(name)] for name in ("pairs", "pairs-killed")
     )
     assert first == second and len(first) == 8
+    evaluations = "evaluation_metrics.jsonl"
+    files = [world.folder / name / evaluations for name in ("pairs", "pairs-killed")]
+    first, second = (
+        [without_timing(json.loads(line)) for line in file.read_text().splitlines()]
+        for file in files
+    )
+    assert first == second
+    assert [row["step"] for row in first] == [0, 4, 8]  # before, after two batches, at the end
+    assert first[0]["eval_loss"] > first[-1]["eval_loss"]
