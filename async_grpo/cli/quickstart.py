@@ -73,7 +73,11 @@ class Plan:
 @click.option("--max-staleness", default=1, help="batches that generation may run ahead")
 @command_boundary()
 def quickstart(**options: Any) -> None:
-    """Train a tiny model on countdown puzzles, here and now."""
+    """Train a tiny model on countdown puzzles, here and now.
+
+    \b
+    e.g. --num-batches 40 --output-dir runs/first
+    """
     logging.basicConfig(level="INFO", format="%(message)s")
     signal.signal(signal.SIGTERM, _interrupt)
     plan = Plan(folder=Path(options.pop("output_dir")), **options)

@@ -15,7 +15,7 @@ INTRODUCTION = """\
 # The metrics of a run
 
 `training_metrics.jsonl` in the output folder has one JSON object a line, one line a gradient step.
-The same numbers go to the trackers of `--trackers`.
+The same numbers go to the trackers of `--trackers`, in groups: `reward/avg_reward`.
 
 Each metric is a numerator by a denominator, and both are sums over everything in the window: over
 all ranks, minibatches and samples, whatever their partition. A metric whose denominator is 0 or
