@@ -28,7 +28,7 @@ from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
-from async_grpo.batching.sample_log import SampleLog
+from async_grpo.batching.sample_log import UNLIMITED, SampleLog
 from async_grpo.batching.services import Services
 from async_grpo.batching.statistics import StepSums
 from async_grpo.errors import ProcessLostError, WorkerError
@@ -97,7 +97,12 @@ class ExperienceBatcher:
         self._news = asyncio.Event()  # a round may go out that could not before
         self._newest: WeightsVersion | None = None
         path = Path(config.output_dir) / dump if (dump := config.dump_samples_filename) else None
-        self._log = SampleLog(path, next_ordinal=self._window.next_ordinal)
+        self._log = SampleLog(
+            path,
+            next_ordinal=self._window.next_ordinal,
+            has_tokens=config.dump_token_columns,
+            max_bytes=config.dump_max_gib * 2**30 or UNLIMITED,
+        )
 
     async def published(self, version: WeightsVersion) -> None:
         """Weights are out: the staleness window moves, and slots start."""
@@ -278,7 +283,8 @@ class ExperienceBatcher:
             reasons=self._ledger.step_reasons(step),
             fates=self._ledger.close_step(step),
             sums=sums,
-            clock=self._pipeline.take_clock(),
+            clock=self._pipeline.take_clock() | {"unwritten_samples": self._log.num_lost},
+            notices=self._log.take_notices(),
             resume=self._resume_point(),
         )
 

@@ -48,6 +48,7 @@ NOT_NEGATIVE = (
     "weight_decay",
     "max_grad_norm",
     "min_samples_per_checkpoint",
+    "dump_max_gib",
     "eval_every_batches",
     "checkpoint_every_batches",
 )
@@ -186,6 +187,13 @@ class TrainConfig(ObjectiveConfig):
         "samples.jsonl",
         "file for every trained sample: a name in the output folder, or a path; empty: none",
         none="",
+    )
+    dump_token_columns: bool = option(
+        False, "also dump token ids, masks and log-probabilities, about 90 bytes an output token"
+    )
+    dump_max_gib: float = option(
+        4.0,
+        "room for dumped samples in GiB, in four files: the oldest goes for a new one; 0: no limit",
     )
     trackers: str = option(
         "tensorboard",

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from async_grpo.errors import ConfigError
+from async_grpo.line_file import LineFile
+
+logger = logging.getLogger(__name__)
 
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
@@ -45,28 +49,27 @@ class JsonlWriter:
     """Appends one JSON object a line, each with one write call, so that readers see whole lines.
 
     A half line that a killed process left at the end of the file is cut off first. Raises
-    `ConfigError` when the file cannot be opened.
+    `ConfigError` when the file cannot be opened; a disk that refuses later costs lines only.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lines = LineFile(self.path, unit="lines", say=logger.warning)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+            with open(self.path, "a+b") as file:
+                _cut_half_line(file)
         except OSError as error:
             raise _unwritable(self.path, error) from error
-        self._cut_half_line()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append `row`."""
-        self._file.write(to_json(row) + b"\n")
-
-    def sync(self) -> None:
-        """Return once the rows so far would survive a power cut; callable from any thread."""
-        os.fsync(self._file.fileno())
+        self._lines.append(to_json(row) + b"\n")
 
     def close(self) -> None:
-        self._file.close()
+        """Tell how many lines were lost, if any were."""
+        if self._lines.num_lost:
+            logger.warning("%s lacks %d lines", self.path, self._lines.num_lost)
 
     def __enter__(self) -> Self:
         return self
@@ -74,19 +77,20 @@ class JsonlWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _cut_half_line(self) -> None:
-        end = self._file.seek(0, os.SEEK_END)
-        position, block_size = end, 1 << 16
-        while position > 0:
-            start = max(0, position - block_size)
-            self._file.seek(start)
-            newline = self._file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            self._file.truncate(position)
+
+def _cut_half_line(file: BinaryIO) -> None:
+    end = file.seek(0, os.SEEK_END)
+    position, block_size = end, 1 << 16
+    while position > 0:
+        start = max(0, position - block_size)
+        file.seek(start)
+        newline = file.read(position - start).rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < end:
+        file.truncate(position)
 
 
 def sync_to_disk(path: Path) -> None:

@@ -141,6 +141,9 @@ PIPELINE_METRICS = (
            "again are counted by reason, as `discarded_<reason>`"),
     _plain("service_retries", "calls", "Calls made again",
            "calls that met a registry or verifier pool whose process was lost"),
+    _plain("unwritten_samples", "samples", "Samples not dumped",
+           "samples that --dump-samples-filename lacks, for the disk refused them; counted by the "
+           "present batcher", window="run"),
     Metric("avg_generating_samples", "generating_seconds", "pipeline_seconds", "samples",
            "Samples in generation", "samples being generated, or queued for it, at a time"),
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 PACKAGE_BY_TRACKER = {"comet_ml": "comet-ml"}  # the others are called what they are
 
 
@@ -42,11 +45,15 @@ class Trackers:
             return
         check_trackers(names)
         _look_at_process_group()
+        _silence_writer_threads()
         hyperparameters = {key: _hyperparameter(value) for key, value in config.items()}
         for name in dict.fromkeys(names):
-            self._trackers.append(
-                _start(name, run_name, Path(output_dir), hyperparameters, first_step)
-            )
+            try:
+                tracker = _start(name, run_name, Path(output_dir), hyperparameters, first_step)
+            except OSError as error:
+                logger.warning("the run goes on without the tracker %s: %s", name, error)
+            else:
+                self._trackers.append(tracker)
 
     def log(self, row: Mapping[str, float | int | None], *, step: int) -> None:
         """Send the numbers of `row`; a tracker that fails is given up, training goes on."""
@@ -57,8 +64,8 @@ class Trackers:
             except Exception as error:  # a service outside this process, of any kind
                 self._trackers.remove(tracker)
                 logger.warning(
-                    "Tracker %s failed at step %d and gets no more metrics (%s: %s); "
-                    "training_metrics.jsonl has them all",
+                    "Tracker %s failed at step %d and gets no more metrics (%s: %s); the run goes "
+                    "on without it",
                     tracker.name, step, type(error).__name__, error,
                 )  # fmt: skip
 
@@ -88,6 +95,17 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"--trackers {name} needs a package that is not installed: pip install {package}"
             )
+
+
+def _silence_writer_threads() -> None:
+    """TensorBoard's thread keeps its error for the next call, which tells it: no traceback too."""
+    print_traceback = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if getattr(arguments.thread, "exception", None) is not arguments.exc_value:
+            print_traceback(arguments)
+
+    threading.excepthook = hook
 
 
 def _look_at_process_group() -> None:
@@ -121,6 +139,8 @@ def _start(
         tracker.start()
         tracker.store_init_configuration(dict(hyperparameters))
     except Exception as error:  # a service outside this process, of any kind
+        if getattr(error, "errno", None) in DISK_ERRORS:
+            raise  # as it is: an OSError
         raise ConfigError(
             f"--trackers {name} could not start ({type(error).__name__}: {error}): "
             "set it up as its documentation says, or leave it out"

@@ -86,6 +86,7 @@ class Checkpoints:
         self._last: _Cut | None = None
         self._saved = -1  # batches in the latest checkpoint that was begun
         self._running: Future[None] | None = None
+        self._committed = -1  # batches in the latest checkpoint that is there; rank 0's
 
     def batch_ended(self, end: EndOfStep) -> None:
         """Collective, after all that follows a batch's last step; saves when it is time to.
@@ -121,6 +122,11 @@ class Checkpoints:
             self._running.result(SAVE_TIMEOUT_S)
         except FutureTimeoutError:
             logger.error("the checkpoint was not written within %g s", SAVE_TIMEOUT_S)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last batch that ended is in a checkpoint; rank 0 knows."""
+        return self._last is not None and self._last.batches == self._committed
 
     def _cut(self, end: EndOfStep) -> _Cut:
         batches = end.batch + 1
@@ -191,6 +197,7 @@ class Checkpoints:
             state=cut.state,
         )
         path = self._folder.commit(temporary, manifest)
+        self._committed = cut.batches
         logger.info("saved %s", path)
 
     def _failed(self, cut: _Cut, reason: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,28 +22,38 @@ COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # config, tokenizer, te
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> None:
+def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     """Write `target`, whole or not at all; collective, and complete on return on every rank.
 
     Weights take the type that the source's config.json names, float32 where it names none; a tied
     head is not repeated. Config, generation config and tokenizer are the source's files. An older
-    folder at `target` is replaced.
+    folder at `target` is replaced. Returns on every rank why a disk refused, empty if none did.
     """
-    source, goal = Path(source_folder), Path(target)
-    temporary = goal.with_name(f".{goal.name}.partial")
     tensors = iter_full_tensors(policy)
+    reason = [""]
     if _is_writer():
-        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            _write(tensors, Path(source_folder), Path(target))
+        except (OSError, SafetensorError) as error:
+            reason = [str(error)]
+    for _ in tensors:  # gathered by all ranks, to the last, whatever has become of the writer
+        pass
+    if dist.is_initialized():
+        dist.broadcast_object_list(reason, src=0)
+    return reason[0]
+
+
+def _write(tensors: Iterable[tuple[str, Tensor]], source: Path, goal: Path) -> None:
+    temporary = goal.with_name(f".{goal.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
         temporary.mkdir(parents=True)
         _copy_descriptions(source, temporary)
         _write_weights(tensors, temporary, dtype=_stored_dtype(source))
         _sync_to_disk(temporary)
         _replace_folder(temporary, goal)
-    else:
-        for _ in tensors:
-            pass
-    if dist.is_initialized():
-        dist.barrier()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # the next file may need its room
 
 
 def _is_writer() -> bool:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from async_grpo.config.train import TrainConfig
+from async_grpo.errors import CheckpointError
 from async_grpo.training.export import export_hf
 from async_grpo.training.learner import Learner
+from async_grpo.training.ranks import Ranks
+from async_grpo.training.resumption import Start
 from async_grpo.types import EndOfStep
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,7 @@ class Exports:
         self._learner = learner
         self._num_samples = 0
         self._last_export = -1
+        self._refusal = ""  # why the disk did not take the last one
 
     def state(self) -> dict[str, int]:
         """What a resumed run needs to export when this one would have."""
@@ -46,15 +50,56 @@ class Exports:
             self.export()
 
     def export(self) -> None:
-        """Collective: write the policy as it is, unless it has been written already."""
-        if self._last_export == self._num_samples:
+        """Collective: write the policy as it is, unless it has been written already.
+
+        A disk that refuses costs the export, not the run.
+        """
+        if self._last_export == self._num_samples and not self._refusal:
             return
         self._doing("exporting the model")
-        target = Path(self._config.output_dir) / "hf_format" / f"samples_{self._num_samples}"
-        export_hf(
+        target = export_folder(self._config, self._num_samples)
+        self._refusal = export_hf(
             self._learner.policy,
             source_folder=self._config.model_name_or_path,
             target=str(target),
         )
         self._last_export = self._num_samples
-        logger.info("exported the model to %s", target)
+        if self._refusal:
+            logger.warning("the export to %s FAILED, the run goes on: %s", target, self._refusal)
+        else:
+            logger.info("exported the model to %s", target)
+
+    def check_last(self, *, is_saved: bool) -> None:
+        """At the end of a run whose last batch `is_saved` in a checkpoint, or not.
+
+        Raises `CheckpointError` when the trained model is nowhere.
+        """
+        if not self._refusal:
+            return
+        if not is_saved:
+            raise CheckpointError(
+                f"the disk of --output-dir {self._config.output_dir} refused the trained model "
+                f"({self._refusal}), and no checkpoint holds it: make room, and train again what "
+                "comes after the last good checkpoint"
+            )
+        logger.error(
+            "the last checkpoint alone holds the trained model: make room, and give the same "
+            "command again to export it"
+        )
+
+
+def export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
+    """Collective: the last export of a run that is trained, if it is not there."""
+    state = start.state["exports"]
+    if ranks.share(export_folder(config, state["samples"]).exists):
+        return
+    learner = Learner.build(config, ranks)
+    learner.restore(start)
+    exports = Exports(config, learner)
+    exports.restore({**state, "last_export": -1})
+    exports.export()
+    ranks.on_main(lambda: exports.check_last(is_saved=True))
+
+
+def export_folder(config: TrainConfig, num_samples: int) -> Path:
+    return Path(config.output_dir) / "hf_format" / f"samples_{num_samples}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -80,9 +79,11 @@ def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
         told = as_rank_loss(error) or error
         first = _first_cause(told, record, ranks)
         sentence = _sentence(told, first)
-        with contextlib.suppress(AsyncGrpoError, OSError):  # a full disk is no cause of this
+        try:
             if record.write(told, sentence=sentence, first=first):
                 logger.warning("what is known of the failure is in %s", record.path)
+        except (AsyncGrpoError, OSError) as refusal:  # a full disk, which is no cause of this
+            logger.warning("what is known of the failure cannot be kept: %s", refusal)
         if isinstance(told, AsyncGrpoError) and (told is not error or sentence != str(told)):
             raise _named(told, sentence) from error
         raise

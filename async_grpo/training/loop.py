@@ -18,7 +18,7 @@ from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.words import objective_in_words
 from async_grpo.training.checkpoints import Checkpoints
-from async_grpo.training.exports import Exports
+from async_grpo.training.exports import Exports, export_finished
 from async_grpo.training.first_failure import RunRecord, first_failure_recorded
 from async_grpo.training.learner import Learner
 from async_grpo.training.preparation import Run, open_run
@@ -43,6 +43,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
     record = RunRecord(config.output_dir, rank=ranks.rank)
     start = ranks.share(lambda: find_start(config))
     if start.is_finished:
+        export_finished(config, ranks, start)
         return
 
     def prepare() -> Run:
@@ -117,6 +118,8 @@ def _train(
             sync.wait()
         checkpoints.save_last()
         checkpoints.wait()
+        if not stream.is_stopped:
+            ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
 
 
 def train_steps(

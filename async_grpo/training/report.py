@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.batching.records import EvaluationResult
+from async_grpo.batching.sample_files import dump_files
 from async_grpo.config.train import TrainConfig
 from async_grpo.telemetry.charts import as_charts
+from async_grpo.errors import ConfigError
 from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_atomic
 from async_grpo.telemetry.health import Health
@@ -82,7 +84,10 @@ class Report:
         if start and (changed := changed_options(start, config)):
             self._parts.append({"from_batch": start.batches, "changed": changed})
         parameters = dataclasses.asdict(config) | {"parts": self._parts}
-        write_json_atomic(folder / PARAMETERS_FILE, parameters)
+        try:
+            write_json_atomic(folder / PARAMETERS_FILE, parameters)
+        except ConfigError as error:  # of a run that goes on: nothing but a checkpoint is needed
+            logger.warning("%s", error)
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
@@ -145,11 +150,13 @@ class Report:
         }
 
     def sync_files(self) -> None:
-        """What is in the files by now survives a power cut."""
-        self._metrics.sync()
-        self._evaluations.sync()
-        if self._dump is not None and self._dump.exists():
-            sync_to_disk(self._dump)
+        """What is in the files by now survives a power cut, unless the disk refuses."""
+        dumped = dump_files(self._dump) if self._dump else ()
+        for path in (self._metrics.path, self._evaluations.path, *dumped):
+            try:
+                sync_to_disk(path)
+            except OSError as error:
+                logger.warning("a power cut may cost lines of %s: %s", path, error)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._num_steps = state["steps"]
@@ -170,6 +177,8 @@ class Report:
         if result.skipped:
             logger.warning("gradient step %d was skipped: %s", self._num_steps + 1, result.skipped)
             self._skipped[result.skipped] += 1
+        for notice in end.notices:
+            logger.warning("%s", notice)
         now = time.monotonic()
         seconds = now - self._step_started
         self._num_steps += 1
@@ -273,6 +282,7 @@ def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
     if start and start.source:
         cut_back(folder, start.state["report"]["file_bytes"], source=start.source)
         return
-    files = (METRICS_FILE, EVALUATIONS_FILE, config.dump_samples_filename)
+    dump = config.dump_samples_filename
+    dumped = [str(path) for path in dump_files((folder / dump).absolute())] if dump else []
     folders = (CHECKPOINTS_FOLDER, REPLAY_FOLDER)
-    clear(folder, files=tuple(filter(None, files)), folders=folders)
+    clear(folder, files=(METRICS_FILE, EVALUATIONS_FILE, *dumped), folders=folders)

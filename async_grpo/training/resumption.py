@@ -41,6 +41,8 @@ INCIDENTAL = (
     "resume",
     "overwrite",
     "keep_checkpoints",
+    "dump_token_columns",
+    "dump_max_gib",
     "trackers",
     "ray_address",
     "worker_timeout_s",

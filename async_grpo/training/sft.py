@@ -18,7 +18,7 @@ from async_grpo.data.questions import load_pairs
 from async_grpo.data.stream import QuestionStream
 from async_grpo.model.folder import ModelFacts
 from async_grpo.training.checkpoints import Checkpoints
-from async_grpo.training.exports import Exports
+from async_grpo.training.exports import Exports, export_finished
 from async_grpo.training.first_failure import RunRecord, first_failure_recorded
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
@@ -47,6 +47,7 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
     stop = stop or Event()
     start = ranks.share(lambda: find_start(config))
     if start.is_finished:
+        export_finished(config, ranks, start)
         return
     hashes = ranks.on_main(lambda: _check(config, start, num_ranks=ranks.world_size))
     pairs, held_out, _ = _load(config)
@@ -85,6 +86,8 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
         checkpoints.wait()
         if report:
             report.conclude()
+        if not stop.is_set():
+            ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
 
 
 def _stream(

@@ -51,6 +51,7 @@ class EndOfStep:
     sums: Mapping[str, float] = field(default_factory=dict)  # numerators and denominators
     # Seconds by stage, and retries, since the step before: what no two runs share.
     clock: Mapping[str, float] = field(default_factory=dict, compare=False)
+    notices: tuple[str, ...] = field(default=(), compare=False)  # sentences for people
     resume: ResumePoint | None = field(default=None, compare=False, repr=False)  # rank 0's alone
 
 

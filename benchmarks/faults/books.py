@@ -93,7 +93,7 @@ def _is_stale(sample: Mapping[str, Any], work: Work) -> bool:
         covered = stop
     lags = [sample["batch"] - batches for _, batches in versions]
     return (
-        covered != len(sample["output_token_ids"])
+        covered != sample["num_output_tokens"]
         or len({incarnation for incarnation, _ in versions}) > 1
         or not all(0 <= lag <= work.max_staleness for lag in lags)
     )

@@ -209,6 +209,16 @@ def test_dumped_samples_tell_the_same_story(tmp_path):
     assert all(line["batch"] == line["ordinal"] // 4 for line in lines)
 
 
+def test_samples_that_the_disk_refuses_are_told_once_and_counted(tmp_path):
+    (tmp_path / "file").touch()
+    config = make_config(output_dir=str(tmp_path), dump_samples_filename="file/samples.jsonl")
+    items, _, _ = run(train(Script(config=config)))
+    steps = ends(items[0])
+    assert steps[-1].clock["unwritten_samples"] == 36
+    (told,) = (notice for end in steps for notice in end.notices)
+    assert told.startswith(f"{tmp_path}/file/samples.jsonl cannot be written (")
+
+
 def test_packing_knows_what_attention_costs_in_this_model():
     running, offered = Run(Script(config=make_config())), []
     offer = running.batcher._rounds.offer

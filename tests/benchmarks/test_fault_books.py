@@ -35,7 +35,7 @@ def make_run(num_batches=4):
         {
             "batch": batch, "ordinal": 2 * batch + slot, "index": index, "fate": "trained",
             "weights_versions": [[f"0.{max(0, batch - 1)}", 0, 2], [f"0.{batch}", 2, 3]],
-            "output_token_ids": [7, 8, 9],
+            "num_output_tokens": 3,
         }
         for batch in range(num_batches)
         for slot in range(2)

@@ -46,7 +46,8 @@ class Setup:
 
     def train(self, name, **options):
         """Two ranks, whose run goes on."""
-        options = {"max_generation_tokens": 12, "max_tokens_per_gpu": 64} | options
+        shape = {"max_generation_tokens": 12, "max_tokens_per_gpu": 64}
+        options = shape | {"dump_token_columns": True} | options
         flags = (
             part
             for option, value in options.items()

@@ -230,7 +230,7 @@ def test_the_recorded_lag_is_the_one_that_was_forced(case, trained, papers):
     for sample in trained.samples(case):
         ((version, start, stop),) = sample["weights_versions"]
         assert WeightsVersion.parse(version).batches == max(0, sample["batch"] - lag)
-        assert (start, stop) == (0, len(sample["output_token_ids"]))
+        assert (start, stop) == (0, sample["num_output_tokens"])
 
 
 def test_a_learning_rate_of_0_keeps_every_bit(trained):

@@ -3,6 +3,7 @@ import os
 
 import numpy as np
 import pytest
+from full_disk import no_file_beyond
 
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.files import JsonlWriter, to_json, write_json_atomic
@@ -20,17 +21,17 @@ def test_lines_are_appended_to_what_is_there(tmp_path):
     assert rows(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_every_line_is_one_write_and_visible_at_once(tmp_path, monkeypatch):
-    writer = JsonlWriter(tmp_path / "metrics.jsonl")
-    written = []
-    file = writer._file
-    monkeypatch.setattr(writer, "_file", type("Spy", (), {"write": written.append})())
-    writer.write({"text": "x" * 100_000})
-    assert [data.count(b"\n") for data in written] == [1]
-    monkeypatch.setattr(writer, "_file", file)
-    writer.write({"step": 1})
-    assert rows(writer.path) == [{"step": 1}]
-    writer.close()
+def test_a_line_is_visible_at_once_and_one_that_the_disk_refuses_is_told(tmp_path, caplog):
+    with JsonlWriter(tmp_path / "metrics.jsonl") as writer:
+        writer.write({"text": "x" * 100_000})
+        assert len(rows(writer.path)) == 1
+        with no_file_beyond(100_020):
+            writer.write({"step": 1})
+        writer.write({"step": 2})
+        assert rows(writer.path)[1:] == [{"step": 2}]
+    refused, lacking = caplog.messages
+    assert refused.startswith(f"{writer.path} cannot be written (File too large): the run goes on")
+    assert lacking == f"{writer.path} lacks 1 lines"
 
 
 @pytest.mark.parametrize("half", ['{"step": 2, "avg', "{" + "x" * 200_000])

@@ -1,12 +1,14 @@
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
+from full_disk import no_file_beyond
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from async_grpo.errors import ConfigError
@@ -159,3 +161,36 @@ def test_before_the_process_group_exists_trackers_are_refused(tmp_path, fake, mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="after init_process_group"):
         make(tmp_path, ["fake"])
+
+
+@pytest.mark.parametrize("when", ["at the start", "later"])
+def test_a_full_disk_costs_tensorboard_one_sentence_and_no_traceback(
+    when, tmp_path, monkeypatch, caplog
+):
+    tracebacks = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    if when == "at the start":
+        with no_file_beyond(20):
+            trackers = make(tmp_path, ["tensorboard"])
+    else:
+        trackers = make(tmp_path, ["tensorboard"])
+        with no_file_beyond(300):
+            for step in range(100):
+                trackers.log(ROW, step=step)
+            trackers.finish()
+    trackers.log(ROW, step=100)
+    trackers.finish()
+    (told,) = caplog.messages
+    assert "the run goes on without" in told
+    assert "File too large" in told
+    assert tracebacks == []
+
+
+def test_other_threads_keep_their_tracebacks(tmp_path, monkeypatch):
+    tracebacks = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    make(tmp_path, ["tensorboard"]).finish()
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join(20)
+    assert [each.exc_type for each in tracebacks] == [ZeroDivisionError]

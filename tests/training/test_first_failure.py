@@ -91,9 +91,10 @@ def test_being_asked_to_end_is_no_failure(end, tmp_path):
     assert die(tmp_path, end) == (end, None)
 
 
-def test_a_folder_that_cannot_be_written_does_not_hide_the_error(tmp_path):
+def test_a_folder_that_cannot_be_written_does_not_hide_the_error(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     record, error = RunRecord(tmp_path / "file" / "run", rank=0), WorkerError("x")
     with pytest.raises(WorkerError) as raised, first_failure_recorded(record, Main):
         raise error
     assert raised.value is error
+    assert "cannot be kept: cannot write" in caplog.text
