@@ -194,8 +194,8 @@ def wait(reference: Any, *, timeout_s: float, who: str) -> Any:
         raise _translated(error, who) from None
 
 
-async def call(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
-    """As `wait`, for coroutines."""
+async def call(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:
+    """As `wait`, for coroutines; None: whoever calls has another way to know that none comes."""
     from ray.exceptions import RayError
 
     try:
@@ -205,6 +205,18 @@ async def call(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
         raise _translated(error, who) from None
     except TimeoutError:
         raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
+
+
+async def work(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:
+    """As `call`, for what costs the other side work: it stops when its answer is given up."""
+    import ray
+
+    try:
+        return await call(reference, timeout_s=timeout_s, who=who)
+    except (asyncio.CancelledError, DeadlineError):
+        if isinstance(reference, ray.ObjectRef):
+            ray.cancel(reference)
+        raise
 
 
 async def fetch_bytes(

@@ -28,6 +28,7 @@ from async_grpo.types import (
     EndOfStep,
     GenerationRequest,
     LogprobRequest,
+    Pulse,
     Question,
     SamplingContract,
     Verdict,
@@ -100,9 +101,9 @@ class Player(Watched):
         self._mask = np.ones(num_output_tokens, np.bool_)
         self._version = FIRST
 
-    async def ping(self, after_s: float = 0.0) -> str:
+    async def ping(self, after_s: float = 0.0) -> Pulse:
         await asyncio.sleep(after_s)
-        return "well"
+        return Pulse("none")
 
     async def abort_all(self) -> None:
         return None

@@ -64,6 +64,7 @@ class ExperienceBatcher:
             services,
             rules=self._rules,
             timeout_s=config.stall_timeout_s,
+            generation_timeout_s=config.generation_timeout_s,
             max_staleness=config.max_staleness,
             quarantine=quarantine,
         )
@@ -140,7 +141,7 @@ class ExperienceBatcher:
         """What every stage is doing right now."""
         self._pipeline.trainer_heard()
         stages, progress = self._pipeline.stages.counts, self._sums.current_reward()
-        counts = self._ledger.counts()
+        counts, roles = self._ledger.counts(), await self._pipeline.roles()
         return PipelineStatus(
             batch=self._window.batches_published,
             generating=stages["generating"],
@@ -153,7 +154,8 @@ class ExperienceBatcher:
             answers=self._pipeline.answers,
             reward_sum=progress[0],
             reward_count=int(progress[1]),
-            workers=await self._pipeline.count_workers(),
+            workers={role: known.workers for role, known in roles.items()},
+            worker_tokens=sum(known.num_tokens for known in roles.values()),
             problem=self._pipeline.problem,
         )
 

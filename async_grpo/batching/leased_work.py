@@ -27,19 +27,20 @@ from async_grpo.errors import (
 from async_grpo.types import Lease, WeightsVersion
 
 logger = logging.getLogger(__name__)
-Reason = Literal["worker died", "lease revoked", "deadline", "stale answer", "worker error"]
+Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
 Work = Callable[[Lease], Awaitable[Any]]
 QUARANTINE = "quarantine"  # the stage that loses a question which kills workers
 # Seconds before each try that the worker's answer was to blame for the one before.
 TRIES_AFTER_S = (0.0, 1.0, 8.0)
 # Workers that are lost are no fault of the work: deaths are bounded by the quarantine, these here.
 MAX_REVOCATIONS = 16
-DIED = "died"  # how a registry begins to say why it revoked a lease on a dead worker
+# How a registry begins to say why it revoked a lease: its worker has, or no token came for it.
+DIED, STALLED = "died", "stalled"
 AFTER_LOSS_S = 1.0
 # A dead worker is the least loaded one until its registry has missed it.
 MISSED_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0
-REVOCATION_TIMEOUT_S = 7 * 24 * 3600.0  # as long as any lease: the answer's deadline bounds it
+LEASE_TIMEOUT_S = 7 * 24 * 3600.0  # longer than any lease: it lives as long as tokens come
 
 
 class SlotFailed(WorkerError):
@@ -130,7 +131,7 @@ class LeasedWork:
 
     @contextlib.asynccontextmanager
     async def _turn(self, slot: Hashable) -> AsyncIterator[None]:
-        """At once, but for suspects: one at a time, each bounded by the deadlines of its try."""
+        """At once, but for suspects: one at a time, each for as long as its try moves."""
         if not self._quarantine.is_on_probation(slot):
             yield
             return
@@ -175,8 +176,8 @@ class LeasedWork:
             return await work(lease)
         except ProcessLostError as error:
             return self._mourn(lease.worker_id, str(error))
-        except DeadlineError as error:
-            return Fault("deadline", str(error))
+        except SlotFailed:  # whoever asks would not take a second answer either
+            raise
         except StaleAnswerError as error:
             return Fault("stale answer", str(error))
         except AsyncGrpoError as error:
@@ -199,16 +200,18 @@ class LeasedWork:
     async def _until_revoked(self, lease: Lease) -> Fault:
         try:
             reason = await self._registry.try_call(
-                "until_revoked", lease.lease_id, timeout_s=REVOCATION_TIMEOUT_S
+                "until_revoked", lease.lease_id, timeout_s=LEASE_TIMEOUT_S
             )
         except AsyncGrpoError as error:
             reason = str(error)
         if reason.startswith(DIED):  # it was heard of before this worker's own error
             return self._mourn(lease.worker_id, f"worker {lease.worker_id} {reason}")
+        if reason.startswith(STALLED):
+            return Fault("stalled", f"worker {lease.worker_id} {reason} (--stall-timeout-s)")
         return _revoked(lease, reason)
 
     async def _acquire(self, cost: float, version: WeightsVersion) -> Lease:
-        """A lease. The line may be longer than the deadline as long as it moves."""
+        """A lease. The line may be long as long as it moves: by tokens, or by any answer."""
         while True:
             num_answers = self._progress.answers
             asked = asyncio.ensure_future(
@@ -217,7 +220,7 @@ class LeasedWork:
                     cost,
                     version,
                     self._timeout_s,
-                    timeout_s=self._timeout_s + CONTROL_TIMEOUT_S,
+                    timeout_s=LEASE_TIMEOUT_S,
                     patience_s=self._timeout_s,
                 )
             )

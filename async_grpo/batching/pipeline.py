@@ -1,8 +1,8 @@
-"""One slot on its way from a question to a finished group, with deadlines and retries.
+"""One slot on its way from a question to a finished group, with retries.
 
 consumes:     a question, and the oldest weights version that its tokens may come from
 produces:     a `Group` with advantages and reference log-probabilities
-waits for:    leases, generation, verdicts, reference log-probabilities; each with a deadline
+waits for:    leases, generation, verdicts, reference log-probabilities; as long as they move
 unblocked by: free workers of each role
 """
 
@@ -30,6 +30,7 @@ from async_grpo.types import (
     Lease,
     LogprobRequest,
     Question,
+    RegistryStatus,
     Sample,
     Verdict,
     VerificationRequest,
@@ -37,6 +38,7 @@ from async_grpo.types import (
 )
 
 COUNT_TIMEOUT_S = 5.0  # less than a rank waits for the status that the count is part of
+TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
 
 
@@ -49,9 +51,12 @@ class SlotPipeline:
         *,
         rules: GroupRules,
         timeout_s: float,
+        generation_timeout_s: float = 0.0,
         max_staleness: int = 0,
         quarantine: Quarantine | None = None,
     ) -> None:
+        """`timeout_s` without progress; `generation_timeout_s` for an answer, 0: no limit."""
+        self._generation_timeout_s = generation_timeout_s
         self._max_staleness = max_staleness
         self._batches_published = 0
         self._has_published = asyncio.Condition()
@@ -151,11 +156,14 @@ class SlotPipeline:
         """
 
         async def work(lease: Lease) -> tuple[Completion, ...]:
-            completions: tuple[Completion, ...] = await cluster.call(
-                lease.handle.generate.remote(request),
-                timeout_s=self._timeout_s,
-                who=f"generation worker {lease.worker_id}",
-            )
+            try:
+                completions: tuple[Completion, ...] = await cluster.work(
+                    lease.handle.generate.remote(replace(request, lease_id=lease.lease_id)),
+                    timeout_s=self._generation_timeout_s or None,
+                    who=f"generation worker {lease.worker_id}",
+                )
+            except DeadlineError as error:
+                raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
             check_completions(request, completions, oldest)
             return completions
 
@@ -205,9 +213,9 @@ class SlotPipeline:
         )
 
         async def work(lease: Lease) -> tuple[Scores, ...]:
-            scores: tuple[Scores, ...] = await cluster.call(
-                lease.handle.logprobs.remote(request),
-                timeout_s=self._timeout_s,
+            scores: tuple[Scores, ...] = await cluster.work(
+                lease.handle.logprobs.remote(replace(request, lease_id=lease.lease_id)),
+                timeout_s=None,
                 who=f"logprob worker {lease.worker_id}",
             )
             check_scores(request, scores)
@@ -261,15 +269,13 @@ class SlotPipeline:
         """A rank has asked for something, or told of something."""
         self._trainer_heard_s = asyncio.get_running_loop().time()
 
-    async def count_workers(self) -> dict[str, int]:
-        """Admitted workers by role, as the registries see them now; none where one is silent."""
-        return {role: await self._count(registry) for role, registry in self._registries.items()}
-
-    async def _count(self, registry: Service) -> int:
-        try:
-            return len(await registry.try_call("members", timeout_s=COUNT_TIMEOUT_S))
-        except AsyncGrpoError:  # it is lost: whoever needs it says so
-            return 0
+    async def roles(self) -> dict[str, RegistryStatus]:
+        """What the registries know now, by role; a silent one is left out."""
+        found = {}
+        for role, registry in self._registries.items():
+            with contextlib.suppress(AsyncGrpoError):  # it is lost: whoever needs it says so
+                found[role] = await registry.try_call("status", timeout_s=COUNT_TIMEOUT_S)
+        return found
 
     @contextlib.contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:

@@ -51,6 +51,7 @@ NOT_NEGATIVE = (
     "dump_max_gib",
     "eval_every_batches",
     "checkpoint_every_batches",
+    "generation_timeout_s",
 )
 
 
@@ -208,7 +209,14 @@ class TrainConfig(ObjectiveConfig):
     )
     namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
     worker_timeout_s: float = option(300.0, "seconds to wait for the workers that the run needs")
-    stall_timeout_s: float = option(900.0, "seconds without progress after which the run ends")
+    stall_timeout_s: float = option(
+        900.0,
+        "seconds without progress after which a request is tried again elsewhere, and without any "
+        "in the whole run, after which it ends; tokens are progress: no output takes too long",
+    )
+    generation_timeout_s: float = option(
+        0.0, "seconds after which a group's outputs are dropped, which favours short ones; 0: never"
+    )
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:

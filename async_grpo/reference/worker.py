@@ -22,7 +22,15 @@ from numpy.typing import NDArray
 from async_grpo import cluster
 from async_grpo.errors import StaleAnswerError, WorkerError
 from async_grpo.reference.coalescer import Coalescer
-from async_grpo.types import LogprobRequest, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.types import (
+    LogprobRequest,
+    Pulse,
+    RequestPulse,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
 
 Scores = NDArray[np.float32]  # [L]
 
@@ -87,6 +95,8 @@ class LogprobWorker:
         self._line = Coalescer(max_tokens)
         self._waiting: dict[int, _Output] = {}
         self._ids = itertools.count()
+        self._unanswered: set[int] = set()  # leases
+        self._num_tokens = 0  # scored
         self._model = asyncio.Lock()  # one forward or one change of weights at a time
         self._serving: asyncio.Task[None] | None = None
 
@@ -107,10 +117,12 @@ class LogprobWorker:
             startup=self._startup,
         )
 
-    async def ping(self, after_s: float = 0.0) -> str:
-        """The version served, or `none`, told `after_s` from now if this worker lives then."""
+    async def ping(self, after_s: float = 0.0) -> Pulse:
+        """What is served and scored, told `after_s` from now if this worker lives then."""
         await asyncio.sleep(after_s)
-        return str(self._version or "none")
+        # Scores come all at once: until then a request stands in line.
+        requests = {lease_id: RequestPulse(0, is_waiting=True) for lease_id in self._unanswered}
+        return Pulse(str(self._version or "none"), self._num_tokens, requests)
 
     async def logprobs(self, request: LogprobRequest) -> tuple[Scores, ...]:
         """Log-probabilities of every output's tokens, [L] float32 each.
@@ -126,7 +138,11 @@ class LogprobWorker:
             self._waiting[output_id] = output
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve(), name="logprob-forwards")
-        return tuple(await asyncio.gather(*(output.scores for output in outputs)))
+        self._unanswered.add(request.lease_id)
+        try:
+            return tuple(await asyncio.gather(*(output.scores for output in outputs)))
+        finally:
+            self._unanswered.discard(request.lease_id)
 
     async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
         """Serve a snapshot once running forwards are done; one that is not newer changes nothing.
@@ -157,7 +173,10 @@ class LogprobWorker:
         """Forwards until nobody waits; started by whoever finds it not running."""
         async with self._model:
             while batch := self._line.next_batch(idle=True):
-                outputs = [self._waiting.pop(output_id) for output_id in batch]
+                taken = [self._waiting.pop(output_id) for output_id in batch]
+                outputs = [output for output in taken if not output.scores.done()]
+                if not outputs:  # their callers have gone
+                    continue
                 try:
                     scores = await asyncio.to_thread(self._score, outputs)
                 except StaleAnswerError as error:
@@ -165,6 +184,7 @@ class LogprobWorker:
                 except Exception as error:  # the boundary of the model: each caller hears of it
                     _fail(outputs, WorkerError(f"{type(error).__name__}: {error}"))
                 else:
+                    self._num_tokens += sum(output.num_tokens for output in outputs)
                     for output, logprobs in zip(outputs, scores, strict=True):
                         output.answer(logprobs)
 

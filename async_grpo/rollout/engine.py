@@ -37,6 +37,8 @@ from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.types import (
     Completion,
     GenerationRequest,
+    Pulse,
+    RequestPulse,
     WeightsBucket,
     WeightsSnapshot,
     WeightsVersion,
@@ -48,6 +50,14 @@ Fetch = Callable[[WeightsBucket], Awaitable[NDArray[np.uint8]]]
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
 STAGE_TIMEOUT_S = 120.0  # verifying one bucket, with a step of generation before it
 APPLY_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A request that has no answer yet."""
+
+    lease_id: int
+    began_at: float  # by the monotonic clock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +80,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._request_ids = itertools.count()
-        self._running: dict[str, float] = {}  # since when, by the monotonic clock
+        self._running: dict[str, _Running] = {}  # by the name that vLLM knows it by
         self._patience = Patience(max_num_seqs=config.max_num_seqs)
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
@@ -94,13 +104,15 @@ class Engine:
     async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
         """Sample `request.num_samples` outputs; their `text` is left empty.
 
+        Whoever is cancelled here ends them in the engine.
+
         Raises:
             WorkerError: the request cannot fit the model, or the answer cannot be trained on.
             EngineBrokenError: the engine died.
         """
         self._check_length(request)
         request_id = str(next(self._request_ids))
-        self._running[request_id] = began_at = time.monotonic()
+        running = self._running[request_id] = _Running(request.lease_id, time.monotonic())
         try:
             final = await self._final_output(request, request_id)
         except EngineDeadError as error:
@@ -109,7 +121,7 @@ class Engine:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
             del self._running[request_id]
-        self._patience.ended(began_at=began_at)
+        self._patience.ended(began_at=running.began_at)
         return tuple(read_completion(output) for output in final.outputs)
 
     async def _final_output(self, request: GenerationRequest, request_id: str) -> RequestOutput:
@@ -150,7 +162,8 @@ class Engine:
                     is_last = bucket is snapshot.buckets[-1]
                     await self._stage(bucket, await fetch(bucket), file=file, is_last=is_last)
                 states = self._llm.output_processor.request_states
-                await self._patience.wait(self._running.values(), lambda: len(states))
+                began = [running.began_at for running in self._running.values()]
+                await self._patience.wait(began, lambda: len(states))
             except BaseException:  # cancelled too: the next update must find the engine ready
                 await self._discard()
                 raise
@@ -285,6 +298,27 @@ class Engine:
         except EngineDeadError as error:
             raise EngineBrokenError(f"the engine died: {error}") from error
         return None if text == UNPUBLISHED else WeightsVersion.parse(text)
+
+    async def pulse(self) -> Pulse:
+        """The version served, and the tokens made for each request, by the process' own word.
+
+        Raises:
+            EngineBrokenError: the process has died.
+        """
+        version = await self.version()
+        try:
+            made, num_tokens, running = await self._llm.engine_core.call_utility_async("scheduler")
+        except EngineDeadError as error:
+            raise EngineBrokenError(f"the engine died: {error}") from error
+        sequences = self._llm.output_processor.external_req_ids  # the unfinished ones of each
+        requests = {}
+        for name, request in self._running.items():
+            mine = [one for one in sequences.get(name, ()) if one in num_tokens]
+            requests[request.lease_id] = RequestPulse(
+                num_tokens=sum(num_tokens[one] for one in mine),
+                is_waiting=bool(mine) and not any(one in running for one in mine),
+            )
+        return Pulse(str(version or "none"), made, requests)
 
     def shutdown(self) -> None:
         """End the engine's processes."""

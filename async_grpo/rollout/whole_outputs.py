@@ -1,7 +1,8 @@
 """vLLM's scheduler, telling of a sequence once instead of once a token.
 
 consumes      what vLLM's own scheduler has to say of a step: a token each of hundreds of sequences
-produces      whole sequences when they end; what there is of the others before weights change
+produces      whole sequences when they end; what there is of the others before weights change;
+              how many tokens each has, when asked
 waits for     nothing
 unblocked by  a sequence's end, or a pause
 
@@ -74,11 +75,22 @@ class WholeOutputs:
     """To be mixed in before a `Scheduler`."""
 
     requests: dict[str, Request]
+    running: list[Request]
     pause_state: PauseState
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._held: dict[str, _Held] = {}
+        self._num_tokens = 0
+
+    def __call__(self) -> tuple[int, dict[str, int], list[str]]:
+        """Tokens sampled so far, tokens of each unfinished sequence, and which of these run.
+
+        vLLM's front end may call any attribute of the engine core by its name, and the scheduler is
+        one: so the answer needs no message that nobody asked for.
+        """
+        num_tokens = {name: request.num_output_tokens for name, request in self.requests.items()}
+        return self._num_tokens, num_tokens, [request.request_id for request in self.running]
 
     def has_requests(self) -> bool:
         """A pause waits for the step that sends what is held."""
@@ -117,6 +129,7 @@ class WholeOutputs:
 
     def _hold_or_send(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
         name, may_wait = output.request_id, self._may_wait(output)
+        self._num_tokens += len(output.new_token_ids)
         if not may_wait and name not in self._held:
             return output
         held = self._held.setdefault(name, _Held(client, first=output))

@@ -25,6 +25,7 @@ from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.types import (
     Completion,
     GenerationRequest,
+    Pulse,
     WeightsAck,
     WeightsSnapshot,
     WeightsVersion,
@@ -72,7 +73,7 @@ class GenerationWorker:
         self._startup = (("importing", imported - began), ("building the engine", ready - imported))
         self._version: WeightsVersion | None = None
         self._loading = asyncio.Lock()
-        self._answering: asyncio.Task[WeightsVersion | None] | None = None  # the engine, a ping
+        self._answering: asyncio.Task[Pulse] | None = None  # the engine, a ping
         self._ack: WeightsAck | None = None  # of the version served
         self._transport = ""  # of the open route
 
@@ -94,8 +95,8 @@ class GenerationWorker:
             startup=self._startup,
         )
 
-    async def ping(self, after_s: float = 0.0) -> str:
-        """The version served, or `none`, told `after_s` from now if this worker still lives then.
+    async def ping(self, after_s: float = 0.0) -> Pulse:
+        """What is served and made, told `after_s` from now if this worker still lives then.
 
         A worker whose engine died ends itself instead; one whose engine is frozen does not answer.
         """
@@ -104,19 +105,19 @@ class GenerationWorker:
             if self._engine.is_dead:
                 _end_process(f"worker {self._worker_id} ends: its engine has died")
             await asyncio.sleep(min(left_s, ENGINE_POLL_S))
-        return str(await self._version_of_engine() or "none")
+        return await self._pulse_of_engine()
 
-    async def _version_of_engine(self) -> WeightsVersion | None:
+    async def _pulse_of_engine(self) -> Pulse:
         """By its own word; by ours while it computes on an update, and answers nobody."""
         if self._answering is None or self._answering.done():
             self._answering = asyncio.create_task(
-                self._alive(self._engine.version()), name="version-of-engine"
+                self._alive(self._engine.pulse()), name="pulse-of-engine"
             )
         spent_s = self._engine.cpu_seconds()
         while not (await asyncio.wait({self._answering}, timeout=ENGINE_POLL_S))[0]:
             # One that is frozen meanwhile spends nothing: its deadlines are too long to wait for.
             if self._loading.locked() and self._engine.cpu_seconds() > spent_s:
-                return self._version
+                return Pulse(str(self._version or "none"))
         return self._answering.result()
 
     async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:

@@ -102,8 +102,7 @@ class Balancer:
 
     def revoke(self, worker_id: str) -> tuple[int, ...]:
         """All leases on a worker that stays a member, in order of granting."""
-        worker = self._workers[worker_id]
-        revoked = tuple(worker.leases)
+        revoked = self.leases_of(worker_id)
         for lease_id in revoked:
             self.release(lease_id)
         return revoked
@@ -165,10 +164,10 @@ class Balancer:
         worker = self._holders.get(lease_id)
         return worker.worker_id if worker else None
 
-    def num_leases_of(self, worker_id: str) -> int:
-        """How many leases a worker has; 0 when it is not a member."""
+    def leases_of(self, worker_id: str) -> tuple[int, ...]:
+        """The leases of a worker in order of granting; none when it is not a member."""
         worker = self._workers.get(worker_id)
-        return len(worker.leases) if worker else 0
+        return tuple(worker.leases) if worker else ()
 
     def loads(self) -> tuple[WorkerLoad, ...]:
         """All workers, in the order in which they joined."""

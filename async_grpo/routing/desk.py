@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from async_grpo.routing.balancer import Balancer
+from async_grpo.routing.token_watch import TokenWatch
 from async_grpo.routing.waiting import WaitingLine
-from async_grpo.types import Lease, WeightsVersion, WorkerInfo
+from async_grpo.types import Lease, Pulse, WeightsVersion, WorkerInfo
 
 NOT_VALID = "the lease is not known here: it was returned or revoked, or the registry is a new one"
 
@@ -20,6 +21,8 @@ class LeaseDesk:
         self._line = WaitingLine()
         self._handles: dict[str, Any] = {}
         self._ends: dict[int, asyncio.Future[str]] = {}  # lease id -> why it was revoked
+        self._watches: dict[str, TokenWatch] = {}
+        self.num_tokens = 0  # that workers have made, by their pulses
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._balancer
@@ -34,11 +37,12 @@ class LeaseDesk:
             info.worker_id, capacity=info.capacity, overhead=info.overhead, version=version
         )
         self._handles[info.worker_id] = handle
+        self._watches[info.worker_id] = TokenWatch()
         self._line.serve(self._try_acquire)
 
     def remove(self, worker_id: str, *, reason: str) -> int:
         """The worker has gone; the number of its leases, whose holders are told why."""
-        del self._handles[worker_id]
+        del self._handles[worker_id], self._watches[worker_id]
         return self._end(self._balancer.remove_worker(worker_id), reason)
 
     def revoke(self, worker_id: str, *, reason: str) -> int:
@@ -62,19 +66,38 @@ class LeaseDesk:
 
     def num_leases_of(self, worker_id: str) -> int:
         """How much a worker still has to do, in leases; 0 when it is not a member."""
-        return self._balancer.num_leases_of(worker_id)
+        return len(self._balancer.leases_of(worker_id))
 
     async def acquire(
         self, cost: float, version: WeightsVersion | None, *, timeout_s: float
     ) -> Lease:
-        """A lease, at once or in one's turn; raises `TimeoutError`."""
-        lease = self._try_acquire(cost, version)
-        return lease or await self._line.wait(cost, version, timeout_s=timeout_s)
+        """A lease, at once or in one's turn; it ends when no token comes for it for `timeout_s`.
 
-    def release(self, lease_id: int) -> bool:
-        """False: the lease had been revoked."""
+        Raises `TimeoutError` when for as long nobody was free and no worker made any.
+        """
+        lease = self._try_acquire(cost, version) or await self._line.wait(
+            cost, version, timeout_s=timeout_s, moves=lambda: self.num_tokens
+        )
+        if lease.worker_id in self._watches:
+            self._watches[lease.worker_id].granted(lease.lease_id, limit_s=timeout_s)
+        return lease
+
+    def heard(self, worker_id: str, pulse: Pulse, *, seconds: float) -> int:
+        """A worker told what it has made in these seconds; the number of leases that end for it."""
+        watch = self._watches.get(worker_id)
+        if watch is None:  # it has not joined yet
+            return 0
+        watch.keep(self._balancer.leases_of(worker_id))
+        self.num_tokens += watch.heard(pulse, seconds=seconds)
+        dead = watch.dead()
+        for lease_id, reason in dead.items():
+            self.release(lease_id, reason=f"stalled: {reason}")
+        return len(dead)
+
+    def release(self, lease_id: int, *, reason: str = "") -> bool:
+        """False: the lease had been revoked, as it is now for a `reason`."""
         valid = self._balancer.release(lease_id)
-        self._end((lease_id,), "")
+        self._end((lease_id,), reason)
         self._line.serve(self._try_acquire)
         return valid
 

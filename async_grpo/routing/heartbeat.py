@@ -7,10 +7,12 @@ its process ends the call at once, and a process that is frozen lets its lease r
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from async_grpo import cluster
 from async_grpo.errors import AsyncGrpoError, DeadlineError, ProcessLostError
+from async_grpo.types import Pulse
 
 # A deadline is counted in ticks instead of measured: a registry that was itself frozen, or starved
 # of its CPU, finds the answers that have come meanwhile before it has counted another tick.
@@ -27,8 +29,13 @@ class Loss(NamedTuple):
     reason: str
 
 
-async def until_lost(handle: Any, *, interval_s: float, lease_s: float, who: str) -> Loss:
-    """Return when a worker is lost: it died, or it has owed its answer for `lease_s`."""
+async def until_lost(
+    handle: Any, heard: Callable[[Pulse], None], *, interval_s: float, lease_s: float, who: str
+) -> Loss:
+    """Return when a worker is lost: it died, or it has owed its answer for `lease_s`.
+
+    `heard` is told its answers.
+    """
     clock = asyncio.get_running_loop().time
     while True:
         started = clock()
@@ -36,7 +43,7 @@ async def until_lost(handle: Any, *, interval_s: float, lease_s: float, who: str
         try:
             if not await _in_ticks(ping, limit_s=interval_s + lease_s):
                 return Loss("silent", f"{who} has not answered for {lease_s:g} s")
-            ping.result()
+            heard(ping.result())
             # A worker that answers at once, against the rules, is not asked without a pause.
             await asyncio.sleep(started + interval_s - clock())
         except ProcessLostError as error:
@@ -63,12 +70,13 @@ async def until_gone(handle: Any, *, who: str) -> Loss:
         await asyncio.sleep(GONE_INTERVAL_S)
 
 
-async def _ping(handle: Any, interval_s: float, who: str) -> None:
+async def _ping(handle: Any, interval_s: float, who: str) -> Pulse:
     # Its own deadline is the caller's count of ticks.
-    await cluster.call(handle.ping.remote(interval_s), timeout_s=10 * 86400, who=who)
+    pulse: Pulse = await cluster.call(handle.ping.remote(interval_s), timeout_s=None, who=who)
+    return pulse
 
 
-async def _in_ticks(task: asyncio.Task[None], *, limit_s: float) -> bool:
+async def _in_ticks(task: asyncio.Task[Pulse], *, limit_s: float) -> bool:
     for _ in range(TICKS):
         done, _pending = await asyncio.wait({task}, timeout=limit_s / TICKS)
         if done:

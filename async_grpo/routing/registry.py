@@ -29,6 +29,7 @@ from async_grpo.routing.updates import PATIENCE_S, Member, Updates
 from async_grpo.types import (
     Lease,
     PublishReport,
+    Pulse,
     RegistryEvent,
     RegistryStatus,
     Standing,
@@ -95,7 +96,13 @@ class WorkerRegistry(TakesCalls):
         await self.touch()
         who = self._who(info.worker_id)
         heartbeat = asyncio.create_task(
-            until_lost(handle, interval_s=self._ping_interval_s, lease_s=info.lease_s, who=who),
+            until_lost(
+                handle,
+                partial(self._heard, info.worker_id),
+                interval_s=self._ping_interval_s,
+                lease_s=info.lease_s,
+                who=who,
+            ),
             name=f"heartbeat-{info.worker_id}",
         )
         try:
@@ -148,8 +155,9 @@ class WorkerRegistry(TakesCalls):
     async def acquire(self, cost: float, version: WeightsVersion | None, timeout_s: float) -> Lease:
         """A lease on the least-loaded worker that serves `version` or a later one.
 
-        `cost` is in sequences for generation and tokens for log-probabilities. Raises
-        `DeadlineError`, saying what was missing, when nobody could take the work in time.
+        `cost` is in sequences for generation and tokens for log-probabilities. The lease is revoked
+        when no token comes for it for `timeout_s`. Raises `DeadlineError`, saying what was missing,
+        when for as long nobody was free and no token was made.
         """
         await self.touch()
         try:
@@ -217,6 +225,7 @@ class WorkerRegistry(TakesCalls):
             leases=self._desk.num_leases,
             serves=snapshot.version if snapshot else None,
             counts=self._history.counts,
+            num_tokens=self._desk.num_tokens,
         )
 
     async def history(self) -> tuple[RegistryEvent, ...]:
@@ -246,6 +255,10 @@ class WorkerRegistry(TakesCalls):
         self._remove(worker_id, loss.cause, loss.reason)
         # A worker in doubt must not serve: it comes back only through a new registration.
         self._kill(member.handle)
+
+    def _heard(self, worker_id: str, pulse: Pulse) -> None:
+        num_stalled = self._desk.heard(worker_id, pulse, seconds=self._ping_interval_s)
+        self._history.note("revoked", worker_id, "stalled", num=num_stalled)
 
     def _heart_stopped(self, worker_id: str, heartbeat: asyncio.Task[Loss]) -> None:
         if not heartbeat.cancelled():

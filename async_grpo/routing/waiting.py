@@ -32,12 +32,30 @@ class WaitingLine:
         self._lines: dict[WeightsVersion | None, deque[Waiter]] = {}
         self._numbers = itertools.count()
 
-    async def wait(self, cost: float, version: WeightsVersion | None, *, timeout_s: float) -> Lease:
-        """A lease, when it is one's turn; raises `TimeoutError`, or what `end` was given."""
+    async def wait(
+        self,
+        cost: float,
+        version: WeightsVersion | None,
+        *,
+        timeout_s: float,
+        moves: Callable[[], int] = int,
+    ) -> Lease:
+        """A lease, when it is one's turn, or what `end` was given.
+
+        Raises `TimeoutError` when it does not come for `timeout_s` in which `moves` stays the same.
+        """
         lease = asyncio.get_running_loop().create_future()
         waiter = Waiter(next(self._numbers), cost, version, lease)
         self._lines.setdefault(version, deque()).append(waiter)
-        return await asyncio.wait_for(waiter.lease, timeout_s)
+        before = moves()
+        try:
+            while not (await asyncio.wait({lease}, timeout=timeout_s))[0]:
+                if moves() == before:
+                    raise TimeoutError
+                before = moves()
+        finally:
+            lease.cancel()  # if it has not come
+        return lease.result()
 
     def serve(self, try_acquire: Callable[[float, WeightsVersion | None], Lease | None], /) -> None:
         """Give leases to as many as can have one now."""

@@ -32,7 +32,7 @@ from async_grpo.training.weights import WeightSync
 from async_grpo.types import EndOfStep, Minibatch, StreamItem
 
 logger = logging.getLogger(__name__)
-EVALUATION_TIMEOUT_S = 1800.0
+DONE, EVALUATING = range(2)  # what rank 0 tells the others while they wait for an evaluation
 
 
 def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:
@@ -97,7 +97,7 @@ def _train(
         doing("publishing weights")
         sync.publish(start.batches)
         if not start.folder:
-            _evaluate(keeper, report, sync, stop)
+            _evaluate(config, ranks, keeper, report, sync, stop)
 
         def after_batch(end: EndOfStep) -> None:
             record.trained(end.batch + 1)
@@ -107,7 +107,7 @@ def _train(
                 report.publishing(seconds)
             exports.export_if_due()
             if evaluation_is_due(config, end.batch + 1):
-                _evaluate(keeper, report, sync, stop)
+                _evaluate(config, ranks, keeper, report, sync, stop)
             checkpoints.batch_ended(end)
 
         stream = LastingStream(config, ranks, learner=learner, keeper=keeper, stop=stop)
@@ -165,18 +165,27 @@ def evaluation_is_due(config: TrainConfig, num_batches: int) -> bool:
 
 
 def _evaluate(
-    keeper: BatcherKeeper | None, report: Report | None, sync: WeightSync, stop: Event | None
+    config: TrainConfig,
+    ranks: Ranks,
+    keeper: BatcherKeeper | None,
+    report: Report | None,
+    sync: WeightSync,
+    stop: Event | None,
 ) -> None:
-    """Rank 0's; a request to stop breaks it off."""
-    if keeper is None or report is None or not keeper.run.plan.held_out:
+    """Rank 0's; the others hear now and then that it goes on. A request to stop breaks it off."""
+    if not config.eval_data_path:
+        return
+    if keeper is None or report is None:
+        while ranks.agree(DONE) == EVALUATING:
+            pass
         return
     report.doing(f"evaluating {len(keeper.run.plan.held_out)} held-out questions")
     sync.wait()
-    result = keeper.ask(
-        "evaluate",
-        timeout_s=EVALUATION_TIMEOUT_S,
-        who="the evaluation of held-out questions",
-        stop=stop,
+    result = keeper.evaluate(
+        stall_timeout_s=config.stall_timeout_s,
+        stop=stop or Event(),
+        meanwhile=lambda: ranks.agree(EVALUATING),
     )
+    ranks.agree(DONE)
     if result is not None:
         report.evaluation(result)

@@ -16,22 +16,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any
 
 from async_grpo import cluster
+from async_grpo.batching.records import EvaluationResult
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import BatcherLostError, ClusterError, DeadlineError, ProcessLostError
+from async_grpo.errors import BatcherLostError, ClusterError, ProcessLostError
 from async_grpo.training.learner import Learner
 from async_grpo.training.preparation import Run
 from async_grpo.training.ranks import Ranks
+from async_grpo.training.standstill import STATUS_TIMEOUT_S, Standstill
 from async_grpo.training.stream import RankStream
 from async_grpo.training.weights import WeightSync
 from async_grpo.types import EndOfStep, ResumePoint, StreamItem
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 MAX_BATCHER_RESTARTS = 3  # a run
 STOP_POLL_S = 0.2
+MEANWHILE_S = 60.0  # much less than any rank waits for another
 FIND_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
 
@@ -55,24 +57,37 @@ class BatcherKeeper:
         """A gradient step has been trained: a new batcher would begin with the next one."""
         self._resume = resume
 
-    def ask(self, method: str, *, timeout_s: float, who: str, stop: Event | None = None) -> Any:
+    def evaluate(
+        self, *, stall_timeout_s: float, stop: Event, meanwhile: Callable[[], object]
+    ) -> EvaluationResult | None:
         """The batcher's answer; asked again of the next batcher when this one dies meanwhile.
 
-        None when the run is asked to stop before it has come.
+        None when the run is asked to stop before it has come. `meanwhile` is called every minute.
         """
         while True:
             batcher = self.batcher
-            call = getattr(batcher, method).remote()
-            deadline = time.monotonic() + timeout_s
-            while stop and not cluster.is_ready(call):
-                if stop.wait(STOP_POLL_S):
-                    return None
-                if time.monotonic() > deadline:
-                    raise DeadlineError(f"{who} did not answer within {timeout_s:g} s")
+            call = batcher.evaluate.remote()
+            standstill = Standstill(batcher, timeout_s=stall_timeout_s)
             try:
-                return cluster.wait(call, timeout_s=timeout_s, who=who)
+                return self._answer_or_stop(call, standstill, stop, meanwhile)
             except ProcessLostError as error:
                 self.replace(batcher, str(error))
+
+    def _answer_or_stop(
+        self, call: Any, standstill: Standstill, stop: Event, meanwhile: Callable[[], object]
+    ) -> EvaluationResult | None:
+        due_at = time.monotonic() + MEANWHILE_S
+        while not cluster.is_ready(call):
+            if stop.wait(STOP_POLL_S):
+                return None
+            standstill.check()
+            if time.monotonic() >= due_at:
+                meanwhile()
+                due_at = time.monotonic() + MEANWHILE_S
+        result: EvaluationResult = cluster.wait(
+            call, timeout_s=STATUS_TIMEOUT_S, who="the evaluation of held-out questions"
+        )
+        return result
 
     def replace(self, dead: Any, reason: str) -> None:
         """Make a batcher in the place of `dead`, unless that has been done.

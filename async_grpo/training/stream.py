@@ -2,7 +2,7 @@
 
 consumes:     minibatches and ends of steps, by index
 produces:     the same, in order, as an iterator that ends on every rank at the same item
-waits for:    the batcher, up to a deadline that names what the pipeline was waiting for
+waits for:    the batcher, as long as anything moves; else it names what was waited for
 unblocked by: a round going out, a request to stop, the batcher's death
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import ray
 
 from async_grpo import cluster
-from async_grpo.errors import BatcherLostError, DeadlineError, ProcessLostError
-from async_grpo.types import PipelineStatus, StreamItem
+from async_grpo.errors import BatcherLostError, ProcessLostError
+from async_grpo.training.standstill import STATUS_TIMEOUT_S, Standstill
+from async_grpo.types import StreamItem
 
-STATUS_TIMEOUT_S = 10.0
 POLL_INTERVAL_S = 0.5  # after which a rank that waits looks whether it is to stop
 READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next item
 
@@ -84,46 +84,13 @@ class RankStream(Iterator[StreamItem]):
         return (None, STOP) if self._stop.is_set() else (item, READY)
 
     def _wait_while_it_moves(self, reference: Any) -> StreamItem | None:
-        """The item; `DeadlineError` when the pipeline has not moved for the stall timeout."""
-        before: PipelineStatus | None = None
+        """The item; None when this rank is asked to stop before it comes."""
+        standstill = Standstill(self._batcher, timeout_s=self._stall_timeout_s)
         while not self._stop.is_set():
-            if self._comes(reference):
+            if ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
                 item: StreamItem = cluster.wait(
                     reference, timeout_s=STATUS_TIMEOUT_S, who="the experience batcher"
                 )
                 return item
-            now = self._status()
-            if before is not None and now.answers == before.answers:
-                raise DeadlineError(
-                    f"nothing has moved for --stall-timeout-s {self._stall_timeout_s:g}: "
-                    f"{_describe(now)}"
-                )
-            before = now
+            standstill.check()
         return None
-
-    def _comes(self, reference: Any) -> bool:
-        """Whether the item is there before the stall timeout, and before a request to stop."""
-        deadline = time.monotonic() + self._stall_timeout_s
-        while not self._stop.is_set():
-            left = deadline - time.monotonic()
-            if ray.wait([reference], timeout=min(POLL_INTERVAL_S, max(left, 0.0)))[0]:
-                return True
-            if left <= 0:
-                return False
-        return False
-
-    def _status(self) -> PipelineStatus:
-        status: PipelineStatus = cluster.wait(
-            self._batcher.status.remote(),
-            timeout_s=STATUS_TIMEOUT_S,
-            who="the experience batcher",
-        )
-        return status
-
-
-def _describe(status: PipelineStatus) -> str:
-    return status.problem or (
-        f"{status.generating} samples generating, {status.verifying} verifying, "
-        f"{status.in_reference} in reference, {status.ready} ready; workers: "
-        f"{dict(status.workers)}"
-    )

@@ -44,8 +44,10 @@ from async_grpo.types.weights import (
 from async_grpo.types.workers import (
     Lease,
     PipelineStatus,
+    Pulse,
     RegistryEvent,
     RegistryStatus,
+    RequestPulse,
     Standing,
     WorkerInfo,
 )
@@ -63,9 +65,11 @@ __all__ = [
     "PackedMinibatch",
     "PipelineStatus",
     "PublishReport",
+    "Pulse",
     "Question",
     "RegistryEvent",
     "RegistryStatus",
+    "RequestPulse",
     "ResumePoint",
     "Sample",
     "SamplingContract",

@@ -24,6 +24,7 @@ class GenerationRequest:
     num_samples: int
     sampling: SamplingContract
     seed: int | None = None  # None: the engine's own, faster, random state
+    lease_id: int = 0  # by which the worker's pulse tells of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +45,7 @@ class LogprobRequest:
     output_token_ids: tuple[NDArray[np.int32], ...]  # [L] each
     temperature: float
     version: WeightsVersion  # exactly these weights, no later ones
+    lease_id: int = 0  # by which the worker's pulse tells of it
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,21 @@ class WorkerInfo:
     startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
 
 
+class RequestPulse(NamedTuple):
+    """How far a worker is with the request of one lease."""
+
+    num_tokens: int  # that its unfinished sequences have
+    is_waiting: bool  # none of them runs, and some stand in the worker's line
+
+
+class Pulse(NamedTuple):
+    """What a worker answers a ping."""
+
+    serves: str  # the version of its weights, or "none"
+    num_tokens: int = 0  # that it has made since it began
+    requests: Mapping[int, RequestPulse] | None = None  # by lease; None: it cannot tell now
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lease:
     """The right to send one piece of work straight to one worker."""
@@ -54,7 +69,7 @@ class RegistryEvent(NamedTuple):
     at: float  # seconds since the epoch
     kind: str  # "registered", "fenced", "left", "drained", "revoked", "run begun", "run ended"
     worker_id: str = ""
-    cause: str = ""  # in one word or two: "died", "silent", "update", "left", "run ended"
+    cause: str = ""  # in one word or two: "died", "silent", "stalled", "update", "left"
     reason: str = ""  # in a sentence
 
 
@@ -67,6 +82,7 @@ class RegistryStatus:
     leases: int
     serves: WeightsVersion | None  # the weights that were announced last
     counts: Mapping[str, int]  # by "kind" or "kind: cause" of `RegistryEvent`
+    num_tokens: int  # that workers have made since the registry started, by their pulses
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +97,14 @@ class PipelineStatus:
     training: int  # sent to trainers in the current gradient step
     done: int  # reached a fate since the start of the run
     output_tokens: int  # received since the start of the run
-    answers: int  # of workers and verifiers, since the start of the run: a run that moves gets some
+    answers: int  # of workers and verifiers, since the start of the run
     reward_sum: float  # over reward_count graded samples since the start of the current batch
     reward_count: int
     workers: Mapping[str, int] = field(default_factory=dict)  # healthy workers by role
+    worker_tokens: int = 0  # that workers have made, of answers that have come and that will
     problem: str = ""  # what the pipeline is waiting for, when it cannot move
+
+    @property
+    def moves(self) -> tuple[int, int]:
+        """What changes as long as anything moves, however long an output is."""
+        return self.answers, self.worker_tokens

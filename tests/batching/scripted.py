@@ -7,7 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 
 from async_grpo.bundles import CallTaker
-from async_grpo.types import Completion, Lease, Question, Sample, Verdict, VersionSpan
+from async_grpo.types import (
+    Completion,
+    Lease,
+    Question,
+    RegistryStatus,
+    Sample,
+    Verdict,
+    VersionSpan,
+)
 
 LIMIT_S = 3600.0  # of jumping time: a test that takes longer hangs
 
@@ -63,6 +71,7 @@ class Registry:
         self.open = set()
         self.revoked = set()  # silently: only a release tells
         self.ended = {}  # lease id -> what those hear who wait for its end
+        self.num_tokens = 0
 
     async def acquire(self, cost, version, timeout_s):
         lease_id = len(self.asked)
@@ -85,8 +94,8 @@ class Registry:
         self.open.remove(lease_id)
         return lease_id not in self.revoked
 
-    async def members(self):
-        return self.workers
+    async def status(self):
+        return RegistryStatus(1, len(self.workers), len(self.open), None, {}, self.num_tokens)
 
     def name(self, number):
         return f"w{number}"

@@ -50,7 +50,15 @@ SCORES = (np.full(4, -1.0, np.float32), np.full(5, -2.0, np.float32))
 class Stage:
     """A pipeline between scripted services, and what came of one slot."""
 
-    def __init__(self, generation=None, verdicts=None, reference=None, workers=None, **objective):
+    def __init__(
+        self,
+        generation=None,
+        verdicts=None,
+        reference=None,
+        workers=None,
+        generation_timeout_s=0.0,
+        **objective,
+    ):
         workers = workers or [Worker(group()) if generation is None else generation]
         self.generation = Registry(*workers)
         self.verifiers = verdicts or Worker(SCORED)
@@ -63,7 +71,9 @@ class Stage:
         if reference and not objective:
             objective = {"kl_coefficient": 0.1}
         rules = GroupRules(make_config(max_generation_tokens=8, **objective))
-        self.pipeline = SlotPipeline(services, rules=rules, timeout_s=TIMEOUT_S)
+        self.pipeline = SlotPipeline(
+            services, rules=rules, timeout_s=TIMEOUT_S, generation_timeout_s=generation_timeout_s
+        )
 
     def run(self):
         """The group; afterwards no sample may be left in a stage and no lease may be open."""

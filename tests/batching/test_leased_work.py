@@ -31,7 +31,6 @@ from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.services import Service
 from async_grpo.errors import (
     ClusterError,
-    DeadlineError,
     ProcessLostError,
     StaleAnswerError,
     WorkerError,
@@ -91,7 +90,6 @@ def now():
 
 FAULTS = {
     "worker died": ProcessLostError("gone"),
-    "deadline": DeadlineError("late"),
     "stale answer": StaleAnswerError("old"),
     "worker error": WorkerError("broken"),
 }
@@ -122,6 +120,23 @@ def test_a_frozen_worker_holds_a_slot_only_until_its_lease_is_revoked():
     assert seconds == pytest.approx(30.0 + AFTER_LOSS_S + 1.0)
     assert desk.reasons == ["lease revoked"]
     assert frozen.cancelled == 1
+
+
+def test_a_lease_without_tokens_is_given_up_in_the_worker_and_uses_up_a_try():
+    """Mutation seen to fail: it is an ordinary revocation, of which there may be sixteen."""
+    desk = Desk(Player("late", seconds=10 * TIMEOUT_S))
+
+    async def scenario():
+        for lease_id in range(3):
+            asyncio.get_running_loop().call_later(
+                100.0 * (lease_id + 1), desk.registry.revoke, lease_id, "stalled: no token came"
+            )
+        with pytest.raises(SlotFailed, match=r"3 times, .*w0 stalled: no token came \(--stall-t"):
+            await desk.do()
+
+    run(scenario())
+    assert desk.reasons == ["stalled"] * 2  # the last samples have failed
+    assert desk.registry.workers[0].cancelled == 3
 
 
 def test_the_answer_of_a_lease_that_ended_meanwhile_is_refused():

@@ -18,7 +18,7 @@ from scripted_run import INCARNATION, Run, Script, make_config
 
 from async_grpo.errors import DeadlineError, StaleAnswerError
 from async_grpo.routing.registry import WorkerRegistry
-from async_grpo.types import WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.references import ReferenceSchedule
 
 NUM_BATCHES = 9
@@ -43,7 +43,7 @@ class ReferenceWorker:
 
     async def ping(self, after_s=0.0):
         await asyncio.sleep(after_s)
-        return str(self.version)
+        return Pulse(str(self.version))
 
     async def abort_all(self):
         pass

@@ -141,9 +141,32 @@ def test_the_last_try_waits_until_a_dead_worker_has_been_missed():
     assert TRIES_AFTER_S[-1] > 5.0  # the registry's interval between pings
 
 
-def test_a_worker_that_hangs_is_given_up_at_the_deadline():
-    stage = Stage(workers=[Worker(group(), seconds=TIMEOUT_S * 10), Worker(group(NEWER))])
+def test_nothing_but_its_lease_bounds_an_answer():
+    """Mutations seen to fail: the stall timeout bounds generation; or scoring."""
+    slow = Worker(group(), seconds=TIMEOUT_S * 10)
+    stage = Stage(slow, reference=Worker(SCORES, seconds=TIMEOUT_S * 10))
     assert len(stage.run().samples) == 2
+    assert len(slow.requests) == 1
+
+
+def test_a_group_that_takes_longer_than_the_user_wants_is_sampled_once_and_dropped():
+    """Mutation seen to fail: it is tried again."""
+    slow = Worker(group(), seconds=TIMEOUT_S)
+    stage = Stage(slow, generation_timeout_s=30.0)
+    assert stage.failure() == (
+        "generation timeout",
+        "generation worker w0 did not answer within 30 s (--generation-timeout-s)",
+    )
+    assert len(slow.requests) == 1
+    assert len(Stage(Worker(group(), seconds=29.0), generation_timeout_s=30.0).run().samples) == 2
+
+
+def test_workers_are_told_the_lease_that_they_work_for():
+    generation, reference = Worker(group()), Worker(SCORES)
+    stage = Stage(generation, reference=reference)
+    stage.generation.asked, stage.reference.asked = [None] * 5, [None] * 9
+    stage.run()
+    assert [request.lease_id for request in (*generation.requests, *reference.requests)] == [5, 9]
 
 
 def test_a_verifier_that_failed_loses_the_whole_group():
@@ -229,5 +252,6 @@ def test_a_line_that_stands_still_ends_with_the_registrys_reason():
 
 def test_workers_are_counted_by_role():
     stage = Stage(workers=[Worker(group())] * 3, reference=Worker(SCORES))
-    assert run(stage.pipeline.count_workers()) == {"generation": 3, "logprob": 1}
-    assert run(Stage().pipeline.count_workers()) == {"generation": 1}
+    roles = run(stage.pipeline.roles())
+    assert {role: known.workers for role, known in roles.items()} == {"generation": 3, "logprob": 1}
+    assert list(run(Stage().pipeline.roles())) == ["generation"]

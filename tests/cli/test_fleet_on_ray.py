@@ -13,7 +13,7 @@ from async_grpo import cluster
 from async_grpo.cli import launch
 from async_grpo.cli.fleet import Fleet
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.types import WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 120.0
@@ -52,6 +52,7 @@ def worker_class():
 
         async def ping(self, after_s):
             await asyncio.sleep(after_s)
+            return Pulse("none")
 
         async def load_weights(self, snapshot):
             self._calls.append(str(snapshot.version))

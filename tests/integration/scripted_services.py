@@ -19,7 +19,7 @@ from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import WorkerError
 from async_grpo.routing.registry import WorkerRegistry
-from async_grpo.types import Completion, Verdict, WeightsAck, WeightsVersion, WorkerInfo
+from async_grpo.types import Completion, Pulse, Verdict, WeightsAck, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.buckets import unpack_bucket
 
 TIMEOUT_S = 120.0
@@ -81,7 +81,7 @@ class ScriptedWorker:
 
     async def ping(self, after_s=0.0):
         await asyncio.sleep(after_s)
-        return "well"
+        return Pulse("none")
 
     async def abort_all(self):
         return None

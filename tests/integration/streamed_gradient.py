@@ -29,6 +29,7 @@ from async_grpo.training.stream import RankStream
 from async_grpo.types import (
     Completion,
     EndOfStep,
+    Pulse,
     Question,
     SamplingContract,
     Verdict,
@@ -67,7 +68,7 @@ class Actor:
 
     async def ping(self, after_s=0.0):
         await asyncio.sleep(after_s)
-        return "well"
+        return Pulse("none")
 
     async def load_weights(self, snapshot):
         return WeightsAck(self.worker_id, snapshot.version, 0.0, 0.0)

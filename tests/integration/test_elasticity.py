@@ -16,6 +16,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
 from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import (
+    Pulse,
     SamplingContract,
     WeightsAck,
     WeightsSnapshot,
@@ -42,7 +43,7 @@ class SlowWorker:
 
     async def ping(self, after_s=0.0):
         await asyncio.sleep(after_s)
-        return "well"
+        return Pulse("none")
 
     async def generate(self, request):
         self.started[request.ordinal] += 1

@@ -197,7 +197,7 @@ def test_nobody_gets_scores_of_other_weights_than_were_asked(worker):
 
 
 def test_before_any_weights_nothing_is_scored(worker):
-    assert asyncio.run(worker.ping()) == "none"
+    assert asyncio.run(worker.ping()).serves == "none"
     with pytest.raises(StaleAnswerError, match=r"4\.0 were asked, None are served"):
         asyncio.run(worker.logprobs(make_request(0)))
 
@@ -209,8 +209,8 @@ def test_weights_that_are_not_newer_change_nothing(worker):
         request = make_request(0, version=SECOND)
         return ack, await worker.logprobs(request), await worker.ping()
 
-    ack, scores, served = asyncio.run(scenario())
-    assert (ack.worker_id, ack.version, served) == ("r0", SECOND, "4.1")
+    ack, scores, pulse = asyncio.run(scenario())
+    assert (ack.worker_id, ack.version, pulse.serves) == ("r0", SECOND, "4.1")
     assert error_of(make_request(0, version=SECOND), scores) < 1e-5
 
 

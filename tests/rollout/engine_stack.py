@@ -92,6 +92,8 @@ async def until_all_have_tokens(engine, num_tokens):
     await until_sampled(engine, lambda counts: min(counts, default=0) >= num_tokens)
 
 
-def make_request(*, prompt=LONG_PROMPT, num_samples=4, max_tokens=24, seed=None, stop=(STOP,)):
+def make_request(
+    *, prompt=LONG_PROMPT, num_samples=4, max_tokens=24, seed=None, stop=(STOP,), lease_id=0
+):
     contract = SamplingContract(TEMPERATURE, stop, max_tokens)
-    return GenerationRequest(0, 0, prompt, num_samples, contract, seed)
+    return GenerationRequest(0, 0, prompt, num_samples, contract, seed, lease_id)

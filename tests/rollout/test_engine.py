@@ -8,6 +8,7 @@ import pytest
 from engine_stack import (
     FIRST,
     LONG_PROMPT,
+    MAX_NUM_SEQS,
     SECOND,
     TOLERANCE,
     make_request,
@@ -157,6 +158,60 @@ def test_aborted_requests_return_what_there_is(stack):
         assert completion.finish_reason == "abort"
         assert 20 <= len(completion.token_ids) < 500
         assert stack.error_of(completion, FIRST, prompt=LONG_PROMPT[:8]) <= TOLERANCE
+
+
+def test_pulses_tell_of_tokens_while_they_are_made_and_of_who_waits(stack):
+    """More sequences than the engine runs. Mutations seen to fail: only whole outputs are told of;
+    other requests' sequences are counted; who waits is said to run.
+    """
+    stack.serve(FIRST)
+    engine = stack.engine
+
+    async def scenario():
+        before = (await engine.pulse()).num_tokens
+        options = {"prompt": LONG_PROMPT[:8], "num_samples": MAX_NUM_SEQS, "stop": ()}
+        requests = [make_request(max_tokens=500, lease_id=lease, **options) for lease in (3, 5)]
+        running = [asyncio.create_task(engine.generate(request)) for request in requests]
+        pulses = []
+        while not pulses or sum(pulse.num_tokens > before + 1 for pulse in pulses) < 3:
+            pulses.append(await engine.pulse())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        return before, pulses[-3:], await engine.pulse()
+
+    before, pulses, after = stack.run(scenario())
+    counts = [pulse.num_tokens - before for pulse in pulses]
+    assert counts == sorted(counts) and counts[0] < counts[-1]
+    for pulse, made in zip(pulses, counts, strict=True):
+        assert pulse.serves == str(FIRST)
+        assert pulse.requests == {3: (made, False), 5: (0, True)}
+    assert after.requests == {}
+
+
+def test_who_is_cancelled_ends_its_sequences_in_the_engine_and_nobody_elses(stack):
+    """Mutation seen to fail: the cancelled request is not aborted."""
+    stack.serve(FIRST)
+    engine = stack.engine
+
+    async def scenario():
+        options = {"prompt": LONG_PROMPT[:8], "stop": ()}
+        given_up = make_request(max_tokens=500, lease_id=3, **options)
+        running = asyncio.create_task(engine.generate(given_up))
+        await until_all_have_tokens(engine, 5)
+        other = asyncio.create_task(engine.generate(make_request(max_tokens=100, **options)))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        made, num_tokens, _ = await engine._llm.engine_core.call_utility_async("scheduler")
+        await other
+        idle = await engine.pulse()
+        await asyncio.sleep(0.2)
+        return len(num_tokens), made, idle, await engine.pulse()
+
+    num_sequences, made, idle, later = stack.run(scenario())
+    assert num_sequences <= 4  # of the other
+    assert idle.num_tokens <= made + 4 * 100
+    assert idle == later and idle.requests == {}
 
 
 def test_weights_that_fail_while_they_are_loaded_break_the_engine(stack, monkeypatch):

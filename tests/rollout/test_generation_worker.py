@@ -1,5 +1,6 @@
 """Generation workers as Ray actors: weights through the object store, and deaths that are seen."""
 
+import asyncio
 import dataclasses
 import os
 import tempfile
@@ -13,7 +14,8 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 from tiny_models import canary_of, load_model
 
-from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo import cluster as actors
+from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
 from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
@@ -101,7 +103,7 @@ def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(work
         2,
     )
     assert (info.model_path, info.vocab_size, info.max_model_len) == (model_folder, 128, 512)
-    assert get(workers[0].ping.remote()) == "none"
+    assert get(workers[0].ping.remote()).serves == "none"
     with pytest.raises(WorkerError, match="worker early must not generate before"):
         get(workers[0].generate.remote(REQUEST))
 
@@ -115,7 +117,7 @@ def test_published_weights_reach_members_and_whoever_joins_later(workers, regist
     assert 0 < report.acks[0].pause_seconds <= report.acks[0].seconds
     get(registry.register.remote(get(late.info.remote()), late))
     for worker in workers:
-        assert get(worker.ping.remote()) == str(FIRST)
+        assert get(worker.ping.remote()).serves == str(FIRST)
         assert_served_by(model, worker, FIRST)
 
     other = load_model(model_folder, noise_seed=2)
@@ -159,7 +161,7 @@ def test_an_alias_is_renamed_by_who_has_the_weights_and_loaded_by_who_has_not(
     assert loaded.version == alias.version and loaded.pause_seconds > 0
     assert canary_differences(alias.canary, loaded.canary).max() <= 5e-6
     for worker in workers:
-        assert get(worker.ping.remote()) == "0.3"
+        assert get(worker.ping.remote()).serves == "0.3"
         assert_served_by(model, worker, alias.version)
 
 
@@ -183,7 +185,7 @@ def test_a_lost_bucket_is_an_error_of_weight_sync_and_the_old_weights_serve(work
     buckets = (newer.buckets[0], dataclasses.replace(newer.buckets[1], data=lost))
     with pytest.raises(WeightSyncError, match="sender has probably died"):
         get(workers[0].load_weights.remote(dataclasses.replace(newer, buckets=buckets)))
-    assert get(workers[0].ping.remote()) == "0.3"
+    assert get(workers[0].ping.remote()).serves == "0.3"
     assert_served_by(load_model(model_folder, noise_seed=3), workers[0], WeightsVersion(0, 3))
 
 
@@ -191,6 +193,31 @@ def test_text_is_decoded_without_special_tokens(workers):
     for completion in get(workers[0].generate.remote(REQUEST)):
         shown = [chr(45 + i) for i in completion.token_ids.tolist() if 3 <= i < 78]
         assert completion.text == "".join(shown)
+
+
+def test_work_that_its_caller_gives_up_is_ended_in_the_engine(workers):
+    """Through Ray, for whatever reason. Mutation seen to fail: the call is not cancelled."""
+    worker = workers[0]
+    request = dataclasses.replace(REQUEST, sampling=SamplingContract(1.0, (), 500), lease_id=9)
+
+    async def give_up():
+        answer = asyncio.ensure_future(
+            actors.work(worker.generate.remote(request), timeout_s=None, who="the worker")
+        )
+        while 9 not in get(worker.ping.remote()).requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        answer.cancel()
+        await asyncio.wait({answer})
+        with pytest.raises(DeadlineError):
+            await actors.work(worker.generate.remote(request), timeout_s=0.1, who="the worker")
+
+    asyncio.run(give_up())
+    deadline = time.monotonic() + 20
+    while (pulse := get(worker.ping.remote())).requests and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    assert get(worker.ping.remote()) == pulse
+    assert pulse.requests == {}
 
 
 def test_a_dead_engine_ends_its_worker_within_seconds(workers):

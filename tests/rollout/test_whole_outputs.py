@@ -26,6 +26,7 @@ class Scripted:
 
     def __init__(self):
         self.requests = {}
+        self.running = []
         self.pause_state = PauseState.UNPAUSED
 
     def add(self, name, kind=RequestOutputKind.FINAL_ONLY):
@@ -163,6 +164,21 @@ def test_nothing_is_sent_before_the_end_unless_somebody_reads_it():
     assert run.sent["1"] == run.sampled["1"]
     run.step([run.sample("0", 1, finish_reason=LAST)])
     assert run.sent["0"] == run.sampled["0"]
+
+
+def test_the_scheduler_tells_of_tokens_that_it_has_not_sent():
+    """Mutations seen to fail: only what is sent is counted; who waits is said to run."""
+    run = Run()
+    for name in ("0", "1"):
+        run.scheduler.add(name)
+    run.scheduler.requests["0"].num_output_tokens = 3
+    run.scheduler.requests["1"].num_output_tokens = 0
+    run.scheduler.running = [run.scheduler.requests["0"]]
+    run.step([run.sample("0", 3)])
+    assert run.sent["0"] == []
+    assert run.scheduler() == (3, {"0": 3, "1": 0}, ["0"])
+    run.step([run.sample("0", 1, finish_reason=LAST)])
+    assert run.scheduler()[0] == 4
 
 
 def test_what_an_output_carries_beside_tokens_is_sent_at_once_with_what_came_before():

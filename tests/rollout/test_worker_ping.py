@@ -7,7 +7,7 @@ import pytest
 
 from async_grpo.rollout import worker as module
 from async_grpo.rollout.worker import GenerationWorker
-from async_grpo.types import WeightsVersion
+from async_grpo.types import Pulse, RequestPulse, WeightsVersion
 
 V0, V1 = WeightsVersion(1, 0), WeightsVersion(1, 1)
 POLL_S = 0.01
@@ -28,10 +28,10 @@ class Engine:
         self.spent_s += self.is_working
         return self.spent_s
 
-    async def version(self):
+    async def pulse(self):
         self.asked += 1
         await self.moves.wait()
-        return self.serves
+        return Pulse(str(self.serves), 7, {3: RequestPulse(5, is_waiting=False)})
 
 
 class Ended(BaseException):
@@ -63,9 +63,9 @@ def test_a_ping_is_answered_after_its_time_by_the_engine_itself():
     async def scenario():
         worker = make_worker(Engine())
         started = time.monotonic()
-        assert await worker.ping(0.2) == "1.0"
+        assert await worker.ping(0.2) == Pulse("1.0", 7, {3: (5, False)})
         assert time.monotonic() - started >= 0.2
-        assert await worker.ping() == "1.0"
+        assert (await worker.ping()).serves == "1.0"
 
     asyncio.run(scenario())
 
@@ -80,7 +80,7 @@ def test_a_frozen_engine_leaves_pings_unanswered_without_piling_up_questions():
         assert not any(ping.done() for ping in pings)
         assert engine.asked == 1
         engine.moves.set()
-        assert await asyncio.gather(*pings) == ["1.0"] * 5
+        assert [pulse.serves for pulse in await asyncio.gather(*pings)] == ["1.0"] * 5
 
     asyncio.run(scenario())
 
@@ -95,11 +95,11 @@ def test_a_ping_does_not_wait_for_a_load_that_begins_before_or_after_it():
         await asyncio.sleep(3 * POLL_S)
         assert not before.done()
         async with worker._loading:
-            assert await asyncio.wait_for(before, 20) == "1.0"
-            assert await asyncio.wait_for(worker.ping(), 20) == "1.0"
+            assert await asyncio.wait_for(before, 20) == Pulse("1.0")  # and nothing of requests
+            assert await asyncio.wait_for(worker.ping(), 20) == Pulse("1.0")
             worker._version = engine.serves = V1
         engine.moves.set()
-        assert await asyncio.wait_for(worker.ping(), 20) == "1.1"
+        assert (await asyncio.wait_for(worker.ping(), 20)).serves == "1.1"
 
     asyncio.run(scenario())
 
@@ -114,7 +114,7 @@ def test_an_engine_that_freezes_while_it_loads_leaves_pings_unanswered():
             await asyncio.sleep(20 * POLL_S)
             assert not ping.done()
             engine.is_working = True
-            assert await asyncio.wait_for(ping, 20) == "1.0"
+            assert (await asyncio.wait_for(ping, 20)).serves == "1.0"
 
     asyncio.run(scenario())
 

@@ -1,13 +1,14 @@
 """Workers that die, freeze, dawdle or refuse weights, and a registry that they belong to."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scripted import Handle
 
 from async_grpo.errors import ProcessLostError, WeightSyncError
 from async_grpo.routing.registry import WorkerRegistry
-from async_grpo.types import WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 
 PHASES = ("fetch", "verify", "pause", "load", "finish", "acknowledge")
 PHASE_S = 0.1
@@ -26,6 +27,7 @@ class Worker:
     is_whole: bool = True  # its weights are of one version
     updates: list = field(default_factory=list)
     num_aborts: int = 0
+    pulse: Callable[[float], Pulse] | None = None  # what it has made, by the clock
     num_pings: int = 0
 
     def __post_init__(self):
@@ -62,7 +64,7 @@ class Worker:
     async def ping(self, after_s=0.0):
         self.num_pings += 1
         await self._live(after_s)
-        return str(self.version)
+        return self.pulse(now_s()) if self.pulse else Pulse(str(self.version))
 
     async def generate(self, seconds):
         await self._live(seconds)

@@ -9,7 +9,14 @@ import ray
 from async_grpo import cluster
 from async_grpo.errors import ClusterError, DeadlineError, WeightSyncError, WorkerError
 from async_grpo.routing.registry import WorkerRegistry
-from async_grpo.types import WeightsAck, WeightsBucket, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.types import (
+    Pulse,
+    WeightsAck,
+    WeightsBucket,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
 
 pytestmark = pytest.mark.integration
 FIRST, SECOND = WeightsVersion(7, 0), WeightsVersion(7, 1)
@@ -58,7 +65,7 @@ def worker_class():
 
         async def ping(self, after_s=0.0):
             await asyncio.sleep(after_s)
-            return "alive"
+            return Pulse("none")
 
         async def calls(self):
             return self._calls

@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 
 import pytest
 
@@ -79,6 +80,24 @@ def test_a_lease_is_never_given_to_who_has_left():
             await line.wait(1.0, OLD, timeout_s=0.01)
         line.serve(room.try_acquire)
         assert (room.free, room.asked) == (1, [])
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_while_anything_moves_keeps_its_place():
+    """Mutation seen to fail: the timeout is the longest wait."""
+
+    async def scenario():
+        line, num_tokens = WaitingLine(), itertools.count()
+        waiting = asyncio.create_task(
+            line.wait(1.0, OLD, timeout_s=0.01, moves=lambda: next(num_tokens))
+        )
+        await asyncio.sleep(0.05)
+        later = asyncio.create_task(line.wait(2.0, OLD, timeout_s=5))
+        await asyncio.sleep(0.05)
+        line.serve(Room(free=1).try_acquire)
+        assert (await waiting).cost == 1.0
+        later.cancel()
 
     asyncio.run(scenario())
 

@@ -1,12 +1,13 @@
 """A rank's stream gives up when nothing moves, and only then."""
 
+import itertools
 import threading
 from threading import Event
 
 import pytest
 
 from async_grpo.errors import DeadlineError, ProcessLostError
-from async_grpo.training import stream
+from async_grpo.training import standstill, stream
 from async_grpo.types import Minibatch, PipelineStatus
 
 IDLE = {name: 0 for name in ("batch", "generating", "verifying", "in_reference", "ready")} | {
@@ -23,10 +24,11 @@ class Remote:
 
 
 class ScriptedBatcher:
-    """Answers items when `delay` waits have passed; `answers` grow as scripted."""
+    """Answers items when `delay` waits have passed; `answers` and `tokens` grow as scripted."""
 
-    def __init__(self, monkeypatch, *, delay, answers):
+    def __init__(self, monkeypatch, *, delay, answers, tokens=()):
         self.delay, self.answers, self.hungry_at = delay, iter(answers), []
+        self.tokens = itertools.chain(tokens, itertools.repeat(0))
         self.next_item, self.hungry, self.status = map(Remote, ("next_item", "hungry", "status"))
         monkeypatch.setattr(stream.cluster, "wait", self.wait)
         monkeypatch.setattr(stream.ray, "wait", self.ready)
@@ -39,7 +41,8 @@ class ScriptedBatcher:
 
     def wait(self, reference, *, timeout_s, who):
         if reference[0] == "status":
-            return PipelineStatus(**IDLE, answers=next(self.answers), problem="no worker is free")
+            moves = {"answers": next(self.answers), "worker_tokens": next(self.tokens)}
+            return PipelineStatus(**IDLE, **moves, problem="no worker is free")
         return Minibatch(reference[2], ())
 
 
@@ -53,6 +56,16 @@ def test_items_come_in_order_and_are_asked_for_one_ahead(monkeypatch):
 def test_a_slow_pipeline_that_moves_is_waited_for(monkeypatch):
     batcher = ScriptedBatcher(monkeypatch, delay=3, answers=[1, 5, 6])
     assert next(stream.RankStream(batcher, rank=0, stall_timeout_s=0.001)).round_index == 0
+
+
+def test_an_output_whose_tokens_come_is_waited_for_without_end(monkeypatch):
+    """Mutation seen to fail: answers alone count."""
+    monkeypatch.setattr(standstill.time, "monotonic", itertools.count().__next__)
+    batcher = ScriptedBatcher(
+        monkeypatch, delay=200, answers=itertools.repeat(4), tokens=itertools.count()
+    )
+    assert next(stream.RankStream(batcher, rank=0, stall_timeout_s=5)).round_index == 0
+    assert next(batcher.tokens) > 10
 
 
 def test_a_pipeline_that_stands_still_ends_the_run_with_its_reason(monkeypatch):

@@ -3,6 +3,7 @@
 Read with the mutations of tests/integration/test_scripted_loop.py, which kills real batchers.
 """
 
+import itertools
 import threading
 from threading import Event
 from types import SimpleNamespace
@@ -58,6 +59,7 @@ class Batcher:
     def __init__(self, number):
         self.number = number
         self.evaluate = SimpleNamespace(remote=lambda: ("evaluate", number))
+        self.status = SimpleNamespace(remote=lambda: "status")
         self._actor_id = bytes([number])
 
 
@@ -109,7 +111,7 @@ def test_a_batcher_that_dies_too_often_ends_the_run(monkeypatch):
     assert world.num_restarts == MAX_BATCHER_RESTARTS
 
 
-def test_a_question_to_a_batcher_that_dies_is_asked_of_the_next_one(monkeypatch):
+def test_an_evaluation_whose_batcher_dies_is_asked_of_the_next_one(monkeypatch):
     """While rank 0 evaluates, it makes the next batcher; the ranks then find that it is there."""
     world = World(monkeypatch, [end(0), LOST], [end(1)])
     stream = world.lasting()
@@ -121,7 +123,8 @@ def test_a_question_to_a_batcher_that_dies_is_asked_of_the_next_one(monkeypatch)
         return call
 
     monkeypatch.setattr(recovery.cluster, "wait", wait)
-    assert world.keeper.ask("evaluate", timeout_s=1.0, who="the evaluation") == ("evaluate", 1)
+    monkeypatch.setattr(recovery.cluster, "is_ready", lambda call: True)
+    assert evaluate(world) == ("evaluate", 1)
     assert next(stream) == end(1)
     assert world.told == ["waited", ResumePoint(0, 1, {}), "told"]
     assert world.num_restarts == 1
@@ -147,16 +150,41 @@ def test_a_batcher_that_was_replaced_already_is_not_replaced_again(monkeypatch):
     assert (world.run.batcher.number, world.num_restarts) == (1, 1)
 
 
-def test_a_request_to_stop_breaks_off_a_question_to_the_batcher(monkeypatch):
+def evaluate(world, *, stop=None, stall_timeout_s=60.0, meanwhile=lambda: None):
+    return world.keeper.evaluate(
+        stall_timeout_s=stall_timeout_s, stop=stop or Event(), meanwhile=meanwhile
+    )
+
+
+def test_a_request_to_stop_breaks_off_an_evaluation(monkeypatch):
     world, stop = World(monkeypatch, [end(0)]), Event()
     monkeypatch.setattr(recovery.cluster, "is_ready", lambda call: False)
     threading.Timer(0.1, stop.set).start()
-    answer = world.keeper.ask("evaluate", timeout_s=60.0, who="the evaluation", stop=stop)
-    assert answer is None
+    assert evaluate(world, stop=stop) is None
 
 
-def test_a_batcher_that_does_not_answer_a_question_is_named(monkeypatch):
+def test_an_evaluation_may_take_as_long_as_it_moves(monkeypatch):
+    """And the other ranks hear of it. Mutations seen to fail: a deadline; nobody is told."""
+    world, told, tokens = World(monkeypatch, [end(0)]), [], itertools.count()
+    ready = iter([False] * 100 + [True])
+    monkeypatch.setattr(recovery, "STOP_POLL_S", 0.0)
+    monkeypatch.setattr(recovery.time, "monotonic", itertools.count(step=10).__next__)
+    monkeypatch.setattr(recovery.cluster, "is_ready", lambda call: next(ready))
+    monkeypatch.setattr(
+        recovery.cluster,
+        "wait",
+        lambda call, **_: SimpleNamespace(moves=next(tokens)) if call == "status" else "result",
+    )
+    assert evaluate(world, meanwhile=lambda: told.append("evaluating")) == "result"
+    assert next(tokens) > 10 and len(told) > 10
+
+
+def test_an_evaluation_that_stands_still_ends_the_run(monkeypatch):
     world = World(monkeypatch, [end(0)])
+    monkeypatch.setattr(recovery, "STOP_POLL_S", 0.0)
+    monkeypatch.setattr(recovery.time, "monotonic", itertools.count(step=10).__next__)
     monkeypatch.setattr(recovery.cluster, "is_ready", lambda call: False)
-    with pytest.raises(DeadlineError, match=r"the evaluation did not answer within 0\.3 s"):
-        world.keeper.ask("evaluate", timeout_s=0.3, who="the evaluation", stop=Event())
+    status = SimpleNamespace(moves=(1, 2), problem="no worker is free")
+    monkeypatch.setattr(recovery.cluster, "wait", lambda call, **_: status)
+    with pytest.raises(DeadlineError, match="for --stall-timeout-s 60: no worker is free"):
+        evaluate(world)
