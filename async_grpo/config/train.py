@@ -23,9 +23,9 @@ POSITIVE = (
     "adam_epsilon",
     "num_batches_per_ref_model_update",
     "worker_timeout_s",
-    "stall_timeout_s",
     "keep_checkpoints",
 )
+LEAST_STALL_TIMEOUT_S = 10.0  # workers tell of their tokens every 5 s
 NOT_NEGATIVE = (
     "learning_rate",
     "train_minibatch_size",
@@ -245,6 +245,7 @@ class TrainConfig(ObjectiveConfig):
             self.learning_rate,
             "1e-6 to 1e-5 is usual (1e-6, not 1); --allow-high-learning-rate takes it all the same",
         )
+        self._check_timeouts()
         check_schedule(self)
         if self.objective == "grpo":
             self._check_grpo()
@@ -254,6 +255,15 @@ class TrainConfig(ObjectiveConfig):
             f"counts questions and must divide --batch-size ({self.batch_size})",
             self.train_minibatch_size,
             "choose a divisor, or 0 for one gradient step a batch",
+        )
+
+    def _check_timeouts(self) -> None:
+        require(
+            self.stall_timeout_s >= LEAST_STALL_TIMEOUT_S,
+            "stall_timeout_s",
+            f"must be at least {LEAST_STALL_TIMEOUT_S:g}, workers tell of their tokens every 5 s",
+            self.stall_timeout_s,
+            "900 is usual",
         )
 
     def _check_grpo(self) -> None:

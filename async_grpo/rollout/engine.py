@@ -31,6 +31,7 @@ from async_grpo.rollout.completions import read_completion
 from async_grpo.rollout.engine_args import engine_args
 from async_grpo.rollout.patience import Patience
 from async_grpo.rollout.replay import CanaryReplay
+from async_grpo.rollout.request_pulses import request_pulses
 from async_grpo.rollout.sampling import sampling_params
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
@@ -38,7 +39,6 @@ from async_grpo.types import (
     Completion,
     GenerationRequest,
     Pulse,
-    RequestPulse,
     WeightsBucket,
     WeightsSnapshot,
     WeightsVersion,
@@ -310,14 +310,9 @@ class Engine:
             made, num_tokens, running = await self._llm.engine_core.call_utility_async("scheduler")
         except EngineDeadError as error:
             raise EngineBrokenError(f"the engine died: {error}") from error
-        sequences = self._llm.output_processor.external_req_ids  # the unfinished ones of each
-        requests = {}
-        for name, request in self._running.items():
-            mine = [one for one in sequences.get(name, ()) if one in num_tokens]
-            requests[request.lease_id] = RequestPulse(
-                num_tokens=sum(num_tokens[one] for one in mine),
-                is_waiting=bool(mine) and not any(one in running for one in mine),
-            )
+        names = self._llm.output_processor.external_req_ids
+        sequences = [(it.lease_id, names.get(name, ())) for name, it in self._running.items()]
+        requests = request_pulses(sequences, num_tokens=num_tokens, running=set(running))
         return Pulse(str(version or "none"), made, requests)
 
     def shutdown(self) -> None:

@@ -39,7 +39,7 @@ from async_grpo.types import (
 )
 
 logger = logging.getLogger(__name__)
-PING_INTERVAL_S = 5.0
+PING_INTERVAL_S = 5.0  # no --stall-timeout-s may be shorter than two of them
 IDLE_EXIT_S = 120.0
 ABORT_TIMEOUT_S = 30.0
 WATCH_INTERVAL_S = 1.0

@@ -15,6 +15,7 @@ from async_grpo.telemetry.schema import METRICS, Metric
 
 Sums = Mapping[str, float]
 Row = dict[str, float | int | None]
+ENDS = ("trained", "zero_contribution", "failed")  # the fates of samples that are not done again
 LAG_BIN = re.compile(r"lag_\d+_(samples|tokens)")
 
 
@@ -86,6 +87,9 @@ def metrics_row(
         "effective_tokens": effective_tokens(trainer_sums),
         **asdict(step),
     }
+    if timed_out := (reasons or {}).get("failed: generation timeout"):
+        known["timed_out_samples"] = timed_out
+        known["ended_samples"] = sum(fates.get(fate, 0) for fate in ENDS)
     row: Row = {metric.name: _value(metric, known) for metric in METRICS}
     return row | _fate_counts(fates) | _reason_counts(reasons or {}) | _lag_histogram(pipeline_sums)
 

@@ -125,6 +125,7 @@ STEP_WORDING = {
     "avg_reward": "reward {}",
     "avg_max_reward_in_group": "best {}",
     "avg_output_tokens": "length {}",
+    "perc_timed_out_samples": "timed out {}",
     "entropy": "entropy {}",
     "loss": "loss {}",
     "kl": "KL {}",

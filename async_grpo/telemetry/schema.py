@@ -119,6 +119,9 @@ PIPELINE_METRICS = (
            "Samples without advantage", "share (0 to 1) of samples whose advantage is exactly 0"),
     Metric("perc_unscorable_samples", "unscorable_samples", "num_samples", "fraction",
            "Unscorable samples", "share (0 to 1) of samples in which no answer was found"),
+    Metric("perc_timed_out_samples", "timed_out_samples", "ended_samples", "fraction",
+           "Timed-out samples", "share (0 to 1) of samples dropped because their group took longer "
+           "than --generation-timeout-s, of all that ended in the step; null when there are none"),
     Metric("avg_lag", "lag_sum", "num_samples", "batches", "Mean lag",
            "age of a sample's oldest token, in versions of the weights"),
     Metric("avg_token_lag", "token_lag_sum", "output_tokens", "batches", "Mean lag of a token",

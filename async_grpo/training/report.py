@@ -78,6 +78,8 @@ class Report:
         self._sync: SyncReport | None = None
         self._batcher_restarts = 0
         self._failed_checkpoints = 0
+        self._generation_timeout_s = config.generation_timeout_s
+        self._is_bias_told = False
         self._seconds_checkpointing = 0.0
         if state:
             self._restore(state)
@@ -220,7 +222,20 @@ class Report:
             logger.warning("%s", sentence)
         self._see("loss", row["loss"])
         self._usual_minibatches, self._num_minibatches = self._num_minibatches, 0
+        self._warn_of_bias(row["perc_timed_out_samples"])
         self._step_started, self._seconds_publishing, self._seconds_checkpointing = now, 0.0, 0.0
+
+    def _warn_of_bias(self, timed_out: float | None) -> None:
+        if timed_out is None or self._is_bias_told:
+            return
+        self._is_bias_told = True
+        logger.warning(
+            "%.1f %% of the samples of gradient step %d took longer than --generation-timeout-s %g "
+            "and were dropped: training favours short outputs; --generation-timeout-s 0 drops none",
+            100 * timed_out,
+            self._num_steps,
+            self._generation_timeout_s,
+        )
 
     def evaluation(self, result: EvaluationResult) -> None:
         """One line for one pass over the held-out questions."""

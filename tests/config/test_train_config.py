@@ -20,6 +20,11 @@ def config(**options):
     ("options", "sentence"),
     [
         ({"batch_size": 0}, "--batch-size must be positive, got 0"),
+        (
+            {"stall_timeout_s": 9.0},
+            "--stall-timeout-s must be at least 10, workers tell of their t",
+        ),
+        ({"generation_timeout_s": -1.0}, "--generation-timeout-s must not be negative, got -1.0"),
         ({"temperature": 0.0}, "--temperature must be positive for training, got 0.0"),
         ({"learning_rate": 3.0}, r"--learning-rate must be at most 0.01, .* got 3.0: 1e-6 to 1e-5"),
         ({"samples_per_question": 1}, "--samples-per-question must be at least 2"),

@@ -103,6 +103,7 @@ def test_numbers_of_a_known_step():
         "failed_verification": 1, "discarded_lease_revoked": 8,
     }  # fmt: skip
     assert {key: got[key] for key in expected} == expected
+    assert got["perc_timed_out_samples"] is None
     assert isinstance(got["num_samples"], int)
 
 
@@ -170,3 +171,9 @@ def test_a_step_without_samples_has_nulls_not_errors():
 def test_every_row_has_every_metric_once():
     assert list(row()) == [metric.name for metric in METRICS]
     assert len(row()) == len(METRICS)
+
+
+def test_the_share_that_took_too_long_is_of_all_samples_that_ended():
+    fates = {"trained": 10, "zero_contribution": 2, "failed": 4, "discarded": 9, "replaced": 5}
+    got = row(fates=fates, reasons={"failed: generation timeout": 3, "failed: verification": 1})
+    assert (got["perc_timed_out_samples"], got["failed_generation_timeout"]) == (3 / 16, 3)
