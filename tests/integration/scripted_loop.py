@@ -113,24 +113,24 @@ class Killer:
 
     @contextmanager
     def at_work(self):
-        take, ask = recovery.LastingStream.__next__, recovery.BatcherKeeper.ask
+        take, evaluate = recovery.LastingStream.__next__, recovery.BatcherKeeper.evaluate
 
         def next_item(stream):
             item = take(stream)
             self._strike("minibatch" if isinstance(item, Minibatch) else "end")
             return item
 
-        def ask_and_strike(keeper, method, **options):
-            timer = threading.Timer(0.3, self._strike, [method])
+        def evaluate_and_strike(keeper, **options):
+            timer = threading.Timer(0.3, self._strike, ["evaluate"])
             timer.start()
             try:
-                return ask(keeper, method, **options)
+                return evaluate(keeper, **options)
             finally:
                 timer.join()
 
         with (
             patch.object(recovery.LastingStream, "__next__", next_item),
-            patch.object(recovery.BatcherKeeper, "ask", ask_and_strike),
+            patch.object(recovery.BatcherKeeper, "evaluate", evaluate_and_strike),
         ):
             yield
         assert not self._kills, f"these moments never came: {self._kills}"
