@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.reference.worker import LogprobWorker
-from async_grpo.types import LogprobRequest, WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.types import LogprobRequest, Pulse, WeightsBucket, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import pack_buckets
 
 FIRST, SECOND = WeightsVersion(4, 0), WeightsVersion(4, 1)
@@ -282,6 +282,30 @@ def test_aborted_requests_end_and_later_ones_are_served(worker):
         return await worker.logprobs(make_request(1, version=SECOND))
 
     assert error_of(make_request(1, version=SECOND), asyncio.run(scenario())) < 1e-5
+
+
+def test_pulses_tell_of_who_has_no_answer_and_work_that_is_given_up_is_not_done(worker):
+    """Mutations seen to fail: a request is never forgotten; who has gone is scored all the same."""
+    kept = dataclasses.replace(make_request(0, version=SECOND), lease_id=5)
+    given_up = dataclasses.replace(make_request(1, version=SECOND), lease_id=6)
+
+    async def scenario():
+        await worker.load_weights(snapshot(FIRST))
+        sizes = count_forwards(worker)
+        loading, finish = await start_loading(worker, SECOND)
+        waiting = await in_line(worker, kept)
+        leaving = asyncio.create_task(worker.logprobs(given_up))
+        await asyncio.sleep(0)
+        before = await worker.ping()
+        leaving.cancel()
+        finish.set()
+        await asyncio.gather(waiting, leaving, loading, return_exceptions=True)
+        return before, sizes, await worker.ping()
+
+    before, sizes, after = asyncio.run(scenario())
+    assert before == Pulse("4.0", 0, {5: (0, True), 6: (0, True)})
+    assert sizes == [len(kept.output_token_ids)]
+    assert after == Pulse("4.1", kept.num_tokens, {})
 
 
 def test_a_request_that_can_never_fit_is_refused_whole(worker):
