@@ -95,7 +95,7 @@ def export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
         return
     learner = Learner.build(config, ranks)
     learner.restore(start)
-    exports = Exports(config, learner)
+    exports = Exports(config, learner, doing=logger.info)
     exports.restore({**state, "last_export": -1})
     exports.export()
     ranks.on_main(lambda: exports.check_last(is_saved=True))

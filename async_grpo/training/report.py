@@ -14,8 +14,8 @@ from typing import Any, Self
 from async_grpo.batching.records import EvaluationResult
 from async_grpo.batching.sample_files import dump_files
 from async_grpo.config.train import TrainConfig
-from async_grpo.telemetry.charts import as_charts
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.charts import as_charts
 from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_atomic
 from async_grpo.telemetry.health import Health
