@@ -1,7 +1,8 @@
 """The rewards of a run: the file to edit, or to copy and name with `--reward-registry`.
 
 An adapter is a function `(sample, **kwargs) -> {"reward": float, "format_reward": float}`, the
-second entry optional. `--reward-fns a,b` runs several on every sample and keeps the best verdict.
+second entry optional; a number or a boolean alone is a reward too. `--reward-fns a,b` runs several
+on every sample and keeps the best verdict.
 
 `sample` is a dict: every column of the question's data line, and
 
@@ -13,7 +14,8 @@ second entry optional. `--reward-fns a,b` runs several on every sample and keeps
     finish_reason     "stop", "length" (cut at the limit) or "abort"
 
 An adapter runs in a process of its own with a time and a memory limit. An exception in it is an
-error of verification: the sample is graded once more, then dropped and counted, never given 0.
+error of verification: the sample is graded once more, then its group is dropped and counted, and
+the trainer says why. It is called once on the first line of the data before a run begins.
 Raise `UnscorableError(reason)` when the output holds no answer: reward 0, counted as such. An
 adapter whose best reward is not 1.0 says so: `my_adapter.max_reward = 2.0`.
 """
@@ -76,7 +78,7 @@ def _said(sample: dict[str, Any]) -> str:
     return without_prompt(sample["output"], sample.get("input") or "")
 
 
-REWARD_ADAPTERS: dict[RewardType, Callable[..., dict[str, float]]] = {
+REWARD_ADAPTERS: dict[RewardType, Callable[..., float | dict[str, float]]] = {
     RewardType.MATHD: mathd,
     RewardType.SYMPY: sympy,
     RewardType.COUNTDOWN: countdown,

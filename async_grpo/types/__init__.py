@@ -16,6 +16,7 @@ from async_grpo.types.requests import (
 )
 from async_grpo.types.samples import (
     Completion,
+    FailureCause,
     FinishReason,
     Group,
     Question,
@@ -56,6 +57,7 @@ __all__ = [
     "CanaryRow",
     "Completion",
     "EndOfStep",
+    "FailureCause",
     "FinishReason",
     "GenerationRequest",
     "Group",

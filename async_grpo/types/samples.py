@@ -16,6 +16,7 @@ from async_grpo.types.weights import VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
 VerdictStatus = Literal["scored", "unscorable", "error"]
+FailureCause = Literal["", "exception", "connection", "overrun", "end", "lost"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +64,10 @@ class Verdict:
 
     `scored` and `unscorable` (no answer could be found: a bad answer) carry a reward; an `error`
     says that verification itself failed, and is never a reward of 0.
+
+    What failed has a cause: the adapter raised an `exception`, which may be of a `connection` that
+    it needs; it reached a limit (`overrun`: unscorable when that is the output's own doing); its
+    process came to an `end`, or was `lost` to somebody else's kill.
     """
 
     status: VerdictStatus
@@ -71,6 +76,8 @@ class Verdict:
     adapter: str  # whose reward counts
     reason: str  # empty when scored
     seconds: float
+    cause: FailureCause = ""
+    place: str = ""  # of an exception: its type and the user's line
 
 
 @dataclass(frozen=True, slots=True, eq=False)

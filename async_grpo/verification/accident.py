@@ -27,19 +27,17 @@ def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig
     """
     if "too_many_processes" in report:
         limit = report["too_many_processes"]
-        return Outcome(adapter, "overrun", reason=f"starts more than {limit} processes")
+        return overrun(adapter, f"starts more than {limit} processes")
     code = report.get("exit_code")
     if code is None:
-        return Outcome(adapter, "lost", reason="its process and its keeper were ended from outside")
+        return _lost(adapter, "its process and its keeper were ended from outside")
     if code == -signal.SIGXCPU:
-        reason = f"uses more than {config.timeout_s:g} s of processor time"
-        return Outcome(adapter, "overrun", reason=reason)
+        return overrun(adapter, f"uses more processor time than {config.time_limit}")
     if code == -signal.SIGKILL and report["memory_mib"] > MEMORY_SHARE * config.memory_mib:
-        reason = f"was killed while it held {report['memory_mib']:.0f} MiB"
-        return Outcome(adapter, "overrun", reason=reason)
+        return overrun(adapter, f"was killed while it held {report['memory_mib']:.0f} MiB")
     if code in (-signal.SIGKILL, -signal.SIGTERM):
-        return Outcome(adapter, "lost", reason=f"its process was ended from outside, code {code}")
-    return Outcome(adapter, "error", reason=f"its process ended, exit code {code}")
+        return _lost(adapter, f"its process was ended from outside, code {code}")
+    return Outcome(adapter, "error", reason=f"its process ended, exit code {code}", cause="end")
 
 
 def classify_silence(adapter: str, report: Mapping[str, Any], config: VerifierConfig) -> Outcome:
@@ -47,9 +45,18 @@ def classify_silence(adapter: str, report: Mapping[str, Any], config: VerifierCo
     if "exit_code" in report or "too_many_processes" in report:
         return classify_end(adapter, report, config)
     if report.get("is_stopped"):
-        return Outcome(adapter, "lost", reason="its process was stopped from outside")
+        return _lost(adapter, "its process was stopped from outside")
     ran_s, waited_s = report.get("ran_s", 0.0), report.get("waited_s", 0.0)
     if waited_s > STARVED_SHARE * config.timeout_s and ran_s < STARVED_WORK * config.timeout_s:
         reason = f"its process got {ran_s:.1f} s of a processor in {config.timeout_s:g} s"
-        return Outcome(adapter, "lost", reason=reason)
-    return Outcome(adapter, "overrun", reason=f"takes longer than {config.timeout_s:g} s")
+        return _lost(adapter, reason)
+    return overrun(adapter, f"takes longer than {config.time_limit}")
+
+
+def overrun(adapter: str, reason: str) -> Outcome:
+    """The adapter has reached a limit."""
+    return Outcome(adapter, "overrun", reason=reason, cause="overrun")
+
+
+def _lost(adapter: str, reason: str) -> Outcome:
+    return Outcome(adapter, "lost", reason=reason, cause="lost")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from async_grpo.errors import ConfigError
 
@@ -18,21 +19,36 @@ class VerifierConfig:
     memory_mib: int = 4096  # address space of one process
     file_mib: int = 256  # largest file that one process may write
     search_paths: tuple[str, ...] = ()  # folders where modules and relative paths are looked for
-    failed_samples: str = ""  # file to which samples are appended that could not be graded
+    sources: Mapping[str, str] = field(default_factory=dict)  # see `sources.read_sources`
     start_timeout_s: float = 60.0  # a process may take to import the adapters
 
-    def require_same_rewards(self, running: VerifierConfig) -> None:
-        """Raise `ConfigError` when the pool that is `running` grades in another way."""
-        wanted, theirs = (
-            (self.reward_names, self.registry),
-            (running.reward_names, running.registry),
-        )
-        if wanted != theirs:
+    def require_same_rewards(self, running: VerifierConfig, *, users: str) -> None:
+        """Raise `ConfigError` when the verifiers `running` for `users` grade in another way."""
+        remedy = "stop what still runs first, or use another --namespace"
+        if self._rewards != running._rewards:
             raise ConfigError(
-                "--reward-fns and --reward-registry must agree within a run, got "
-                f"{','.join(wanted[0])} of {wanted[1]} while its verifiers run "
-                f"{','.join(theirs[0])} of {theirs[1]}: use the same, or another --namespace"
+                "--reward-fns and --reward-registry must be those of the verifiers that run, got "
+                f"{self._rewards} while {users} uses {running._rewards}: {remedy}"
             )
+        edited = [name for name, text in self.sources.items() if text != running.sources.get(name)]
+        if edited:
+            raise ConfigError(
+                f"a reward must stay as it is while it is used, but {', '.join(edited)} was edited "
+                f"since {users} began to use {running._rewards}: {remedy}"
+            )
+
+    @property
+    def time_limit(self) -> str:
+        """With its option, for whoever has to raise it."""
+        return f"--verifier-timeout-s {self.timeout_s:g}"
+
+    @property
+    def memory_limit(self) -> str:
+        return f"--verifier-memory-mib {self.memory_mib}"
+
+    @property
+    def _rewards(self) -> str:
+        return f"--reward-fns {','.join(self.reward_names)} of {self.registry}"
 
 
 def count_processes(requested: int, *, cluster_cpus: int, num_nodes: int, local_cpus: int) -> int:

@@ -34,6 +34,7 @@ class _Task:
 
     name: str
     sample: dict[str, Any]
+    control: dict[str, Any] | None  # see `Slot.grade`
     outcome: asyncio.Future[Outcome]
 
 
@@ -58,6 +59,7 @@ class Sandbox:
         self._num_late = 0
         self._watch: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self._controls: dict[str, dict[str, Any]] = {}  # by adapter, the first sample it graded
         self._events: Counter[str] = Counter()
         self._threads = ThreadPoolExecutor(
             num_processes * (1 + MAX_LATE), thread_name_prefix="verifier"
@@ -87,9 +89,17 @@ class Sandbox:
     async def grade(self, sample: dict[str, Any]) -> Verdict:
         """Run every adapter on the sample, side by side, and keep the best verdict."""
         started = time.perf_counter()
-        names = self._config.reward_names
-        outcomes = await asyncio.gather(*(self._grade_with(name, sample) for name in names))
+        outcomes = await self._outcomes(sample)
         return best_verdict(outcomes, seconds=time.perf_counter() - started)
+
+    async def grade_with_each(self, sample: dict[str, Any]) -> tuple[Verdict, ...]:
+        """The verdict of every adapter alone."""
+        outcomes = await self._outcomes(sample)
+        return tuple(best_verdict([outcome], seconds=0.0) for outcome in outcomes)
+
+    async def _outcomes(self, sample: dict[str, Any]) -> list[Outcome]:
+        names = self._config.reward_names
+        return await asyncio.gather(*(self._grade_with(name, sample) for name in names))
 
     async def close(self) -> None:
         """End every process; nothing can be graded afterwards."""
@@ -103,11 +113,17 @@ class Sandbox:
         attempts: list[Outcome] = []
         while not is_settled(attempts):
             self._events["retried"] += bool(attempts)
-            attempts.append(await self._attempt(name, sample))
+            has_overrun = any(attempt.status == "overrun" for attempt in attempts)
+            control = self._controls.get(name) if has_overrun else None
+            attempts.append(await self._attempt(name, sample, control))
+        if attempts[-1].status in ("scored", "unscorable"):
+            self._controls.setdefault(name, sample)
         return settle(attempts)
 
-    async def _attempt(self, name: str, sample: dict[str, Any]) -> Outcome:
-        task = _Task(name, sample, asyncio.get_running_loop().create_future())
+    async def _attempt(
+        self, name: str, sample: dict[str, Any], control: dict[str, Any] | None
+    ) -> Outcome:
+        task = _Task(name, sample, control, asyncio.get_running_loop().create_future())
         self._line.append(task)
         self._hand_out()
         return await task.outcome
@@ -132,7 +148,7 @@ class Sandbox:
                 return
             slot.busy_since = time.monotonic()
             try:
-                outcome = slot.grade(task.name, task.sample)
+                outcome = slot.grade(task.name, task.sample, control=task.control)
             except Exception as error:  # the thread's boundary: whoever waits is told
                 loop.call_soon_threadsafe(_fail, task, error)
                 raise

@@ -9,8 +9,8 @@ import logging
 import secrets
 import time
 from collections import Counter
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 from async_grpo.errors import ConfigError, WorkerError
 from async_grpo.verification import frames
@@ -24,6 +24,7 @@ from async_grpo.verification.verdict import Outcome
 logger = logging.getLogger(__name__)
 
 SAMPLES_PER_PROCESS = 5000  # sympy's caches grow, and an innocent text must not pay for it
+YOUNG_S = 5.0
 SPAWN_TIMEOUT_S = 30.0  # of the zygote, which imports graders first
 END_TIMEOUT_S = 1.0  # of a process that is told to end, before it is killed
 END_GRACE_S = 0.3  # of a process that has closed its pipe: most are just ending
@@ -41,6 +42,7 @@ class Slot:
         self._spawner = spawner
         self._lines: Lines | None = None
         self._num_samples = 0
+        self._started_s = 0.0
         self.events: Counter[str] = Counter()
         self.is_confined = False  # whether the process lives in namespaces of its own
         self.is_late = False  # its task takes longer than others are to wait; see Sandbox
@@ -68,6 +70,7 @@ class Slot:
         self._lines = self._spawn()
         self._num_samples = 0
         self._await_adapters(self._lines)
+        self._started_s = time.monotonic()
 
     def try_start(self) -> None:
         """Start ahead of the next sample, which will be told when that fails."""
@@ -76,22 +79,45 @@ class Slot:
         except (ConfigError, WorkerError) as error:
             logger.warning("a verifier process cannot be replaced yet: %s", error)
 
-    def grade(self, name: str, sample: dict[str, Any]) -> Outcome:
-        """Run one adapter on one sample within the limits; never raises for what they do."""
+    def grade(
+        self, name: str, sample: dict[str, Any], *, control: dict[str, Any] | None = None
+    ) -> Outcome:
+        """Run one adapter on one sample within the limits; never raises for what they do.
+
+        With a `control`, which the adapter has graded before, a fresh process grades that first:
+        when it fails, it is not the sample's doing.
+        """
+        if control is None:
+            return self._grade(name, sample)
+        self.stop()
+        outcome = self._grade(name, control)
+        if outcome.status not in ("scored", "unscorable"):
+            reason = f"{outcome.reason}, on a sample that it has graded before"
+            status: Literal["lost", "error"] = "lost" if outcome.status == "lost" else "error"
+            return replace(outcome, status=status, reason=reason)
+        return replace(self._grade(name, sample), is_checked=True)
+
+    def _grade(self, name: str, sample: dict[str, Any]) -> Outcome:
         try:
             self.start()
-        except ConfigError as error:  # it loaded when the run began: the file changed since
-            return Outcome(name, "error", reason=str(error))
+        except ConfigError as error:  # it loaded when the run began: something else has changed
+            return Outcome(name, "error", reason=str(error), cause="end")
         except WorkerError as error:
-            return Outcome(name, "lost", reason=str(error))
+            return Outcome(name, "lost", reason=str(error), cause="lost")
         outcome = self._exchange(name, sample)
         self._num_samples += 1
-        accident = outcome.status in ("overrun", "error", "lost")
-        if accident:
+        if outcome.status in ("overrun", "error", "lost"):
             self.events[outcome.status] += 1
-        if accident or self._num_samples >= SAMPLES_PER_PROCESS:
+            if not (outcome.place and self._is_young):
+                self.stop()
+        elif self._num_samples >= SAMPLES_PER_PROCESS:
             self.stop()
         return outcome
+
+    @property
+    def _is_young(self) -> bool:
+        """Hardly older than a start takes: an exception is no reason yet for another process."""
+        return time.monotonic() - self._started_s < YOUNG_S
 
     def stop(self) -> None:
         """End the process and whatever it started."""
@@ -139,7 +165,7 @@ class Slot:
         try:
             data = encode_task(task_id, name, sample)
         except FrameError as error:
-            return Outcome(name, "error", reason=f"the sample cannot be sent: {error}")
+            return Outcome(name, "error", reason=f"the sample cannot be sent: {error}", cause="end")
         try:
             frames.send(self._lines.work, data, deadline=deadline)
             return read_answer(
@@ -151,7 +177,8 @@ class Slot:
         except (EOFError, OSError):
             return classify_end(name, self._end(grace_s=END_GRACE_S), self._config)
         except FrameError as error:
-            return Outcome(name, "error", reason=f"its process sent what is no answer: {error}")
+            reason = f"its process sent what is no answer: {error}"
+            return Outcome(name, "error", reason=reason, cause="end")
 
     def _end(self, *, within_s: float = 0.0, grace_s: float = 0.0) -> dict[str, Any]:
         """End the process; what its keeper reports of it and of its last `within_s` seconds.

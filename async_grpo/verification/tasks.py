@@ -17,8 +17,9 @@ from async_grpo.verification.frames import MAX_TASK_BYTES, FrameError, encode
 from async_grpo.verification.verdict import Outcome
 
 MAX_REASON_CHARACTERS = 500
-ANSWER_KEYS = {"id", "status", "reward", "format_reward", "reason", "max_reward"}
+ANSWER_KEYS = {"id", "status", "reward", "format_reward", "reason", "max_reward", "cause", "place"}
 ANSWER_STATUS = ("scored", "unscorable", "overrun", "error")
+ANSWER_CAUSES = ("", "exception", "connection", "overrun")
 
 
 def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -67,6 +68,8 @@ def answer(task_id: str, outcome: Outcome) -> dict[str, Any]:
         "format_reward": outcome.format_reward,
         "reason": outcome.reason[:MAX_REASON_CHARACTERS],
         "max_reward": outcome.max_reward,
+        "cause": outcome.cause,
+        "place": outcome.place[:MAX_REASON_CHARACTERS],
     }
 
 
@@ -76,20 +79,25 @@ def read_answer(message: Any, *, task_id: str, adapter: str) -> Outcome:
         raise FrameError("not the entries of an answer")
     if message["id"] != task_id:
         raise FrameError("an answer to another task")
-    if message["status"] not in ANSWER_STATUS:
-        raise FrameError("an unknown status")
-    reason = message["reason"]
-    if not isinstance(reason, str) or len(reason) > MAX_REASON_CHARACTERS:
-        raise FrameError("a reason that is no short text")
+    if message["status"] not in ANSWER_STATUS or message["cause"] not in ANSWER_CAUSES:
+        raise FrameError("an unknown status or cause")
     given = message["format_reward"]
     return Outcome(
         adapter,
         message["status"],
         reward=_finite(message["reward"]),
         format_reward=None if given is None else _finite(given),
-        reason=reason,
+        reason=_short_text(message["reason"]),
         max_reward=_finite(message["max_reward"]),
+        cause=message["cause"],
+        place=_short_text(message["place"]),
     )
+
+
+def _short_text(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_REASON_CHARACTERS:
+        raise FrameError("a reason that is no short text")
+    return value
 
 
 def _finite(value: object) -> float:

@@ -5,24 +5,20 @@ Nothing but plain records leaves the process, see `tasks`.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import resource
 import signal
 import socket
-import traceback
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any
 
 from async_grpo.errors import ConfigError
 from async_grpo.verification import family, frames, namespaces
 from async_grpo.verification.adapters import Adapter, load_adapters
+from async_grpo.verification.calls import run_adapter
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, answer
-from async_grpo.verification.verdict import Outcome
+from async_grpo.verification.tasks import answer
 
 OUR_PIPE = 3
 MAX_OPEN_FILES = 1024
@@ -101,57 +97,3 @@ def _load(config: VerifierConfig) -> tuple[dict[str, Adapter], str]:
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.settimeout(None)
     connection.sendall(frames.encode(message, max_bytes=frames.MAX_ANSWER_BYTES))
-
-
-def run_adapter(
-    name: str,
-    adapter: Adapter,
-    sample: dict[str, Any],
-    config: VerifierConfig,
-    *,
-    left_out: Mapping[str, str],
-) -> Outcome:
-    """Grade one sample with one adapter; never raises."""
-    try:
-        return _read_result(name, adapter(sample), getattr(adapter, "max_reward", 1.0))
-    except UnscorableError as error:
-        reason = str(error)[:MAX_REASON_CHARACTERS]
-        return Outcome(name, "unscorable", format_reward=error.format_reward, reason=reason)
-    except MemoryError:
-        return Outcome(name, "overrun", reason=f"needs more than {config.memory_mib} MiB")
-    except RecursionError:
-        return Outcome(name, "overrun", reason="recurses too deeply")
-    except BaseException as error:  # the process boundary: classified here, once
-        if isinstance(error, OSError) and error.errno == errno.EFBIG:
-            return Outcome(name, "overrun", reason=f"writes more than {config.file_mib} MiB")
-        return Outcome(name, "error", reason=_explain(error, sample, left_out))
-
-
-def _explain(error: BaseException, sample: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
-    reason = f"{type(error).__name__}: {error}"[: MAX_REASON_CHARACTERS // 2]
-    if isinstance(error, KeyError):  # most often a column that the data does not have
-        reason += f" (the sample has {', '.join(sample)})"
-        reason += "".join(
-            f"; {name} is a {kind}, no plain value" for name, kind in left_out.items()
-        )
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{reason} [{os.path.basename(last.filename)}:{last.lineno}]"[:MAX_REASON_CHARACTERS]
-
-
-def _read_result(name: str, result: object, max_reward: float) -> Outcome:
-    if not isinstance(result, Mapping) or "reward" not in result:
-        raise TypeError(f"an adapter must return {{'reward': float}}, got {result!r}")
-    format_reward = result.get("format_reward")
-    return Outcome(
-        name,
-        "scored",
-        reward=_number("reward", result["reward"]),
-        format_reward=None if format_reward is None else _number("format_reward", format_reward),
-        max_reward=float(max_reward),
-    )
-
-
-def _number(key: str, value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        raise TypeError(f"an adapter's {key} must be a finite number, got {value!r}")
-    return float(value)

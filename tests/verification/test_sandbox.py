@@ -23,6 +23,8 @@ def trap(sample, **kwargs):
         while True: pass
     if kind == "hang in C":
         return {"reward": float(len(str(9 ** 10_000_000)))}
+    if kind == "slow once":
+        while os.path.exists(sample["flag"]): pass
     if kind == "child":
         subprocess.Popen(["sleep", sample["nap"]])
         time.sleep(60)
@@ -78,11 +80,60 @@ def grader(traps):
     grader.close()
 
 
-@pytest.mark.parametrize("kind", ["hang", "hang in C", "memory", "recursion"])
-def test_an_overrun_that_repeats_is_unscorable(grader, kind):
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("hang", "--verifier-timeout-s 1.5"),
+        ("hang in C", "--verifier-timeout-s 1.5"),
+        ("memory", "--verifier-memory-mib 2048"),
+        ("recursion", "recurses too deeply"),
+    ],
+)
+def test_an_overrun_that_repeats_is_unscorable(grader, kind, reason):
+    assert grader.grade({"kind": "fine"}).reward == 1.0
     verdict = grader.grade({"kind": kind})
-    assert (verdict.status, verdict.reward) == ("unscorable", 0.0)
-    assert verdict.reason
+    assert (verdict.status, verdict.reward, verdict.cause) == ("unscorable", 0.0, "overrun")
+    assert reason in verdict.reason
+
+
+def test_an_overrun_of_what_was_in_time_before_is_an_error(traps, tmp_path):
+    """The adapter has become slow, as a judge that is overloaded: no text is to blame."""
+    flag = tmp_path / "slow"
+
+    async def grade():
+        async with sandbox(f"{traps}:trap", timeout_s=1.0) as box:
+            first = await box.grade({"kind": "slow once", "flag": str(flag)})
+            flag.touch()
+            return first, await box.grade({"kind": "hang"}), box.events["overrun"]
+
+    first, verdict, num_overruns = asyncio.run(grade())
+    assert (first.status, num_overruns) == ("scored", 2)
+    assert (verdict.status, verdict.cause) == ("error", "overrun")
+    assert verdict.reason.endswith(
+        "takes longer than --verifier-timeout-s 1, on a sample that it has graded before"
+    )
+
+
+def test_an_overrun_when_nothing_was_ever_graded_is_an_error(traps):
+    async def grade():
+        async with sandbox(f"{traps}:trap", timeout_s=1.0) as box:
+            return await box.grade({"kind": "hang"})
+
+    verdict = asyncio.run(grade())
+    assert (verdict.status, verdict.cause) == ("error", "overrun")
+
+
+def test_a_hundred_exceptions_cost_hardly_a_process(traps):
+    async def grade():
+        async with sandbox(f"{traps}:trap") as box:
+            before = processes().verifiers
+            verdicts = await asyncio.gather(*(box.grade({"kind": "raise"}) for _ in range(100)))
+            return verdicts, len(set(processes().verifiers) - set(before)), box.events
+
+    verdicts, num_new, events = asyncio.run(grade())
+    assert {verdict.place for verdict in verdicts} == {"LookupError traps.py:29"}
+    assert (events["error"], events["retried"]) == (200, 100)
+    assert num_new <= 2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +161,6 @@ def test_any_other_failure_is_an_error_with_its_reason(grader, kind, reason):
         {"reward": 1.0, "format_reward": float("nan")},
         {},
         None,
-        1.0,
     ],
 )
 def test_a_reward_that_is_no_finite_number_is_an_error_naming_the_adapter(grader, traps, result):
@@ -142,6 +192,7 @@ def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_return
 
     async def grade():
         async with sandbox(f"{traps}:trap", timeout_s=1.5) as box:
+            await box.grade({"kind": "fine"})
             kinds = ["hang", "fine", "crash", *["fine"] * 20, "hang", "child"]
             samples = [{"kind": kind, "nap": nap} for kind in kinds]
             verdicts = await asyncio.gather(*(box.grade(sample) for sample in samples))
@@ -196,6 +247,7 @@ def test_hanging_texts_do_not_delay_the_others(traps):
 def test_one_adapter_that_fails_does_not_spoil_the_other(traps, kind, points, status, reward):
     async def grade():
         async with sandbox(f"{traps}:trap", f"{traps}:fair", timeout_s=1.5) as box:
+            await box.grade({"kind": "fine", "points": points})
             return await box.grade({"kind": kind, "points": points})
 
     verdict = asyncio.run(grade())

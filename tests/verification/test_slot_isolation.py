@@ -35,7 +35,7 @@ def frame(message):
     return struct.pack("!I", len(body)) + body
 
 FORGED = {"id": "0" * 32, "status": "scored", "reward": 9.0, "format_reward": None, "reason": "",
-          "max_reward": 1.0}
+          "max_reward": 1.0, "cause": "", "place": ""}
 
 def hostile(sample, **kwargs):
     kind = sample["kind"]
@@ -161,6 +161,7 @@ def grader(request, hostile, secret_home):
     if request.param == "namespaces" and not grader.box.is_confined:
         grader.close()
         pytest.skip("this system allows no namespaces")
+    assert grader.grade({"kind": "fine"}).reward == 1.0  # what overruns are measured by
     yield grader
     grader.close()
 

@@ -19,11 +19,13 @@ GOOD = {
     "format_reward": None,
     "reason": "",
     "max_reward": 1.0,
+    "cause": "",
+    "place": "",
 }
 
 
 def test_an_outcome_comes_back_as_it_was_sent():
-    outcome = Outcome("mine", "unscorable", 0.0, 0.25, "no answer", 2.0)
+    outcome = Outcome("mine", "error", 0.0, 0.25, "no", 2.0, "connection", "OSError mine.py:3")
     assert read_answer(answer("7", outcome), task_id="7", adapter="mine") == outcome
 
 
@@ -44,6 +46,8 @@ def test_an_outcome_comes_back_as_it_was_sent():
         GOOD | {"max_reward": []},
         GOOD | {"reason": "x" * 501},
         GOOD | {"reason": 3},
+        GOOD | {"cause": "lost"},
+        GOOD | {"place": "x" * 501},
         GOOD | {"adapter": "another"},
         {key: value for key, value in GOOD.items() if key != "reason"},
         [],

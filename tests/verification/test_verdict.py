@@ -15,8 +15,12 @@ def failed(name):
     return Outcome(name, "error", reason="it broke")
 
 
-def overrun(name):
-    return Outcome(name, "overrun", reason="takes too long")
+def overrun(name, *, is_checked=False):
+    return Outcome(name, "overrun", reason="takes too long", cause="overrun", is_checked=is_checked)
+
+
+def checked(name):
+    return overrun(name, is_checked=True)
 
 
 def lost(name):
@@ -61,21 +65,32 @@ def test_the_format_reward_belongs_to_the_adapter_that_counts():
         ([scored("a", 1.0)], "scored"),
         ([overrun("a"), scored("a", 1.0)], "scored"),
         ([failed("a"), scored("a", 1.0)], "scored"),
-        ([overrun("a"), overrun("a")], "unscorable"),
+        ([overrun("a"), checked("a")], "unscorable"),
+        ([overrun("a"), overrun("a")], "error"),
         ([failed("a"), overrun("a")], "error"),
         ([overrun("a"), failed("a")], "error"),
         ([failed("a"), failed("a")], "error"),
         ([lost("a"), scored("a", 1.0)], "scored"),
-        ([overrun("a"), lost("a"), overrun("a")], "unscorable"),
+        ([overrun("a"), lost("a"), checked("a")], "unscorable"),
         ([lost("a"), overrun("a"), lost("a")], "error"),
         ([lost("a")] * MAX_LOST, "error"),
         ([overrun("a"), *[lost("a")] * MAX_LOST], "error"),
     ],
 )
-def test_only_an_overrun_that_repeats_is_the_texts_own_doing(attempts, status):
+def test_only_an_overrun_beside_a_control_in_time_is_the_texts_own_doing(attempts, status):
     settled = settle(attempts)
     assert settled.status == status
     assert settled.reward == (1.0 if status == "scored" else 0.0)
+
+
+def test_an_error_tells_its_cause_and_a_connection_only_when_nothing_else_is_wrong():
+    raised = Outcome("a", "error", reason="no", cause="exception", place="KeyError mine.py:3")
+    away = Outcome("b", "error", reason="no", cause="connection", place="OSError mine.py:9")
+    for outcomes in ([raised, away], [away, raised]):
+        verdict = best_verdict(outcomes, seconds=0.0)
+        assert (verdict.cause, verdict.place) == ("exception", "KeyError mine.py:3")
+    assert best_verdict([away, scored("c", 0.5)], seconds=0.0).cause == "connection"
+    assert best_verdict([away, scored("c", 1.0)], seconds=0.0).cause == ""
 
 
 @pytest.mark.parametrize(

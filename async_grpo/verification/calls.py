@@ -1,0 +1,125 @@
+"""One call of a user's adapter, and what its result or its exception means."""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import inspect
+import math
+import os
+import socket
+import ssl
+import traceback
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from async_grpo.types import FailureCause
+from async_grpo.verification.accident import overrun
+from async_grpo.verification.adapters import Adapter
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.graders import UnscorableError
+from async_grpo.verification.tasks import MAX_REASON_CHARACTERS
+from async_grpo.verification.verdict import Outcome
+
+CONNECTION_ERRORS = (
+    ConnectionError,
+    TimeoutError,
+    socket.gaierror,
+    ssl.SSLError,
+    http.client.HTTPException,
+)
+CONNECTION_ERRNOS = frozenset(
+    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+)
+# Whose exceptions tell of somebody else's machine; they need not be installed here.
+CLIENT_LIBRARIES = frozenset(
+    {"aiohttp", "anthropic", "httpcore", "httpx", "openai", "requests", "urllib", "urllib3"}
+)
+
+
+def run_adapter(
+    name: str,
+    adapter: Adapter,
+    sample: dict[str, Any],
+    config: VerifierConfig,
+    *,
+    left_out: Mapping[str, str],
+) -> Outcome:
+    """Grade one sample with one adapter; never raises."""
+    try:
+        return _read_result(name, adapter(sample), getattr(adapter, "max_reward", 1.0))
+    except UnscorableError as error:
+        reason = str(error)[:MAX_REASON_CHARACTERS]
+        return Outcome(name, "unscorable", format_reward=error.format_reward, reason=reason)
+    except MemoryError:
+        return overrun(name, f"needs more than {config.memory_limit}")
+    except RecursionError:
+        return overrun(name, "recurses too deeply")
+    except BaseException as error:  # the process boundary: classified here, once
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            return overrun(name, f"writes more than {config.file_mib} MiB")
+        line = _line(error, adapter)
+        room = MAX_REASON_CHARACTERS - len(line) - 3
+        reason = f"{_explain(error, sample, left_out)[:room]} [{line}]"
+        place = f"{type(error).__name__} {line}"
+        return Outcome(name, "error", reason=reason, cause=cause_of(error), place=place)
+
+
+def cause_of(error: BaseException) -> FailureCause:
+    """Whether it tells of a connection, itself or what it was raised from.
+
+    >>> cause_of(ConnectionRefusedError()), cause_of(FileNotFoundError(2, "no such file"))
+    ('connection', 'exception')
+    """
+    while True:
+        is_network = isinstance(error, OSError) and error.errno in CONNECTION_ERRNOS
+        library = type(error).__module__.partition(".")[0]
+        if is_network or isinstance(error, CONNECTION_ERRORS) or library in CLIENT_LIBRARIES:
+            return "connection"
+        if error.__cause__ is None:
+            return "exception"
+        error = error.__cause__
+
+
+def _line(error: BaseException, adapter: Adapter) -> str:
+    """The deepest line of the adapter's own file; of whatever raised, when none is."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(adapter), "__code__", None)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    frame = (own or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def _explain(error: BaseException, sample: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
+    reason = f"{type(error).__name__}: {error}"[: MAX_REASON_CHARACTERS // 2]
+    if isinstance(error, KeyError):  # most often a column that the data does not have
+        reason += f" (the sample has {', '.join(sample)})"
+        reason += "".join(
+            f"; {name} is a {kind}, no plain value" for name, kind in left_out.items()
+        )
+    return reason
+
+
+def _read_result(name: str, result: object, max_reward: float) -> Outcome:
+    """A dict with a reward, or the reward alone."""
+    parts = result if isinstance(result, Mapping) else {"reward": result}
+    if "reward" not in parts:
+        raise TypeError(f"an adapter's dict must have a 'reward', got {result!r}")
+    format_reward = parts.get("format_reward")
+    return Outcome(
+        name,
+        "scored",
+        reward=_number("reward", parts["reward"]),
+        format_reward=None if format_reward is None else _number("format_reward", format_reward),
+        max_reward=float(max_reward),
+    )
+
+
+def _number(key: str, value: object) -> float:
+    """Of a Python number or boolean, or of numpy's and torch's scalars."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # type: ignore[attr-defined]
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TypeError(f"an adapter's {key} must be a finite number, got {value!r}")
+    return float(value)
