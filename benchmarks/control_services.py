@@ -89,7 +89,7 @@ class WatchedPool(Watched, pool.VerifierPool):
 
     def __init__(self, config: VerifierConfig) -> None:
         pool.count_processes = lambda requested, **_: requested  # type: ignore[assignment]
-        super().__init__(config)
+        super().__init__(config, silence_s=3600.0)  # no dispatcher needs it here
 
 
 class Player(Watched):
@@ -134,9 +134,6 @@ class Player(Watched):
 
     async def logprobs(self, request: LogprobRequest) -> tuple[np.ndarray, ...]:
         return tuple(np.full(len(ids), -1.0, np.float32) for ids in request.output_token_ids)
-
-    async def touch(self) -> None:
-        """As a pool."""
 
 
 def make_registry(player: Any, *, num_workers: int) -> Any:

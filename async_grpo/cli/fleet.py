@@ -64,11 +64,9 @@ class Fleet:
 
         started = time.monotonic()
         if config.mode == "generation":
+            self._pools = pools = launch.VerifierPools(config)
             self._verifiers = SharedActor(
-                "the verifier pool",
-                launch.make_verifier_pool(config),
-                make=lambda: launch.find_verifier_pool(config),
-                ask=lambda pool: pool.touch.remote(),
+                launch.VERIFIERS, pools.make(), make=pools.find, ask=pools.join
             )
             logger.info("verifiers ready after %.1f s", time.monotonic() - started)
         self._registry = SharedActor(
@@ -90,6 +88,8 @@ class Fleet:
 
         with contextlib.suppress(RayError):
             calls = [self._registry.handle.deregister.remote(name) for name in self._names()]
+            if self._verifiers is not None:
+                calls.append(self._pools.leave(self._verifiers.handle))
             if calls:
                 ray.wait(calls, num_returns=len(calls), timeout=RELEASE_TIMEOUT_S)
             self._end_workers()
@@ -104,8 +104,8 @@ class Fleet:
     def check(self) -> None:
         """Look after everything once; raises what no restart can mend."""
         now_s = time.monotonic()
-        if self._verifiers is not None:
-            self._verifiers.keep(now_s)
+        if self._verifiers is not None and (complaint := self._verifiers.keep(now_s)):
+            logger.warning(complaint)
         standing = self._registry.keep(now_s) or {}
         self._tell_of_run(standing)
         for seat in self._seats:

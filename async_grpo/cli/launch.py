@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+import socket
+import time
+from typing import Any
 
 import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import AsyncGrpoError
-
-if TYPE_CHECKING:
-    from async_grpo.verification.config import VerifierConfig
+from async_grpo.errors import AsyncGrpoError, ProcessLostError
 
 FAILED_SAMPLES = "failed_samples.jsonl"
 CALL_TIMEOUT_S = 60.0
 POOL_START_TIMEOUT_S = 120.0
+POLL_INTERVAL_S = 0.2
+VERIFIERS = "the verifier pool"
 
 
 def make_registry(role: str) -> Any:
@@ -26,41 +27,70 @@ def make_registry(role: str) -> Any:
     return _shared_actor(WorkerRegistry, cluster.registry_name(role)).remote(role)
 
 
-def make_verifier_pool(config: WorkerConfig) -> Any:
-    """The cluster's verifier pool; raises `ConfigError` when a running one grades otherwise."""
-    wanted, pool = _verifier_config(config), find_verifier_pool(config)
-    running = cluster.wait(pool.config.remote(), timeout_s=CALL_TIMEOUT_S, who="the verifier pool")
-    wanted.require_same_rewards(running)
-    try:
-        cluster.wait(pool.ready.remote(), timeout_s=POOL_START_TIMEOUT_S, who="the verifier pool")
-    except AsyncGrpoError:
-        ray.kill(pool)  # or the next dispatcher would find a pool that can never grade
-        raise
-    return pool
+class VerifierPools:
+    """A dispatcher's way to the cluster's verifier pool, whichever has that name at the moment.
 
+    The reward files are read here, once: a pool that is made again grades as the one before.
+    """
 
-def find_verifier_pool(config: WorkerConfig) -> Any:
-    """The same, made by whoever asks first, without asking anything of it."""
-    from async_grpo.verification.pool import VerifierPool
+    def __init__(self, config: WorkerConfig) -> None:
+        from async_grpo.verification.config import VerifierConfig
+        from async_grpo.verification.dispatchers import Dispatcher
+        from async_grpo.verification.sources import read_sources
 
-    here = cluster.on_this_node()  # where the files are that the options name
-    actor = _shared_actor(VerifierPool, cluster.VERIFIER_POOL, scheduling_strategy=here)
-    return actor.remote(_verifier_config(config))
+        names, registry, here = config.reward_names, config.reward_registry, (os.getcwd(),)
+        self._wanted = VerifierConfig(
+            reward_names=names,
+            registry=registry,
+            num_verifiers=config.global_num_verifiers,
+            timeout_s=config.verifier_timeout_s,
+            memory_mib=config.verifier_memory_mib,
+            search_paths=here,
+            sources=read_sources(names, registry=registry, search_paths=here),
+        )
+        keeps_failed = config.write_failed_generation_samples
+        failed_samples = os.path.abspath(FAILED_SAMPLES) if keeps_failed else ""
+        self._me = Dispatcher(socket.gethostname(), os.getpid(), failed_samples)
 
+    def make(self) -> Any:
+        """The pool, ready; raises `ConfigError` when others still grade with other rewards."""
+        deadline = time.monotonic() + POOL_START_TIMEOUT_S
+        while True:
+            pool = self.find()
+            try:
+                cluster.wait(self.join(pool), timeout_s=CALL_TIMEOUT_S, who=VERIFIERS)
+                self._await_ready(pool)
+            except ProcessLostError:  # that of earlier dispatchers has just ended
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_INTERVAL_S)
+            else:
+                return pool
 
-def _verifier_config(config: WorkerConfig) -> VerifierConfig:
-    from async_grpo.verification.config import VerifierConfig
+    def _await_ready(self, pool: Any) -> None:
+        try:
+            cluster.wait(pool.ready.remote(), timeout_s=POOL_START_TIMEOUT_S, who=VERIFIERS)
+        except ProcessLostError:
+            raise
+        except AsyncGrpoError:
+            ray.kill(pool)  # or the next dispatcher would find a pool that can never grade
+            raise
 
-    keeps_failed = config.write_failed_generation_samples
-    return VerifierConfig(
-        reward_names=config.reward_names,
-        registry=config.reward_registry,
-        num_verifiers=config.global_num_verifiers,
-        timeout_s=config.verifier_timeout_s,
-        memory_mib=config.verifier_memory_mib,
-        search_paths=(os.getcwd(),),
-        failed_samples=os.path.abspath(FAILED_SAMPLES) if keeps_failed else "",
-    )
+    def find(self) -> Any:
+        """The same, made by whoever asks first, without asking anything of it."""
+        from async_grpo.verification.pool import VerifierPool
+
+        here = cluster.on_this_node()  # where the files are that the options name
+        actor = _shared_actor(VerifierPool, cluster.VERIFIER_POOL, scheduling_strategy=here)
+        return actor.remote(self._wanted)
+
+    def join(self, pool: Any) -> Any:
+        """The call that says: this dispatcher lives, and needs the pool."""
+        return pool.join.remote(self._me, self._wanted)
+
+    def leave(self, pool: Any) -> Any:
+        """The call that says the opposite."""
+        return pool.leave.remote(self._me)
 
 
 def start_worker(config: WorkerConfig, name: str) -> Any:

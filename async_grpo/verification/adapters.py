@@ -8,14 +8,16 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from async_grpo.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.sources import candidates
 
-Adapter = Callable[[dict[str, Any]], Mapping[str, float]]
+Adapter = Callable[[dict[str, Any]], float | Mapping[str, float]]
 
 
 def load_adapters(config: VerifierConfig) -> dict[str, Adapter]:
@@ -35,7 +37,7 @@ def _load_adapter(name: str, config: VerifierConfig) -> Adapter:
     source, colon, function = name.rpartition(":")
     if not colon:
         return _from_registry(name, config)
-    module = _load_module(source, option="--reward-fns", search_paths=config.search_paths)
+    module = _load_module(source, config, option="--reward-fns")
     adapter = getattr(module, function, None)
     if not callable(adapter):
         raise ConfigError(
@@ -45,9 +47,7 @@ def _load_adapter(name: str, config: VerifierConfig) -> Adapter:
 
 
 def _from_registry(name: str, config: VerifierConfig) -> Adapter:
-    module = _load_module(
-        config.registry, option="--reward-registry", search_paths=config.search_paths
-    )
+    module = _load_module(config.registry, config, option="--reward-registry")
     registered = getattr(module, "REWARD_ADAPTERS", None)
     if not isinstance(registered, Mapping):
         raise ConfigError(
@@ -63,11 +63,17 @@ def _from_registry(name: str, config: VerifierConfig) -> Adapter:
     return adapters[name]
 
 
-def _load_module(source: str, *, option: str, search_paths: tuple[str, ...]) -> ModuleType:
+def _load_module(source: str, config: VerifierConfig, *, option: str) -> ModuleType:
+    """The module, run from the text that the dispatcher has read, if it has found one."""
+    text = config.sources.get(source)
     try:
         if source.endswith(".py"):
-            return _load_file(_find_file(source, option=option, search_paths=search_paths))
-        return importlib.import_module(source)
+            path = _find_file(source, option=option, search_paths=config.search_paths)
+            return _load_file(path, text)
+        spec = importlib.util.find_spec(source)
+        if text is None or spec is None or source in sys.modules:
+            return importlib.import_module(source)
+        return _run(spec, text)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # users' code: whatever it raises is told, once
@@ -78,24 +84,27 @@ def _load_module(source: str, *, option: str, search_paths: tuple[str, ...]) -> 
 
 
 def _find_file(source: str, *, option: str, search_paths: tuple[str, ...]) -> Path:
-    candidates = [Path(folder, source).resolve() for folder in (*search_paths, ".")]
-    for path in candidates:
+    paths = candidates(source, search_paths)
+    for path in paths:
         if path.is_file():
             return path
-    looked = ", ".join(dict.fromkeys(str(path) for path in candidates))
+    looked = ", ".join(dict.fromkeys(map(str, paths)))
     raise ConfigError(f"{option} must name a file that exists, got {source!r}: looked at {looked}")
 
 
-def _load_file(path: Path) -> ModuleType:
+def _load_file(path: Path, text: str | None) -> ModuleType:
     """The module in a file, once, under a name that cannot hide an installed module."""
     name = "reward_file_" + re.sub(r"\W", "_", str(path))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"a reward file must be Python, got {path}: give a .py file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    assert spec is not None, "every .py file has a loader"
     sys.path.append(str(path.parent))  # its neighbours are importable, and hide nothing
-    spec.loader.exec_module(module)
+    return _run(spec, path.read_bytes() if text is None else text)
+
+
+def _run(spec: ModuleSpec, text: str | bytes) -> ModuleType:
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    exec(compile(text, str(spec.origin), "exec"), module.__dict__)
     return module

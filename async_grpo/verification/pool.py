@@ -3,29 +3,32 @@
 consumes      VerificationRequest, many at a time, from the batcher
 produces      one Verdict for each, in the same order
 waits for     its verifier processes, each bounded in time and memory
-unblocked by  a verdict, or the kill of a process that overran; it ends itself when nobody has
-              called for `idle_exit_s` seconds
+unblocked by  a verdict, or the kill of a process that overran; it ends with the last dispatcher
+              that needs it, unless a run still uses it
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import ray
 
+from async_grpo import cluster
 from async_grpo.types import Verdict, VerificationRequest
 from async_grpo.verification.config import VerifierConfig, count_processes
+from async_grpo.verification.dispatchers import Dispatcher, Dispatchers
+from async_grpo.verification.failed_samples import FailedSamples, adapter_sample
 from async_grpo.verification.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
+TICK_S = 0.5
+SILENCE_S = 10.0  # after which a dispatcher has left, and a pool that nobody calls ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +52,11 @@ class PoolStatus:
     num_up: int  # slots that have a process
 
 
-def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
-    """The dict that adapters receive; what the run knows goes before columns of the same name."""
-    question, completion = request.question, request.completion
-    return dict(question.columns) | {
-        "input": question.input,
-        "answer": question.answer,
-        "output": completion.text,
-        "sample_text": question.input + completion.text,
-        "output_token_ids": completion.token_ids.tolist(),
-        "finish_reason": completion.finish_reason,
-    }
-
-
-def append_failed(
-    path: Path, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]
-) -> None:
-    """Append a line of JSON for every sample that could not be graded, to find out why."""
-    failed = [(r, v) for r, v in zip(requests, verdicts, strict=True) if v.status == "error"]
-    if not failed:
-        return
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        for request, verdict in failed:
-            line = adapter_sample(request) | {"adapter": verdict.adapter, "reason": verdict.reason}
-            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-
-
 class VerifierPool:
     """Made an actor by its caller: `ray.remote(VerifierPool).options(...).remote(config)`."""
 
-    def __init__(self, config: VerifierConfig, *, idle_exit_s: float = 600.0) -> None:
+    def __init__(self, config: VerifierConfig, *, silence_s: float = SILENCE_S) -> None:
         self._config = config
-        self._idle_exit_s = idle_exit_s
         self._num_processes = count_processes(
             config.num_verifiers,
             cluster_cpus=int(ray.cluster_resources().get("CPU", 1)),
@@ -91,16 +67,43 @@ class VerifierPool:
         self._starting: asyncio.Task[None] | None = None
         self._verifying = 0
         self._done: Counter[str] = Counter()
-        self._called = asyncio.Event()
-        self._idle_watch = asyncio.create_task(self._exit_when_idle(), name="idle watch")
+        self._patience = round(silence_s / TICK_S)
+        self._dispatchers = Dispatchers(patience=self._patience)
+        self._had_dispatchers = False
+        self._ticked = asyncio.Event()
+        self._quiet_ticks = 0  # since anybody has called
+        self._failed_samples = FailedSamples()
+        self._watch = asyncio.create_task(self._end_with_the_last(), name="end with the last")
+
+    async def join(self, dispatcher: Dispatcher, wanted: VerifierConfig) -> str:
+        """A dispatcher lives and needs the pool; it says so again and again.
+
+        Answers what its user should know, mostly nothing. Raises `ConfigError` when others use
+        other rewards; when nobody uses these any more, the pool ends, and another takes its name.
+        """
+        self._quiet_ticks = 0
+        if dispatcher not in self._dispatchers:
+            users = await self._others()
+            if users:
+                wanted.require_same_rewards(self._config, users=users)
+            elif self._had_dispatchers or wanted != self._config:
+                await self._end("its dispatchers have left, and another begins anew")
+        self._had_dispatchers = True
+        self._dispatchers.heard(dispatcher)
+        return self._failed_samples.take_complaint(dispatcher.failed_samples)
+
+    async def leave(self, dispatcher: Dispatcher) -> None:
+        """A dispatcher ends."""
+        self._dispatchers.left(dispatcher)
+        if not self._dispatchers:
+            self._quiet_ticks = self._patience
 
     async def ready(self) -> PoolInfo:
         """Wait until the pool can grade; raises `ConfigError` when an adapter cannot be had."""
-        self._called.set()
+        self._quiet_ticks = 0
         if self._starting is None:
             self._starting = asyncio.create_task(self._sandbox.start(), name="sandbox start")
         await asyncio.shield(self._starting)
-        self._called.set()
         return PoolInfo(
             self._num_processes,
             self._config.reward_names,
@@ -118,40 +121,60 @@ class VerifierPool:
             verdicts = await asyncio.gather(*(self._sandbox.grade(sample) for sample in samples))
         finally:
             self._verifying -= len(requests)
-            self._called.set()
         self._done.update(verdict.status for verdict in verdicts)
-        if self._config.failed_samples:
-            append_failed(Path(self._config.failed_samples), requests, verdicts)
+        paths = [dispatcher.failed_samples for dispatcher in self._dispatchers]
+        self._failed_samples.append(paths, requests, verdicts)
         return tuple(verdicts)
+
+    async def try_out(self, request: VerificationRequest) -> tuple[Verdict, ...]:
+        """The verdict of each adapter alone, before a run begins.
+
+        What they grade here is what a later overrun is measured by.
+        """
+        await self.ready()
+        return await self._sandbox.grade_with_each(adapter_sample(request))
 
     async def status(self) -> PoolStatus:
         sandbox = self._sandbox
         return PoolStatus(self._verifying, dict(self._done), sandbox.events, sandbox.num_up)
 
-    async def config(self) -> VerifierConfig:
-        """For `VerifierConfig.require_same_rewards` of a dispatcher that finds the pool running."""
-        return self._config
+    async def _others(self) -> str:
+        """Who else lives and needs these rewards; empty when nobody does.
 
-    async def touch(self) -> None:
-        """Somebody still needs the pool."""
-        self._called.set()
+        Of a dispatcher that was killed nobody knows until it has been silent for long enough.
+        """
+        asked = self._dispatchers.now
+        while not self._is_starting and self._dispatchers.unheard_since(asked):
+            await self._ticked.wait()
+        return " and ".join(filter(None, [*map(str, self._dispatchers), await self._trainer()]))
 
-    async def _exit_when_idle(self) -> None:
-        while await self._called_in_time() or self._is_busy():
-            self._called.clear()
-        logger.info("the verifier pool ends: nobody has called it for %g s", self._idle_exit_s)
+    async def _trainer(self) -> str:
+        """Whose run may go on while dispatchers are started again; empty when there is none."""
+        run = await asyncio.to_thread(cluster.owner_of, cluster.BATCHER)
+        return f"trainer process {run.pid} on {run.address}" if run else ""
+
+    async def _end_with_the_last(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._is_starting:
+                continue  # dispatchers wait for it
+            self._dispatchers.tick()
+            self._ticked.set()
+            self._ticked.clear()  # for those who wait by now, once
+            self._quiet_ticks = 0 if self._verifying else self._quiet_ticks + 1
+            if self._quiet_ticks > self._patience and not self._dispatchers:
+                if not await self._trainer() and not self._dispatchers:
+                    await self._end("nobody needs it")
+                self._quiet_ticks = 0
+
+    async def _end(self, reason: str) -> NoReturn:
+        logger.info("the verifier pool ends: %s", reason)
         await self._sandbox.close()
         # exit_actor() ends an actor from its methods only, not from a task of its own.
         ray.kill(ray.get_runtime_context().current_actor)
+        await asyncio.Future()  # whoever has called hears of the end instead of an answer
+        raise AssertionError("nobody has ended it")
 
-    def _is_busy(self) -> bool:
-        is_starting = self._starting is not None and not self._starting.done()
-        return is_starting or self._verifying > 0
-
-    async def _called_in_time(self) -> bool:
-        try:
-            async with asyncio.timeout(self._idle_exit_s):
-                await self._called.wait()
-        except TimeoutError:
-            return False
-        return True
+    @property
+    def _is_starting(self) -> bool:
+        return self._starting is not None and not self._starting.done()

@@ -9,6 +9,7 @@ Mutations seen to fail (the package copied, one line broken):
 """
 
 import logging
+import os
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -22,7 +23,13 @@ from async_grpo.cli.fleet import Fleet
 from async_grpo.cli.seat import PLACEMENT_TIMEOUT_S
 from async_grpo.cli.shared_actor import FROZEN_S
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ClusterError, ProcessLostError, WeightSyncError, WorkerError
+from async_grpo.errors import (
+    ClusterError,
+    ConfigError,
+    ProcessLostError,
+    WeightSyncError,
+    WorkerError,
+)
 from async_grpo.types import Standing
 
 PENDING = object()  # what a call that is not answered yet has for an answer
@@ -72,7 +79,7 @@ class Scene:
     """A node with 4 CPUs, in which a worker says little of itself."""
 
     def __init__(self):
-        self.registry, self.pool = Registry(), FakeActor()
+        self.registry, self.pool = Registry(), FakeActor(join="")
         self.killed, self.workers, self.said = [], {}, []
         self.free = {"CPU": 4.0}
         self.now_s = 1000.0
@@ -90,7 +97,7 @@ class Scene:
         self.num_registries += 1
         return self.registry
 
-    def find_pool(self, _config):
+    def find_pool(self):
         self.num_pools += 1
         return self.pool
 
@@ -121,8 +128,8 @@ def scene(monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "resources_here", lambda: {"CPU": 4.0})
     monkeypatch.setattr(cluster, "logs_folder", lambda: str(tmp_path))
     monkeypatch.setattr(launch, "make_registry", scene.make_registry)
-    monkeypatch.setattr(launch, "make_verifier_pool", lambda _config: scene.pool)
-    monkeypatch.setattr(launch, "find_verifier_pool", scene.find_pool)
+    monkeypatch.setattr(launch.VerifierPools, "make", lambda _self: scene.pool)
+    monkeypatch.setattr(launch.VerifierPools, "find", lambda _self: scene.find_pool())
     monkeypatch.setattr(launch, "start_worker", scene.start_worker)
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray, "kill", lambda handle, **_: scene.killed.append(handle))
@@ -150,11 +157,11 @@ def test_workers_join_and_leave_with_their_dispatcher(scene):
 
 
 def test_workers_load_while_the_verifiers_start_and_end_when_those_cannot(scene, monkeypatch):
-    def make_pool(_config):
+    def make_pool(_self):
         assert len(scene.workers) == 2
         raise ClusterError("no adapter")
 
-    monkeypatch.setattr(launch, "make_verifier_pool", make_pool)
+    monkeypatch.setattr(launch.VerifierPools, "make", make_pool)
     with pytest.raises(ClusterError, match="no adapter"):
         make_fleet(scene, num_workers=2).__enter__()
     assert scene.killed == list(scene.workers.values()) != []
@@ -176,10 +183,11 @@ def test_a_worker_that_loads_holds_up_no_other(scene):
         assert scene.said == [f"worker {quick} registered"]
 
 
-def test_what_workers_share_is_told_that_it_is_needed(scene):
+def test_what_workers_share_is_told_that_it_is_needed_and_when_no_more(scene):
     with make_fleet(scene) as fleet:
         scene.pass_time(fleet, 3)
-    assert scene.pool.calls == [("touch",)] * 3
+    assert [call[0] for call in scene.pool.calls] == ["join"] * 3 + ["leave"]
+    assert {call[1].pid for call in scene.pool.calls} == {os.getpid()}
     assert [call[0] for call in scene.registry.calls].count("standing") == 3
 
 
@@ -296,11 +304,25 @@ def test_a_registry_that_does_not_answer_is_restarted(scene):
 def test_a_verifier_pool_that_was_lost_is_made_again(scene):
     with make_fleet(scene) as fleet:
         scene.pass_time(fleet, 2)
-        scene.pool = FakeActor()
-        fleet._verifiers.handle.answers["touch"] = LOST
+        scene.pool = FakeActor(join="")
+        fleet._verifiers.handle.answers["join"] = LOST
         scene.pass_time(fleet, 3)
         assert scene.num_pools == 1
         assert scene.pool.calls
+
+
+def test_what_the_verifier_pool_complains_of_stands_on_the_console(scene, caplog):
+    scene.pool = FakeActor(join="the disk is full")
+    with make_fleet(scene) as fleet:
+        scene.pass_time(fleet, 1)
+    assert "the disk is full" in caplog.messages
+
+
+def test_a_pool_that_others_have_made_with_other_rewards_ends_the_dispatcher(scene):
+    """Ray has lost the pool, and somebody was quicker than this dispatcher to make another."""
+    scene.pool = FakeActor(join=ConfigError("while dispatcher process 7 on box uses others"))
+    with pytest.raises(ConfigError, match="process 7"), make_fleet(scene) as fleet:
+        scene.pass_time(fleet, 1)
 
 
 def test_a_worker_for_which_ray_has_no_place_is_an_error_soon(scene, monkeypatch):

@@ -40,6 +40,10 @@ class Command:
         self._child.wait()
 
     @property
+    def pid(self):
+        return self._child.pid
+
+    @property
     def out(self):
         return _text(self._out)
 

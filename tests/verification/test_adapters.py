@@ -6,6 +6,7 @@ import pytest
 from async_grpo.errors import ConfigError
 from async_grpo.verification.adapters import load_adapters
 from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.sources import read_sources
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -15,8 +16,10 @@ def _restore_imports(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def load(*names, registry="reward_registry", folder=REPOSITORY):
-    config = VerifierConfig(reward_names=names, registry=registry, search_paths=(str(folder),))
+def load(*names, registry="reward_registry", folder=REPOSITORY, sources=None):
+    config = VerifierConfig(
+        reward_names=names, registry=registry, search_paths=(str(folder),), sources=sources or {}
+    )
     return load_adapters(config)
 
 
@@ -62,6 +65,32 @@ def test_a_function_of_a_module_is_found(tmp_path):
 def test_a_registry_may_be_a_file_with_plain_string_keys(tmp_path):
     (tmp_path / "rewards.py").write_text("REWARD_ADAPTERS = {'mine': lambda sample: None}\n")
     assert list(load("mine", registry="rewards.py", folder=tmp_path)) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "registry"),
+    [
+        ("kept/file.py:grade", ""),
+        ("kept.module:grade", ""),
+        ("grade", "kept/table.py"),
+        ("grade", "kept.registry"),
+    ],
+)
+def test_what_the_dispatcher_has_read_grades_although_the_file_was_edited(
+    name, registry, tmp_path, monkeypatch
+):
+    monkeypatch.delitem(sys.modules, "kept", raising=False)
+    (tmp_path / "kept").mkdir()
+    paths = [tmp_path / "kept" / f"{stem}.py" for stem in ("file", "module", "table", "registry")]
+    text = "def grade(sample): return {}\nREWARD_ADAPTERS = {{'grade': grade}}\n"
+    for path in paths:
+        path.write_text(text.format(0.25))
+    sources = read_sources([name], registry=registry, search_paths=[str(tmp_path)])
+    assert list(sources) == [registry or name.partition(":")[0]]
+    for path in paths:
+        path.write_text(text.format(0.5))
+    adapters = load(name, registry=registry, folder=tmp_path, sources=sources)
+    assert adapters[name]({}) == 0.25
 
 
 @pytest.mark.parametrize(

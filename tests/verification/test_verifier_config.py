@@ -18,12 +18,21 @@ def test_processes_never_outnumber_the_cores_and_there_is_always_one(asked, clus
         assert count <= max(1, local)
 
 
-def test_a_second_dispatcher_with_other_rewards_is_refused_by_name():
+def test_a_second_dispatcher_with_other_rewards_is_refused_and_told_who_runs():
     running = VerifierConfig(reward_names=("countdown",))
-    with pytest.raises(ConfigError, match=r"got mathd of .* while its verifiers run countdown"):
-        VerifierConfig(reward_names=("mathd",)).require_same_rewards(running)
+    with pytest.raises(ConfigError, match=r"got --reward-fns mathd of .* while X uses .*countdown"):
+        VerifierConfig(reward_names=("mathd",)).require_same_rewards(running, users="X")
+
+
+def test_a_second_dispatcher_with_an_edited_reward_is_refused_by_the_name_of_its_file():
+    running = VerifierConfig(reward_names=("a.py:f", "g"), sources={"a.py": "1", "registry": "2"})
+    replace(running).require_same_rewards(running, users="X")
+    edited = replace(running, sources={"a.py": "1", "registry": "3"})
+    with pytest.raises(ConfigError, match=r"but registry was edited since X began to use"):
+        edited.require_same_rewards(running, users="X")
 
 
 def test_a_second_dispatcher_may_differ_in_what_does_not_grade():
     running = VerifierConfig(reward_names=("countdown",))
-    replace(running, num_verifiers=3, search_paths=("elsewhere",)).require_same_rewards(running)
+    other = replace(running, num_verifiers=3, search_paths=("elsewhere",))
+    other.require_same_rewards(running, users="X")

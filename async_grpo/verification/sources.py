@@ -1,0 +1,50 @@
+"""The text of the users' reward files, read once by the dispatcher that brings them. Pure.
+
+All verifiers of a pool run this text, those started later too: a file that is edited meanwhile
+never mixes with what it was, and whoever brings another text is told apart by it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tokenize
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def source_of(name: str, registry: str) -> str:
+    """The file or module that holds a reward.
+
+    >>> source_of("own/mine.py:grade", "reward_registry"), source_of("mathd", "reward_registry")
+    ('own/mine.py', 'reward_registry')
+    """
+    return name.rpartition(":")[0] or registry
+
+
+def read_sources(
+    reward_names: Sequence[str], *, registry: str, search_paths: Sequence[str]
+) -> Mapping[str, str]:
+    """Text by file or module, as the options name it.
+
+    What is not found, or is no text, is left out: loading it says what is wrong.
+    """
+    texts = {}
+    for source in dict.fromkeys(source_of(name, registry) for name in reward_names):
+        path = next((p for p in candidates(source, search_paths) if p.is_file()), None)
+        if path is None:
+            continue
+        try:
+            with tokenize.open(path) as file:  # in the encoding that the file declares
+                texts[source] = file.read()
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+    return texts
+
+
+def candidates(source: str, search_paths: Sequence[str]) -> list[Path]:
+    """Where a file, or the file of a module, is looked for; the first that exists is meant."""
+    if source.endswith(".py"):
+        return [Path(folder, source).resolve() for folder in (*search_paths, ".")]
+    stem = Path(*source.split("."))
+    files = (stem / "__init__.py", stem.with_name(f"{stem.name}.py"))
+    return [Path(folder, file) for folder in (*search_paths, *sys.path) for file in files]
