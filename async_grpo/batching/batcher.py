@@ -19,6 +19,7 @@ from pathlib import Path
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.draws import Draws
 from async_grpo.batching.evaluation import evaluate
+from async_grpo.batching.grading import VERIFICATION, nothing_graded
 from async_grpo.batching.groups import GroupRules
 from async_grpo.batching.leased_work import Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
@@ -93,6 +94,9 @@ class ExperienceBatcher:
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._num_training = 0
         self._failures_in_a_row = 0
+        # Open batches that have a graded group; of a batch that has begun before, nobody knows.
+        self._graded = {first.batch} if first.step_in_batch else set[int]()
+        self._ungraded: dict[int, SlotFailed] = {}  # the first failure of others
         self._slots: set[asyncio.Task[None]] = set()
         self._pump: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # a round may go out that could not before
@@ -157,6 +161,7 @@ class ExperienceBatcher:
             workers={role: known.workers for role, known in roles.items()},
             worker_tokens=sum(known.num_tokens for known in roles.values()),
             problem=self._pipeline.problem,
+            warnings=self._pipeline.warnings,
         )
 
     def _start_slot(self, ordinal: int) -> None:
@@ -175,13 +180,14 @@ class ExperienceBatcher:
         try:
             group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
-            self._settle_failure(ordinal, failure)
+            self._settle_failure(ordinal, step, failure)
         else:
             fates = tuple(self._settle_sample(sample, step) for sample in group.samples)
             self._log.write(group, batch=step.batch, fates=fates)
         self._unsettled[step] -= 1
         if not self._unsettled[step]:
             del self._unsettled[step]
+            self._check_graded(step.batch)
             self._rounds.step_complete(step)
         self._news.set()
 
@@ -205,6 +211,7 @@ class ExperienceBatcher:
 
     def _receive(self, group: Group, step: StepKey) -> None:
         self._failures_in_a_row = 0
+        self._graded.add(step.batch)
         for sample in group.samples:
             self._ledger.receive_tokens(len(sample.completion.token_ids))
         self._sums.add(step, group, batch=step.batch)
@@ -225,16 +232,28 @@ class ExperienceBatcher:
         self._sums.count_denominator(step, sample)
         return "zero_contribution"
 
-    def _settle_failure(self, ordinal: int, failure: SlotFailed) -> None:
+    def _settle_failure(self, ordinal: int, step: StepKey, failure: SlotFailed) -> None:
         """The group is dropped whole and counted; a run in which nothing works is ended."""
         logger.warning("question %d is dropped: %s", ordinal, failure)
         num_samples = self._plan.config.samples_per_question
         self._ledger.settle(ordinal, fate="failed", num_samples=num_samples, reason=failure.stage)
+        self._sums.add_failed(step, ordinal, num_samples=num_samples)
+        if failure.stage == VERIFICATION:
+            self._ungraded.setdefault(step.batch, failure)
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_SEQUENTIAL_FAILURES:
             raise WorkerError(
                 f"{self._failures_in_a_row} questions in a row failed, the last: {failure}"
             )
+
+    def _check_graded(self, batch: int) -> None:
+        """End the run before it counts a batch, all of whose slots are settled, as trained."""
+        if any(step.batch == batch for step in self._unsettled):
+            return
+        failure = self._ungraded.pop(batch, None)
+        if failure is not None and batch not in self._graded:
+            raise WorkerError(nothing_graded(f"batch {batch + 1}", failure))
+        self._graded.discard(batch)
 
     async def _send_rounds(self) -> None:
         while True:

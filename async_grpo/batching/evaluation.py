@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 
+from async_grpo.batching.grading import nothing_graded
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
-from async_grpo.errors import DeadlineError
+from async_grpo.errors import DeadlineError, WorkerError
 from async_grpo.types import GenerationRequest, Question, Verdict, WeightsVersion
 
 logger = logging.getLogger(__name__)
@@ -19,17 +20,24 @@ SAMPLES_PER_QUESTION = 4
 async def evaluate(
     plan: BatcherPlan, pipeline: SlotPipeline, *, version: WeightsVersion
 ) -> EvaluationResult:
-    """Sample every held-out question at the training temperature, and count."""
+    """Sample every held-out question at the training temperature, and count.
+
+    Raises `WorkerError` when nothing could be graded before anything was trained.
+    """
     started = time.monotonic()
     tasks = [
         asyncio.create_task(_grade(plan, pipeline, question, number, version))
         for number, question in enumerate(plan.held_out)
     ]
     try:
-        graded = await asyncio.gather(*tasks)
+        outcomes = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+    graded = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, SlotFailed)]
+    if failures and not graded and version.batches == 0:
+        raise WorkerError(nothing_graded("the held-out questions", failures[0]))
     verdicts = [verdict for group in graded for verdict in group]
     return EvaluationResult(
         num_questions=len(plan.held_out),
@@ -48,7 +56,7 @@ async def _grade(
     question: Question,
     number: int,
     version: WeightsVersion,
-) -> tuple[Verdict, ...]:
+) -> tuple[Verdict, ...] | SlotFailed:
     request = GenerationRequest(
         number, 0, question.input_token_ids, SAMPLES_PER_QUESTION, plan.sampling, seed=number
     )
@@ -57,7 +65,7 @@ async def _grade(
         return await pipeline.verify(number, question, completions)
     except (SlotFailed, DeadlineError) as error:
         logger.warning("held-out question %d is not counted: %s", number, error)
-        return ()
+        return error if isinstance(error, SlotFailed) else SlotFailed("deadline", str(error))
 
 
 def _is_correct(verdict: Verdict) -> bool:

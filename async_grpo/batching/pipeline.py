@@ -17,8 +17,9 @@ from typing import Any
 
 from async_grpo import cluster
 from async_grpo.batching.answers import Scores, check_completions, check_scores
+from async_grpo.batching.grading import Grading
 from async_grpo.batching.groups import GroupRules, Samples, with_scores
-from async_grpo.batching.leased_work import LeasedWork, Progress, Reason, SlotFailed
+from async_grpo.batching.leased_work import LeasedWork, Progress, Reason
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.services import Service, Services
 from async_grpo.batching.stages import StageClock
@@ -70,6 +71,7 @@ class SlotPipeline:
         if services.reference is not None:
             self._registries["logprob"] = Service.registry("logprob", services.reference)
         self._progress = Progress()
+        self._grading = Grading(self._verifiers, timeout_s=timeout_s, progress=self._progress)
         self._workers = {
             role: LeasedWork(
                 registry,
@@ -93,6 +95,11 @@ class SlotPipeline:
     def problem(self) -> str:
         """Why work is being tried again; empty when all is well."""
         return self._progress.problem
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What people should know of the rewards: the first failure of each kind."""
+        return self._grading.warnings
 
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and what was done again in that time."""
@@ -187,17 +194,7 @@ class SlotPipeline:
             for index, completion in enumerate(completions)
         )
         with self._in_stage("verifying", len(requests)):
-            try:
-                verdicts: tuple[Verdict, ...] = await self._verifiers.call(
-                    "verify", requests, timeout_s=self._timeout_s, patience_s=self._timeout_s
-                )
-            except AsyncGrpoError as error:
-                raise SlotFailed("verification", str(error)) from error
-        self._progress.moved()
-        for verdict in verdicts:
-            if verdict.status == "error":
-                raise SlotFailed("verification", f"{verdict.adapter}: {verdict.reason}")
-        return verdicts
+            return await self._grading.verdicts(requests)
 
     async def _score(
         self, samples: Samples, temperature: float, version: WeightsVersion

@@ -69,7 +69,7 @@ class Service:
         """
         clock = asyncio.get_running_loop().time
         started = clock()
-        for pause_s in _pauses():
+        for pause_s in pauses():
             try:
                 return await self.try_call(method, *arguments, timeout_s=timeout_s)
             except ProcessLostError as error:
@@ -98,7 +98,7 @@ class Service:
             self._bundles = self._bundles and Bundles(handle)
 
 
-def _pauses() -> Iterator[float]:
+def pauses() -> Iterator[float]:
     """Seconds between tries: 0.25, 0.5, 1, ... 5, 5, 5."""
     for number in itertools.count():
         yield min(FIRST_PAUSE_S * 2 ** min(number, 10), LONGEST_PAUSE_S)

@@ -11,6 +11,7 @@ from async_grpo.batching.lag import tokens_by_lag
 from async_grpo.types import Group, Sample
 
 Sums = dict[str, float]
+FAILED = -1  # in the place of an attempt: the slot has no group to keep
 
 
 @dataclass(slots=True)
@@ -47,6 +48,11 @@ class StepSums:
         opened.sums[group.ordinal, group.attempt] = group_sums(group.samples) | lag_sums
         opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
 
+    def add_failed(self, step: StepKey, ordinal: int, *, num_samples: int) -> None:
+        """The samples of a slot were given up: they count in nothing but this."""
+        failed: Sums = {"failed_samples": num_samples, "finished_samples": num_samples}
+        self._steps.setdefault(step, _Step()).sums[ordinal, FAILED] = failed
+
     def count_denominator(self, step: StepKey, sample: Sample) -> None:
         """The sample belongs to D: it was trained, or contributes exactly zero."""
         opened = self._steps.setdefault(step, _Step())
@@ -72,6 +78,7 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
     formats = [s.verdict.format_reward for s in samples if s.verdict.format_reward is not None]
     return {
         "num_samples": len(samples),
+        "finished_samples": len(samples),
         "num_groups": 1,
         "reward_sum": sum(rewards),
         "max_reward_in_group_sum": max(rewards),
@@ -85,6 +92,8 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
         "masked_samples": sum(sample.num_trained_tokens == 0 for sample in samples),
         "zero_advantage_samples": sum(sample.advantage == 0.0 for sample in samples),
         "unscorable_samples": sum(s.verdict.status == "unscorable" for s in samples),
+        "overrun_samples": sum(s.verdict.cause == "overrun" for s in samples),
+        "failed_samples": 0,
         "num_replacements": 0,
         "replaced_tokens": 0,
     }

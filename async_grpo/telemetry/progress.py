@@ -118,6 +118,8 @@ def step_line(row: Row, *, num_batches: int) -> str:
         for key, wording in STEP_WORDING.items()
         if row.get(key) is not None
     ]
+    if failed := row.get("perc_failed_samples"):
+        parts.append(f"{number(100 * failed)} % failed")
     return " · ".join(parts)
 
 

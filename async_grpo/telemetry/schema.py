@@ -122,6 +122,12 @@ PIPELINE_METRICS = (
     Metric("perc_timed_out_samples", "timed_out_samples", "ended_samples", "fraction",
            "Timed-out samples", "share (0 to 1) of samples dropped because their group took longer "
            "than --generation-timeout-s, of all that ended in the step; null when there are none"),
+    Metric("perc_overrun_samples", "overrun_samples", "num_samples", "fraction", "Overruns",
+           "share (0 to 1) of samples, unscorable too, on which a reward reached its limit of time "
+           "or memory, twice"),
+    Metric("perc_failed_samples", "failed_samples", "finished_samples", "fraction",
+           "Failed samples", "share (0 to 1) of samples that were dropped with their group, as it "
+           "could not be sampled, graded or scored, of these and the samples that count"),
     Metric("avg_lag", "lag_sum", "num_samples", "batches", "Mean lag",
            "age of a sample's oldest token, in versions of the weights"),
     Metric("avg_token_lag", "token_lag_sum", "output_tokens", "batches", "Mean lag of a token",

@@ -35,6 +35,7 @@ from async_grpo.training.background import in_background
 from async_grpo.training.fingerprints import hash_data, hash_model
 from async_grpo.training.recruitment import Demand, find_services
 from async_grpo.training.resumption import Start, check_contents
+from async_grpo.training.reward_trial import try_rewards
 from async_grpo.training.takeover import take_name
 from async_grpo.types import Question, ResumePoint, SamplingContract, TrainingPair
 from async_grpo.weight_sync.transport import device_id
@@ -114,6 +115,7 @@ def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
             device=device_id(),
         )
     )
+    try_rewards(services.verifiers, plan.questions[0], config)
     return Run(plan, services, start_batcher(plan, services), hashes)
 
 

@@ -245,11 +245,13 @@ class Report:
             "eval_solved": result.num_solved / max(result.num_questions, 1),
         }
         self._evaluated(row | dataclasses.asdict(result))
+        num_sampled = result.num_samples + result.num_failed
         logger.info(
-            "held-out accuracy %.3f, mean reward %.3f, solved at least once %.3f",
+            "held-out accuracy %.3f, mean reward %.3f, solved at least once %.3f%s",
             row["eval_accuracy"],
             row["eval_reward"],
             row["eval_solved"],
+            f", graded {result.num_samples} of {num_sampled}" if result.num_failed else "",
         )
 
     def held_out_loss(self, result: HeldOutLoss) -> None:

@@ -1,7 +1,8 @@
-"""Shows the pipeline's status while the main thread trains, and collects what goes wrong."""
+"""Shows the pipeline's status while the main thread trains, and tells and keeps what goes wrong."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -58,18 +59,29 @@ def call_the_roll(incidents: Incidents, *, timeout_s: float = LAST_LOOK_TIMEOUT_
 def _watch(
     show: Callable[[PipelineStatus], None], incidents: Incidents, stop: threading.Event
 ) -> None:
-    num_rounds = 0
-    while not stop.wait(INTERVAL_S):
-        if num_rounds % ROUNDS_A_ROLL_CALL == 0:
+    said: set[str] = set()
+    for number in itertools.count():
+        is_last = stop.wait(INTERVAL_S)
+        if number % ROUNDS_A_ROLL_CALL == 0 and not is_last:
             call_the_roll(incidents, timeout_s=TIMEOUT_S)
-        num_rounds += 1
         try:
             status = _status()
         except AsyncGrpoError as error:
             logger.debug("no status to show: %s", error)  # whoever needs the batcher says why
-            continue
-        incidents.see_status(status, now_s=time.time())
-        show(status)
+        else:
+            incidents.see_status(status, now_s=time.time())
+            show(status)
+            _warn(status.warnings, said)
+        if is_last:
+            return
+
+
+def _warn(warnings: tuple[str, ...], said: set[str]) -> None:
+    """Each once, even of a batcher that was made anew."""
+    for warning in warnings:
+        if warning not in said:
+            logger.warning(warning)
+        said.add(warning)
 
 
 def _status() -> PipelineStatus:

@@ -103,6 +103,7 @@ class PipelineStatus:
     workers: Mapping[str, int] = field(default_factory=dict)  # healthy workers by role
     worker_tokens: int = 0  # that workers have made, of answers that have come and that will
     problem: str = ""  # what the pipeline is waiting for, when it cannot move
+    warnings: tuple[str, ...] = ()  # of the rewards: the first failure of each kind
 
     @property
     def moves(self) -> tuple[int, int]:

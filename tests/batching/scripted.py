@@ -118,8 +118,8 @@ def make_completion(
     )
 
 
-def make_verdict(reward, *, status="scored", format_reward=None, reason=""):
-    return Verdict(status, reward, format_reward, "scripted", reason, 0.1)
+def make_verdict(reward, *, status="scored", format_reward=None, reason="", cause="", place=""):
+    return Verdict(status, reward, format_reward, "scripted", reason, 0.1, cause, place)
 
 
 def make_sample(

@@ -66,7 +66,7 @@ class Cluster:
         rewards = script.rewards(ordinal, attempt)[: len(requests)]
         verdicts = [make_verdict(reward) for reward in rewards]
         if ordinal in (script.failing_later if attempt else script.failing):
-            verdicts[-1] = make_verdict(0.0, status="error", reason="killed")
+            verdicts[-1] = make_verdict(0.0, status="error", reason="scripted: killed")
         return tuple(verdicts)
 
     async def logprobs(self, request):

@@ -76,7 +76,8 @@ def test_a_step_in_which_every_group_failed_has_a_denominator_of_0():
     items, _, _ = run(train(script))
     end = ends(items[0])[2]
     assert (end.batch, end.step_in_batch) == (1, 0)
-    assert (end.num_samples, end.num_tokens, dict(end.sums)) == (0, 0, {})
+    assert (end.num_samples, end.num_tokens) == (0, 0)
+    assert dict(end.sums) == {"failed_samples": 6, "finished_samples": 6}
     assert end.fates == {
         "trained": 0, "zero_contribution": 0, "failed": 6, "discarded": 6, "replaced": 0
     }  # fmt: skip
@@ -116,11 +117,28 @@ def test_a_question_that_kills_workers_is_asked_no_more(caplog):
 def test_a_run_in_which_nothing_works_is_ended():
     everything = frozenset(range(1000))
     config = make_config(num_training_batches=100, max_staleness=0)
-    script = Script(config=config, failing=everything, slowest_s=0.1)
+    script = Script(config=config, dropped=everything, slowest_s=0.1)
     running = Run(script)
-    with pytest.raises(WorkerError, match=r"32 questions in a row failed, the last: .*killed"):
+    with pytest.raises(WorkerError, match=r"32 questions in a row failed, the last: .*of order"):
         run(running.train())
     assert len(running.cluster.started) == MAX_SEQUENTIAL_FAILURES
+
+
+@pytest.mark.parametrize("dropped", [frozenset(), frozenset({4, 6})])
+def test_a_batch_in_which_nothing_could_be_graded_ends_the_run_before_it_is_trained(dropped):
+    failing = frozenset(range(4, 8)) - dropped
+    running = Run(Script(config=make_config(), failing=failing, dropped=dropped))
+    with pytest.raises(WorkerError, match=r"none of batch 2 could be: reward scripted: killed; on"):
+        run(running.train())
+    assert running.num_published == 1
+
+
+def test_a_batch_of_which_one_question_was_graded_is_trained():
+    failing = frozenset({4, 5, 7})
+    items, _, _ = run(train(Script(config=make_config(), failing=failing)))
+    assert [end.fates["failed"] for end in ends(items[0])] == [0, 9, 0]
+    assert ends(items[0])[1].sums["failed_samples"] == 9
+    assert ends(items[0])[1].sums["finished_samples"] == 12
 
 
 def test_failures_between_successes_do_not_end_a_run():

@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 from script import Script
 from scripted import make_question, run
-from scripted_run import Run, make_config
+from scripted_run import INCARNATION, Run, make_config
 
+from async_grpo.batching import evaluation as module
 from async_grpo.batching.evaluation import SAMPLES_PER_QUESTION
 from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.types import WeightsVersion
 
 
 def evaluate(script, *, num_questions):
@@ -50,6 +52,19 @@ def test_questions_that_could_not_be_graded_are_counted_apart():
     rewards = [script.rewards(number) for number in set(range(6)) - failed]
     assert (result.num_samples, result.num_failed) == (12, 12)
     assert result.reward_sum == pytest.approx(sum(map(sum, rewards)))
+
+
+def test_a_first_evaluation_in_which_nothing_could_be_graded_ends_the_run():
+    everything = frozenset(range(6))
+    with pytest.raises(WorkerError, match="none of the held-out questions could be: reward scr"):
+        evaluate(make_script(failing=everything), num_questions=6)
+
+
+def test_a_later_evaluation_ends_nothing():
+    running = Run(make_script(failing=frozenset(range(6))), held_out=(make_question(),))
+    running.cluster.version = version = WeightsVersion(INCARNATION, 1)
+    result = run(module.evaluate(running.plan, running.batcher._pipeline, version=version))
+    assert (result.num_samples, result.num_failed) == (0, 4)
 
 
 def test_an_evaluation_leaves_the_ledger_and_the_run_alone():

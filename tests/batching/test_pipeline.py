@@ -170,9 +170,9 @@ def test_workers_are_told_the_lease_that_they_work_for():
 
 
 def test_a_verifier_that_failed_loses_the_whole_group():
-    broken = make_verdict(0.0, status="error", reason="killed after 10 s")
+    broken = make_verdict(0.0, status="error", reason="scripted: killed after 10 s")
     stage = Stage(verdicts=Worker((make_verdict(1.0), broken)))
-    assert stage.failure() == ("verification", "scripted: killed after 10 s")
+    assert stage.failure() == ("verification", "reward scripted: killed after 10 s")
 
 
 def test_a_pool_that_is_gone_loses_the_group():

@@ -41,7 +41,7 @@ def close(*groups, max_staleness=3):
 
 
 def test_a_group_is_counted_in_full():
-    unscorable = make_verdict(0.0, status="unscorable", format_reward=0.5)
+    unscorable = make_verdict(0.0, status="unscorable", format_reward=0.5, cause="overrun")
     sums = group_sums(
         (
             make_sample(VERSION, reward=1.0, num_tokens=4, overlong_penalty=0.25),
@@ -51,6 +51,9 @@ def test_a_group_is_counted_in_full():
     )
     assert sums == {
         "num_samples": 3,
+        "finished_samples": 3,
+        "failed_samples": 0,
+        "overrun_samples": 1,
         "num_groups": 1,
         "reward_sum": 1.25,
         "max_reward_in_group_sum": 1.0,

@@ -133,6 +133,9 @@ class ScriptedWorker:
         told = self._told([request.completion.token_ids for request in requests])
         return tuple(Verdict("scored", reward, None, "story", "", 0.0) for reward, _ in told)
 
+    async def try_out(self, request):
+        return (Verdict("scored", 1.0, None, "story", "", 0.0),)
+
     async def logprobs(self, request):
         await self._pause()
         return tuple(reference for _, reference in self._told(request.output_token_ids))

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from async_grpo.telemetry.progress import Progress
+from async_grpo.telemetry.progress import Progress, step_line
 from async_grpo.types import PipelineStatus
 
 STATUS = PipelineStatus(
@@ -82,3 +82,9 @@ def test_without_a_pipeline_the_rows_tell_the_batch():
     progress.see_row({"iteration": 4}, now_s=8.0)
     assert progress.batch_text == "5/10"
     assert progress.remaining_s(8.0) == pytest.approx(12.0)
+
+
+def test_a_step_tells_its_failed_share_when_there_is_one():
+    row = {"step": 1, "avg_reward": 0.5, "perc_failed_samples": 0.25}
+    assert step_line(row, num_batches=9).endswith("reward 0.5 · 25 % failed")
+    assert step_line(row | {"perc_failed_samples": 0.0}, num_batches=9).endswith("reward 0.5")

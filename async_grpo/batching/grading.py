@@ -1,0 +1,97 @@
+"""Verdicts for the outputs of a question, and what went wrong on the way to them.
+
+consumes:     outputs to grade
+produces:     a verdict for each; the first failure of each kind, for people
+waits for:    the verifier pool, and whatever a reward is connected to, up to the stall timeout
+unblocked by: verdicts; a connection that is back
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from async_grpo.batching.leased_work import Progress, SlotFailed
+from async_grpo.batching.services import Service, pauses
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.types import Verdict, VerificationRequest
+
+logger = logging.getLogger(__name__)
+Requests = tuple[VerificationRequest, ...]
+VERIFICATION = "verification"  # the stage that loses what cannot be graded
+MAX_KINDS = 50  # told; a reward that fails in ever new ways is told often enough by then
+
+
+class Grading:
+    """Asks the pool; only a connection that fails is asked again, all else the pool has tried."""
+
+    def __init__(self, verifiers: Service, *, timeout_s: float, progress: Progress) -> None:
+        self._verifiers = verifiers
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._warnings: dict[tuple[str, ...], str] = {}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence for the first failure of each kind: the adapter, the exception, its line."""
+        return tuple(self._warnings.values())
+
+    async def verdicts(self, requests: Requests) -> tuple[Verdict, ...]:
+        """Raises `SlotFailed` when one of them cannot be had: the group is lost as a whole."""
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        verdicts = list(await self._ask(requests))
+        for pause_s in pauses():
+            self._tell(verdicts)
+            away = [n for n, verdict in enumerate(verdicts) if verdict.cause == "connection"]
+            if not away or clock() + pause_s - started > self._timeout_s:
+                break
+            self._progress.problem = f"{VERIFICATION}: reward {verdicts[away[0]].reason}"
+            await asyncio.sleep(pause_s)
+            again = await self._ask(tuple(requests[n] for n in away))
+            for number, verdict in zip(away, again, strict=True):
+                verdicts[number] = verdict
+        for verdict in verdicts:
+            if verdict.status == "error":
+                raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
+        self._progress.moved()
+        return tuple(verdicts)
+
+    async def _ask(self, requests: Requests) -> tuple[Verdict, ...]:
+        try:
+            verdicts: tuple[Verdict, ...] = await self._verifiers.call(
+                "verify", requests, timeout_s=self._timeout_s, patience_s=self._timeout_s
+            )
+        except AsyncGrpoError as error:
+            raise SlotFailed(VERIFICATION, str(error)) from error
+        return verdicts
+
+    def _tell(self, verdicts: Sequence[Verdict]) -> None:
+        for verdict in verdicts:
+            kind = (verdict.adapter, verdict.status, verdict.cause, verdict.place)
+            if verdict.cause and kind not in self._warnings and len(self._warnings) < MAX_KINDS:
+                self._warnings[kind] = self._sentence(verdict)
+                logger.warning("%s", self._warnings[kind])
+
+    def _sentence(self, verdict: Verdict) -> str:
+        if verdict.status == "unscorable":
+            return (
+                f"reward {verdict.adapter} {verdict.reason} on an output: such outputs count as "
+                "unscorable, reward 0, as it grades another sample in time; raise the limit if "
+                "they are innocent"
+            )
+        if verdict.cause == "connection":
+            return (
+                f"reward {verdict.reason}: a connection that it needs fails, it is asked again for "
+                f"up to --stall-timeout-s {self._timeout_s:g}"
+            )
+        return f"reward {verdict.reason}: the groups of such outputs are dropped, and counted"
+
+
+def nothing_graded(of: str, failure: SlotFailed) -> str:
+    """Why a run ends that has nothing to learn from."""
+    return (
+        f"at least one sample must be graded, but none of {of} could be: {failure}; once that is "
+        "mended, the same command goes on from the last checkpoint, or begins again"
+    )
