@@ -24,11 +24,11 @@ class VerifierConfig:
 
     def require_same_rewards(self, running: VerifierConfig, *, users: str) -> None:
         """Raise `ConfigError` when the verifiers `running` for `users` grade in another way."""
-        remedy = "stop what still runs first, or use another --namespace"
+        remedy = "stop these first, or use another --namespace"
         if self._rewards != running._rewards:
             raise ConfigError(
                 "--reward-fns and --reward-registry must be those of the verifiers that run, got "
-                f"{self._rewards} while {users} uses {running._rewards}: {remedy}"
+                f"{self._rewards} while {running._rewards} is used by {users}: {remedy}"
             )
         edited = [name for name, text in self.sources.items() if text != running.sources.get(name)]
         if edited:

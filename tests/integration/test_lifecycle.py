@@ -104,7 +104,9 @@ def test_workers_of_one_run_grade_alike(ray_cluster, generation, tiny_model):
         assert command.wait(timeout_s=60) == 1
         *said, error = command.err.splitlines()
         assert all(line.startswith("INFO ") for line in said)
-        assert error.startswith("error: --reward-fns and --reward-registry must be those of the ver")
+        assert error.startswith(
+            "error: --reward-fns and --reward-registry must be those of the ver"
+        )
         assert f"dispatcher process {generation.pid} on " in error
 
 

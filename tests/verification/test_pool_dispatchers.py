@@ -121,8 +121,8 @@ def test_rewards_in_use_are_kept_and_the_refusal_names_who_uses_them(own):
         assert same == pool
         answer(second.leave(pool))
         told = (
-            "got --reward-fns mathd of reward_registry while dispatcher process 1 on box .*uses "
-            "--reward-fns mine.py:grade of reward_registry: stop what still runs first"
+            "got --reward-fns mathd of reward_registry while --reward-fns mine.py:grade of "
+            "reward_registry is used by dispatcher process 1 on box: stop these first"
         )
         with pytest.raises(ConfigError, match=told):
             come("mathd", pid=3)
