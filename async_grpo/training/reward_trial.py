@@ -40,6 +40,8 @@ def try_rewards(pool: Any, question: Question, config: TrainConfig) -> None:
             f"reward {verdict.reason}: it must grade the first line of {config.data_path}, which "
             f"has {columns}"
         )
+        if verdict.cause == "overrun":
+            raise ConfigError(f"{sentence}: raise the limit, or have the reward do less")
         if verdict.cause not in ("connection", "lost"):
             raise ConfigError(f"{sentence}: correct the reward, the data, or --column-mapping")
         logger.warning("%s; the run starts all the same", sentence)

@@ -45,11 +45,18 @@ def test_the_expected_answer_is_what_rewards_are_tried_on():
     assert request.completion.token_ids.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("cause", ["exception", "overrun", "end"])
-def test_a_reward_that_fails_on_it_refuses_the_run(cause):
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("exception", "correct the reward, the data, or --column-mapping"),
+        ("end", "correct the reward, the data, or --column-mapping"),
+        ("overrun", "raise the limit, or have the reward do less"),
+    ],
+)
+def test_a_reward_that_fails_on_it_refuses_the_run(cause, remedy):
     told = (
         r"^reward mine: KeyError: 'x' \[mine.py:3\]: it must grade the first line of data, which "
-        r"has input, answer: correct the reward, the data, or --column-mapping$"
+        rf"has input, answer: {remedy}$"
     )
     with pytest.raises(ConfigError, match=told):
         try_rewards(Pool(graded("scored"), failed(cause)), QUESTION, make_config(data_path="data"))
