@@ -3,9 +3,9 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from ports import listening_sockets
 
 from async_grpo.loopback import keep_stores_to_loopback
-from benchmarks.ports import listening_sockets
 
 
 @pytest.fixture

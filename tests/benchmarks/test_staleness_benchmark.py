@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from effort import FULL
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(not FULL, reason="two minutes for a benchmark's ends: make test-all"),
+    pytest.mark.slow,
 ]
 
 REPOSITORY = Path(__file__).parents[2]

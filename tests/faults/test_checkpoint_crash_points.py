@@ -14,7 +14,6 @@ Broken on purpose, in a copy -> what failed:
 """
 
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,19 +22,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.training.disk import Disk
-from benchmarks.crash_points import (
+from faults.crash_points import (
     ROOT,
     SCHEDULE,
     damages,
-    figures_of,
     history,
     power_cuts,
     record,
     refusals,
 )
-from benchmarks.kill_writer import kill_writers
-from benchmarks.power_cut import Cut, MemoryDisk
-from benchmarks.saves import save
+from faults.kill_writer import kill_writers
+from faults.power_cut import Cut, MemoryDisk
+from faults.saves import save
 
 SHORT = (10, 20, 30, 20)  # with rotation, and a batch that is saved again
 
@@ -140,11 +138,6 @@ def test_a_cut_forgets_what_was_not_synced():
     assert disk.unsynced(6) == ([5], [])
     assert disk.cut(6, Cut(frozenset(), ())).tree() == (("a", (("b", b"123"),)),)
     assert disk.cut(6, Cut(frozenset([5]), ())).tree() == (("a", (("c", b"123"),)),)
-
-
-def test_what_is_neither_the_last_nor_the_one_after_counts_as_lost():
-    figures = figures_of("cut", Counter(last=3, newer=2, stuck=1))
-    assert [figure.value for figure in figures] == [6, 3, 2, 1]
 
 
 @pytest.mark.integration

@@ -1,19 +1,18 @@
-"""A slice of the kill matrix in every test run; the whole of it with PROOFS=full.
+"""A slice of the kill matrix in every test run; test_fault_matrix.py has the whole of it.
 
 One run bears the faults one after the other. Generation is scripted in the slice, which spares the
-start of two engines; everything else is real. The matrix by itself: `python -m benchmarks.faults`.
+start of two engines; everything else is real.
 """
 
 import random
 from pathlib import Path
 
-import effort
 import pytest
 
-from benchmarks.faults.experiment import books, commit, settled
-from benchmarks.faults.live import LiveRun, Shape
-from benchmarks.faults.plan import MATRIX, Fault
-from benchmarks.faults.report import is_well, line
+from faults.experiment import books, commit, settled
+from faults.live import LiveRun, Shape
+from faults.plan import Fault
+from faults.report import is_well, line
 
 REPOSITORY = Path(__file__).parents[2]
 SLICE = (
@@ -43,11 +42,3 @@ def test_a_run_survives_a_verifier_a_worker_and_its_batcher(tmp_path, monkeypatc
     monkeypatch.chdir(REPOSITORY)
     with LiveRun(tmp_path, Shape(is_scripted=True, num_ranks=1)) as run:
         bear(SLICE, run)
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.skipif(not effort.FULL, reason="PROOFS=full")
-def test_a_real_run_survives_the_whole_matrix(tmp_path, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    with LiveRun(tmp_path, Shape()) as run:
-        bear(MATRIX, run)

@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
+import ports
 import pytest
 from commands import REPOSITORY
 from private_cluster import PrivateCluster, environment, sessions_of
 
 from async_grpo import head
-from benchmarks import ports
 
 pytestmark = pytest.mark.integration
 CONNECT = """

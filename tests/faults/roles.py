@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from benchmarks import procfs
-from benchmarks.faults.live import GUEST, LiveRun
+from faults.live import GUEST, LiveRun
 
 TITLES: dict[str, str | tuple[str, ...]] = {
     "generation worker": ("ray::GenerationWorker", "ray::ScriptedWorker"),

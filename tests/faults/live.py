@@ -16,15 +16,16 @@ from typing import Any
 
 from benchmarks import procfs
 from benchmarks.cores import family
-from benchmarks.faults.books import Work
-from benchmarks.faults.commands import Command
-from benchmarks.faults.members import MARK, Members
-from benchmarks.faults.probe import Probe
 from benchmarks.stack import MODEL, SERVICE_VARIABLES, write_puzzles
 from benchmarks.two_cores import read_rows
+from faults.books import Work
+from faults.commands import Command
+from faults.members import MARK, Members
+from faults.probe import Probe
 
 logger = logging.getLogger(__name__)
 NAMESPACE = "faults"
+TESTS = str(Path(__file__).parents[1])
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 WORKER_LEASE_S = 10.0  # a third of the default, for the sake of the measurement's length
@@ -64,6 +65,7 @@ class LiveRun:
             "RAY_AUTH_MODE": "disabled",  # a cluster of one machine and a few minutes
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": TESTS,  # where this package lies
             MARK: mark,
         }
         self.probe = Probe(self.address, namespace=NAMESPACE, environment=self.environment)
@@ -188,7 +190,7 @@ class LiveRun:
         ]
 
     def _worker_line(self, mode: str) -> list[str]:
-        scripted = ("-m", "benchmarks.scripted_dispatcher")
+        scripted = ("-m", "faults.scripted_dispatcher")
         return [
             *(sys.executable, *(scripted if self.shape.is_scripted else ("worker_dispatcher.py",))),
             *("--model-path", str(MODEL), "--mode", mode),

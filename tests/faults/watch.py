@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import procfs
-from benchmarks.faults.live import LiveRun
-from benchmarks.faults.roles import cast
+from faults.live import LiveRun
+from faults.roles import cast
 
 POLL_INTERVAL_S = 0.1
 BATCHER_RESTARTS = 3  # of one trainer: the next death is meant to end it

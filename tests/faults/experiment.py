@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from benchmarks import procfs
 from benchmarks.cores import family
-from benchmarks.faults.books import Books, audit
-from benchmarks.faults.inject import Slowness, wait_for_phase
-from benchmarks.faults.live import GUEST, LiveRun
-from benchmarks.faults.plan import OPERATED, Fault
-from benchmarks.faults.roles import victims
-from benchmarks.faults.watch import POLL_INTERVAL_S, Sight, Watch
 from benchmarks.procfs import send
+from faults.books import Books, audit
+from faults.inject import Slowness, wait_for_phase
+from faults.live import GUEST, LiveRun
+from faults.plan import OPERATED, Fault
+from faults.roles import victims
+from faults.watch import POLL_INTERVAL_S, Sight, Watch
 
 logger = logging.getLogger(__name__)
 RECOVERY_TIMEOUT_S = 300.0

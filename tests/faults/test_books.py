@@ -14,10 +14,10 @@ import uuid
 
 import pytest
 
-from benchmarks.faults.books import Work, audit
-from benchmarks.faults.members import MARK, Members
-from benchmarks.faults.plan import ENDING, MATRIX, ROLES, Fault, matrix, random_kills
-from benchmarks.slopes import slope
+from faults.books import Work, audit
+from faults.members import MARK, Members
+from faults.plan import ENDING, MATRIX, ROLES, Fault, matrix, random_kills
+from faults.slopes import slope
 
 WORK = Work(batch_size=2, group=3, max_staleness=1)
 

@@ -22,7 +22,7 @@ class Probe:
     """One question, one line of JSON; a probe that does not answer is replaced."""
 
     def __init__(self, address: str, *, namespace: str, environment: Mapping[str, str]) -> None:
-        self._line = [sys.executable, "-m", "benchmarks.faults.probe", address, namespace]
+        self._line = [sys.executable, "-m", "faults.probe", address, namespace]
         self._environment = dict(environment)
         self._child: subprocess.Popen[str] | None = None
 

@@ -10,26 +10,18 @@ histories of several cuts, and for a real process on the real disk, killed at ra
 from __future__ import annotations
 
 import errno
-import logging
 import random
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
 from async_grpo.errors import CheckpointError
 from async_grpo.training.checkpoint_folder import CheckpointFolder
-from benchmarks import results
-from benchmarks.failing_disk import FailingDisk
-from benchmarks.kill_writer import kill_writers
-from benchmarks.power_cut import Image, MemoryDisk, cuts, random_cut
-from benchmarks.results import Figure
-from benchmarks.saves import KEEP, number_of, save
+from faults.failing_disk import FailingDisk
+from faults.power_cut import Image, MemoryDisk, cuts, random_cut
+from faults.saves import KEEP, number_of, save
 
-NAME = "crash_points"
 ROOT = Path("/run/checkpoints")
 SCHEDULE = (10, 20, 30, 40, 30, 40, 40, 50)  # twice resumed from further back
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS)
@@ -166,65 +158,3 @@ def _damaged(content: bytes, *, stride: int) -> Iterator[bytes]:
         yield (number ^ 1 << bit).to_bytes(len(content), "big")
     for size in range(0, len(content), stride):
         yield content[:size]
-
-
-@click.command(help=(__doc__ or "").strip())
-@click.option("--seed", default=0, show_default=True)
-@click.option(
-    "--random-cuts", default=32, show_default=True, help="a point, beside systematic ones"
-)
-@click.option("--histories", default=1000, show_default=True, help="of six power cuts each")
-@click.option("--kills", default=20, show_default=True, help="SIGKILLs of a real writer")
-@click.option("--results-dir", default=str(results.FOLDER), show_default=True)
-def main(seed: int, random_cuts: int, histories: int, kills: int, results_dir: str) -> None:
-    """Crash the writer of checkpoints."""
-    logging.getLogger("async_grpo").setLevel("CRITICAL")  # it warns of every refusal
-    click.echo(f"{results.machine()}, {results.load()}")
-    recorded = record(SCHEDULE)
-    rng = random.Random(seed)
-    many: Counter[str] = Counter()
-    for _ in range(histories):
-        many += history(rng, num_cuts=6)
-    with tempfile.TemporaryDirectory() as folder:
-        killed = kill_writers(Path(folder) / "checkpoints", num_kills=kills, seed=seed)
-    in_the_middle = killed.pop("in the middle")
-    outcomes = {
-        "power cut": power_cuts(recorded, seed=seed, num_random=random_cuts),
-        "power cut after power cut": many,
-        "refused operation": refusals(SCHEDULE),
-        "flipped bit or short file": damages(recorded.disk.settled()),
-        "SIGKILL": killed,
-    }
-    show(len(recorded.disk.log), in_the_middle, outcomes)
-    figures = [
-        Figure("operations recorded", len(recorded.disk.log), "operations", "higher"),
-        Figure("SIGKILL, in the middle of a save", in_the_middle, "kills", "higher"),
-        *(figure for title, seen in outcomes.items() for figure in figures_of(title, seen)),
-    ]
-    click.echo(f"wrote {results.write(NAME, figures, folder=Path(results_dir))}")
-
-
-def show(num_operations: int, in_the_middle: int, outcomes: Mapping[str, Counter[str]]) -> None:
-    """The table on the screen."""
-    header = ("fault", "tried", "last that had returned", "complete one after it", "lost")
-    rows = [
-        (title, *(f"{figure.value:,}" for figure in figures_of(title, seen)))
-        for title, seen in outcomes.items()
-    ]
-    click.echo(f"{num_operations} operations recorded; {in_the_middle} SIGKILLs amid a save")
-    click.echo(results.table(header, rows))
-
-
-def figures_of(title: str, outcomes: Counter[str]) -> list[Figure]:
-    """What the file holds of one kind of fault."""
-    lost = outcomes.total() - outcomes["last"] - outcomes["newer"]
-    return [
-        Figure(f"{title}, tried", outcomes.total(), "states", "higher"),
-        Figure(f"{title}, found the last that had returned", outcomes["last"], "states", "higher"),
-        Figure(f"{title}, found the complete one after it", outcomes["newer"], "states", "higher"),
-        Figure(f"{title}, lost", lost, "states", goal=0),
-    ]
-
-
-if __name__ == "__main__":
-    main()

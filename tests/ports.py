@@ -1,30 +1,22 @@
-"""Who listens while a quick start runs, and who of them answers from outside this machine.
+"""Who listens, and who of them answers from outside this machine.
 
-    python -m benchmarks.ports
-
-Starts a short quick start, waits until it trains, finds every listening socket of its processes in
-/proc, and connects to each port at the machine's own address instead of the loopback one; Ray's
-ports are also asked for the cluster's id without a token.
+Finds every listening socket of some processes in /proc, and connects to each port at the machine's
+own address instead of the loopback one; Ray's ports are also asked for the cluster's id without a
+token.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from async_grpo.cli.interrupts import interrupt_once
-from benchmarks import procfs, results
+from benchmarks import procfs
 
-READY_TIMEOUT_S = 400.0
 CONNECT_TIMEOUT_S = 3.0
 LISTENING = "0A"
 # One question of each of Ray's services that changes nothing.
@@ -37,13 +29,6 @@ QUESTIONS = (
     "ObjectManagerService/Pull",
 )
 NOT_SPOKEN = ("UNIMPLEMENTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN", "INTERNAL")
-QUICKSTART = (
-    "-c",
-    "from async_grpo.cli.main import main; main()",
-    "quickstart",
-    "--num-batches",
-    "1000",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +40,6 @@ class Port:
     bound_to: str  # an address, or "*" for every interface
     outside: str  # what the machine's other address answers: refused, open, another (process does)
     without_token: str  # what Ray's protocol gets there: its status, or nothing
-
-
-def main() -> None:
-    """Print and record every listening port."""
-    interrupt_once()  # so that SIGTERM too ends what was started
-    with tempfile.TemporaryDirectory() as folder, _quickstart(Path(folder) / "run") as leader:
-        ports = scan(_family(leader), outside=outside_address())
-    ports = sorted(ports, key=lambda port: (port.bound_to, port.process, port.port))
-    rows = [list(map(str, asdict(port).values())) for port in ports]
-    print(results.table(("process", "port", "bound to", "from outside", "without a token"), rows))
-    refusing = count(ports, without_token="UNAUTHENTICATED")
-    speaking = len(ports) - count(ports, without_token="")
-    figures = [
-        results.Figure("listening", len(ports), "ports"),
-        results.Figure("on every interface", count(ports, bound_to="*"), "ports", goal=0),
-        results.Figure("open from outside", count(ports, outside="open"), "ports", goal=0),
-        results.Figure("of Ray, wanting a token", refusing, "ports", better="higher"),
-        results.Figure("of Ray, wanting none", speaking - refusing, "ports", goal=0),
-    ]
-    print("\n" + results.show(figures))
-    print(f"\nwritten to {results.write('ports', figures)}")
-
-
-def count(ports: list[Port], **wanted: str) -> int:
-    """How many ports are all of that.
-
-    >>> ports = [Port("a", 1, "*", "open", ""), Port("b", 2, "127.0.0.1", "refused", "")]
-    >>> count(ports, bound_to="*"), count(ports)
-    (1, 2)
-    """
-    return sum(all(getattr(port, k) == v for k, v in wanted.items()) for port in ports)
 
 
 def scan(pids: set[int], *, outside: str) -> list[Port]:
@@ -174,14 +128,6 @@ def _ask_ray(host: str, port: int) -> str:
     return ""
 
 
-def _family(leader: int) -> set[int]:
-    """A process and everything that descends from it."""
-    table, family = dict(procfs.processes()), {leader}
-    while more := {pid for pid, (parent, _) in table.items() if parent in family} - family:
-        family |= more
-    return family
-
-
 def _sockets_of(pid: int) -> Iterator[str]:
     with contextlib.suppress(*procfs.GONE):
         for entry in os.listdir(f"/proc/{pid}/fd"):
@@ -198,32 +144,3 @@ def _name(pid: int) -> str:
         interesting = [name for name in names[:3] if not name.startswith("python")]
         return (interesting or names or ["?"])[0][:40]
     return "ended"
-
-
-@contextlib.contextmanager
-def _quickstart(folder: Path) -> Iterator[int]:
-    """The process id of a quick start that trains."""
-    with tempfile.TemporaryFile("w+") as screen:
-        child = subprocess.Popen(
-            [sys.executable, *QUICKSTART, "--output-dir", str(folder)],
-            stdout=screen, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            _wait_for_training(child, folder, screen)
-            yield child.pid
-        finally:
-            child.send_signal(signal.SIGINT)
-            child.wait(60)
-
-
-def _wait_for_training(child: subprocess.Popen[bytes], folder: Path, screen: object) -> None:
-    metrics, deadline = folder / "training_metrics.jsonl", time.monotonic() + READY_TIMEOUT_S
-    while not (metrics.exists() and len(metrics.read_bytes().splitlines()) >= 2):
-        if child.poll() is not None or time.monotonic() > deadline:
-            screen.seek(0)  # type: ignore[attr-defined]
-            raise SystemExit(f"the quick start does not train:\n{screen.read()}")  # type: ignore[attr-defined]
-        time.sleep(1.0)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from benchmarks.cores import family
-from benchmarks.faults.live import LiveRun
-from benchmarks.faults.plan import Phase
 from benchmarks.procfs import send
+from faults.live import LiveRun
+from faults.plan import Phase
 
 PHASE_TIMEOUT_S = 30.0
 MOST_IDLE_S = 2.0  # before a fault at any moment

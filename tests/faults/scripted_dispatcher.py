@@ -13,14 +13,14 @@ class ScriptedWorker(worker.GenerationWorker):
     """The real one, but for its engine."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        from benchmarks import scripted_engine
+        from faults import scripted_engine
 
         sys.modules["async_grpo.rollout.engine"] = scripted_engine
         super().__init__(*args, **options)
 
 
 if __name__ == "__main__":
-    from benchmarks.scripted_dispatcher import ScriptedWorker as Importable  # not of __main__
+    from faults.scripted_dispatcher import ScriptedWorker as Importable  # not of __main__
 
     worker.GenerationWorker = Importable  # type: ignore[misc]
     main()

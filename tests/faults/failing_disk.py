@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.training.disk import Kind
-from benchmarks.power_cut import Image, MemoryDisk
+from faults.power_cut import Image, MemoryDisk
 
 
 class FailingDisk(MemoryDisk):

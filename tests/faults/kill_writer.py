@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from async_grpo.training.checkpoint_folder import CheckpointFolder
 from async_grpo.training.disk import DISK
-from benchmarks.saves import KEEP, number_of, save
+from faults.saves import KEEP, number_of, save
 
 SIZE_BYTES = 1 << 18
 LONGEST_LIFE_S = 0.12  # several saves
@@ -49,8 +50,9 @@ def kill_writers(root: Path, *, num_kills: int, seed: int) -> Counter[str]:
 
 def _killed_after(root: Path, *, first: int, life_s: float) -> int:
     """The last number that a writer reported before it was killed."""
-    command = [sys.executable, "-m", "benchmarks.kill_writer", str(root), str(first)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+    command = [sys.executable, "-m", "faults.kill_writer", str(root), str(first)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as writer:
         assert writer.stdout is not None
         ready = int(writer.stdout.readline())
         time.sleep(life_s)
