@@ -6,8 +6,6 @@ NAMES = (
     "packing",  # token budget used, imbalance and fillers, by packing rule
     "rounds",  # when a round of minibatches goes out
     "scaling",  # devices on paper: which part saturates first
-    "logprobs",  # time and memory of log-probabilities and loss, by chunk
-    "attention",  # packed, padded and dense-masked, by length
     "control_plane",  # leases, samples and verdicts a second
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
     "startup",  # command to first optimizer step, by phase
@@ -17,4 +15,4 @@ NAMES = (
 )
 # What only the clock of a script or the shape of a computation decides, or is measured as a ratio
 # of neighbours within seconds.
-GUARDED = ("packing", "rounds", "scaling", "logprobs", "attention", "control_plane")
+GUARDED = ("packing", "rounds", "scaling", "control_plane")

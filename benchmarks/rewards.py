@@ -1,4 +1,4 @@
-"""Rewards of which a benchmark knows what they cost.
+"""A reward of which a benchmark knows what it costs.
 
 `--reward-fns benchmarks/rewards.py:scattered`: it never repeats, so that every sample is trained
 and the work does not depend on luck.
@@ -6,7 +6,6 @@ and the work does not depend on luck.
 
 from __future__ import annotations
 
-import time
 import zlib
 from typing import Any
 
@@ -18,17 +17,3 @@ def scattered(sample: dict[str, Any], **_kwargs: Any) -> dict[str, float]:
     {'reward': 0.24838435277342796}
     """
     return {"reward": zlib.crc32(repr(sample["output_token_ids"]).encode()) / 2**32}
-
-
-def asleep(sample: dict[str, Any], **_kwargs: Any) -> dict[str, float]:
-    """Ten milliseconds without a processor."""
-    time.sleep(0.01)
-    return {"reward": 1.0}
-
-
-def busy(sample: dict[str, Any], **_kwargs: Any) -> dict[str, float]:
-    """Ten milliseconds of a processor."""
-    end = time.process_time() + 0.01
-    while time.process_time() < end:
-        pass
-    return {"reward": 1.0}

@@ -144,4 +144,4 @@ def measure(way: str, *, shape: Shape, num_tokens: int, repeats: int = 7) -> Ite
         rates = [arithmetic / value for value in times]
         yield median(f"{name}, arithmetic", rates, "TFLOP/s", better="higher")
         peak = clock.peak_bytes(work, device=device)
-        yield from clock.memory_figure(f"{name}, extra memory", peak, device=device)
+        yield Figure(f"{name}, extra memory", peak / clock.GIB, "GiB")

@@ -1,6 +1,7 @@
 """Log-probabilities of a 152k vocabulary, forward and backward: ours in chunks, and others' ways.
 
-Every way gets the same bf16 hidden states and head and makes the gradient of both. `full logits` is
+Every way gets the same hidden states and head (bf16; float32 without a device) and makes the
+gradient of both. `full logits` is
 the plain form, float32 logits in one piece. Liger's fused losses are whole losses: cross-entropy
 (no weights, no entropy) and GRPO (outputs padded to rows).
 """
@@ -8,6 +9,7 @@ the plain form, float32 logits in one piece. Liger's fused losses are whole loss
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,6 +74,7 @@ def liger_grpo(hidden: Tensor, head: Tensor, ids: Tensor) -> Tensor:
 
 WAYS: dict[str, Loss] = {
     "full logits": full_logits,
+    "chunks of 128": chunked(128),
     "chunks of 512": chunked(512),
     "chunks of 1024": chunked(1024),
     "chunks of 4096": chunked(4096),
@@ -84,20 +87,33 @@ WAYS: dict[str, Loss] = {
 def measure(
     way: str, *, num_tokens: int, hidden_size: int, vocabulary: int, repeats: int = 7
 ) -> Iterator[Figure]:
-    """Time and peak memory of one way; its inputs and their gradients are not counted."""
+    """Time and peak memory of one way."""
+    device = clock.find_device()
+    inputs = make_inputs(num_tokens, hidden_size=hidden_size, vocabulary=vocabulary)
+    work = partial(run, WAYS[way], inputs)
+    times = clock.repeated(work, device=device, warmups=2, repeats=repeats)
+    yield median(f"head, {way}, time", times, "s")
+    yield Figure(f"head, {way}, extra memory", extra_bytes(way, inputs) / clock.GIB, "GiB")
+
+
+def make_inputs(num_tokens: int, *, hidden_size: int, vocabulary: int) -> list[Tensor]:
+    """Hidden states [N, H], head [V, H] and ids [N]."""
     device = clock.find_device()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     hidden = torch.randn(num_tokens, hidden_size, device=device, dtype=dtype)
     head = torch.randn(vocabulary, hidden_size, device=device, dtype=dtype) * 0.02
     ids = torch.randint(vocabulary, (num_tokens,), device=device)
-    inputs = [hidden.requires_grad_(), head.requires_grad_()]
+    return [hidden.requires_grad_(), head.requires_grad_(), ids]
 
-    def work() -> None:
-        torch.autograd.backward(WAYS[way](*inputs, ids))
-        hidden.grad = head.grad = None
 
-    times = clock.repeated(work, device=device, warmups=2, repeats=repeats)
-    yield median(f"head, {way}, time", times, "s")
-    peak = clock.peak_bytes(work, device=device) - hidden.nbytes - head.nbytes
-    yield from clock.memory_figure(f"head, {way}, extra memory", peak, device=device)
+def run(loss: Loss, inputs: list[Tensor]) -> None:
+    """Forward and backward."""
+    loss(*inputs).backward()
+    inputs[0].grad = inputs[1].grad = None
+
+
+def extra_bytes(way: str, inputs: list[Tensor]) -> int:
+    """The most that one pass takes beyond its inputs and their gradients."""
+    peak = clock.peak_bytes(partial(run, WAYS[way], inputs), device=inputs[0].device)
+    return peak - inputs[0].nbytes - inputs[1].nbytes

@@ -63,18 +63,12 @@ def _trainer(variants: Sequence[Variant], *, toy: bool) -> list[Trial]:
 
 
 def _head(way: str, *, toy: bool) -> Trial:
-    shape, num_tokens = (TOY, 2048) if toy else (QWEN_15B, BUDGET)
-    work = partial(
-        heads.measure,
-        way,
-        num_tokens=num_tokens,
-        hidden_size=shape.hidden,
-        vocabulary=shape.vocabulary,
-    )
+    num_tokens, hidden, words = (512, 64, 32_000) if toy else (BUDGET, QWEN_15B.hidden, 151_936)
+    work = partial(heads.measure, way, num_tokens=num_tokens, hidden_size=hidden, vocabulary=words)
     return Trial(f"head, {way}", work)
 
 
 def _attention(way: str, *, toy: bool) -> Trial:
-    shape, num_tokens = (TOY, 512) if toy else (QWEN_15B, BUDGET)
+    shape, num_tokens = (TOY, 2048) if toy else (QWEN_15B, BUDGET)
     work = partial(attention.measure, way, shape=shape, num_tokens=num_tokens)
     return Trial(f"attention, {way}", work)

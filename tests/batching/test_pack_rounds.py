@@ -22,8 +22,7 @@ from async_grpo.batching.admission import StepKey
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.batching.placement import Sizes, even_out, place, place_tightly
 from async_grpo.batching.rounds import RoundFormer, StepMarker
-from benchmarks.packing import SHAPES, compare, lengths_of
-from benchmarks.packing_rules import Case
+from benchmarks.packing import SHAPES, Case, lengths_of, plan
 
 BUDGET = 1000
 STEP = StepKey(0, 0)
@@ -106,16 +105,16 @@ def test_plans_are_near_the_lower_bound(shape):
         for max_tokens in (16_384, 32_768):
             for count in (256, 1024):
                 case = Case(lengths_of(shape, count), num_ranks, max_tokens, 22_973.0)
-                found = compare(case, rules=("ours",))
-                slowness.append(found.slowness("ours"))
-                assert found.by_rule["ours"].num_rounds <= 1.03 * found.fewest_rounds + 1e-9
+                found = plan(case)
+                slowness.append(found.slowness)
+                assert found.num_rounds <= 1.03 * found.fewest_rounds + 1e-9
     assert np.median(slowness) <= 1.01
     assert np.mean(np.array(slowness) <= 1.03) >= 0.9
 
 
 def test_a_round_is_filled_up_to_its_longest_sample():
     case = Case(lengths_of("reasoning", 1024), 64, 32_768, 8192.0)  # 16k tokens cost 48k
-    assert compare(case, rules=("ours",)).slowness("ours") <= 1.02  # all rounds alike: above 1.15
+    assert plan(case).slowness <= 1.02  # all rounds alike: above 1.15
 
 
 def test_bins_stay_full_where_thousands_of_samples_hardly_fit():
