@@ -4,7 +4,6 @@ from __future__ import annotations
 
 NAMES = (
     "packing",  # token budget used, imbalance and fillers, by packing rule
-    "rounds",  # when a round of minibatches goes out
     "scaling",  # devices on paper: which part saturates first
     "control_plane",  # leases, samples and verdicts a second
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
@@ -15,4 +14,4 @@ NAMES = (
 )
 # What only the clock of a script or the shape of a computation decides, or is measured as a ratio
 # of neighbours within seconds.
-GUARDED = ("packing", "rounds", "scaling", "control_plane")
+GUARDED = ("packing", "scaling", "control_plane")

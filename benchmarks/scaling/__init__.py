@@ -1,6 +1,5 @@
-"""Scale on paper: the whole service on a virtual clock, from 8 to 10,000 devices.
+"""The service on a virtual clock, from one engine to 10,000 devices: see docs/scaling.md.
 
-What decides is the real code (admission, balancer, ledger, rounds and packing, coalescer); what
-takes time is a rate, each with its source in `hardware`. `validation` runs the same simulation with
-this machine's rates, beside runs that were measured.
+What decides is the service's own code (admission, balancer, ledger, rounds and packing, outbox);
+what takes time is a rate, each with its source in `hardware`.
 """

@@ -2,8 +2,7 @@
 
 An engine's step is a roofline: weights and caches are read from memory, products computed, and
 every layer's halves are summed over the engine's devices. Its three constants were chosen to meet
-two published latencies (vLLM's own, H200, 8B on one device and 70B on four); `latency_figures`
-compares it with others.
+two published latencies (vLLM's own, H200, 8B on one device and 70B on four).
 """
 
 from __future__ import annotations
@@ -12,20 +11,16 @@ from dataclasses import dataclass
 from math import log2
 
 from async_grpo.batching.packing import attention_ratio
-from benchmarks.results import Figure
 from benchmarks.scaling.engine import EngineRates
-from benchmarks.scaling.references import ReferenceRates
 from benchmarks.scaling.scenario import ControlCosts, SyncRates, TrainerRates
 
 BYTES = 2  # bfloat16, of weights and caches
 DEVICES_A_NODE = 8
-BUCKET_BYTES = 256 << 20  # of weights
-PROMPT_TOKENS = 200
-MEAN_CONTEXT_SHARE = 2_600  # tokens of a running sequence, seen at random, for the room it needs
+MEAN_CONTEXT = 2_600  # tokens of a running sequence, seen at random, for the room it needs
 
 # NVIDIA's data sheets.
-FLOPS = 989e12  # H100 SXM and H200, bfloat16, dense
-H100_BYTES_PER_S, H200_BYTES_PER_S = 3.35e12, 4.8e12
+FLOPS = 989e12  # H100 SXM, bfloat16, dense
+MEMORY_BYTES_PER_S = 3.35e12
 DEVICE_BYTES = 80e9
 NETWORK_BYTES_PER_S = 50e9  # a device's 400 Gb/s
 PCIE_BYTES_PER_S = 64e9  # Gen5 x16, one direction
@@ -85,12 +80,10 @@ MODELS = {
 }  # fmt: skip
 
 
-def engine_rates(
-    model: Model, *, devices: int | None = None, bytes_per_s: float = H100_BYTES_PER_S
-) -> EngineRates:
-    """Of one engine on `devices`, by default as many as the service gives it."""
-    devices = devices or model.devices_per_engine
-    memory = devices * bytes_per_s * MEMORY_SHARE
+def engine_rates(model: Model) -> EngineRates:
+    """Of one engine on as many devices as the service gives it."""
+    devices = model.devices_per_engine
+    memory = devices * MEMORY_BYTES_PER_S * MEMORY_SHARE
     product_s = 2 * model.parameters / (devices * FLOPS * COMPUTE_SHARE)
     all_reduces = 2 * model.layers if devices > 1 else 0
     room = devices * DEVICE_BYTES * MEMORY_FOR_ENGINE - model.size_bytes
@@ -99,7 +92,7 @@ def engine_rates(
         per_sequence_s=product_s,
         per_kv_token_s=model.kv_bytes / memory,
         per_prefill_token_s=product_s,
-        capacity=min(MAX_NUM_SEQS, int(room / model.kv_bytes / MEAN_CONTEXT_SHARE)),
+        capacity=min(MAX_NUM_SEQS, int(room / model.kv_bytes / MEAN_CONTEXT)),
     )
 
 
@@ -120,92 +113,24 @@ def trainer_rates(model: Model) -> TrainerRates:
     )
 
 
-def reference_rates(model: Model, *, workers: int) -> ReferenceRates | None:
-    """One worker a device, where there is a reference: a forward is a third of a training step."""
-    if not workers:
-        return None
-    return ReferenceRates(workers=workers, tokens_per_second=3 * model.train_tokens_per_s)
-
-
-def sync_rates(
-    model: Model, *, engine_nodes: int, pack_bytes_per_s: float, by_tree: bool = False
-) -> SyncRates:
-    """Rank 0 gathers float32 shards, packs bfloat16 into the store; nodes pass the bytes on.
-
-    `by_tree`: every node sends each bucket to two others at the speed of its network.
-    """
+def sync_rates(model: Model, *, engine_nodes: int) -> SyncRates:
+    """Rank 0 gathers float32 shards, packs bfloat16 into the store; nodes pass the bytes on."""
     gather_s = 4 * model.parameters / (NETWORK_BYTES_PER_S * NETWORK_SHARE)
-    if by_tree:
-        copies = 2 * (model.size_bytes + log2(1 + engine_nodes) * BUCKET_BYTES)
-        transfer_s = copies / (NETWORK_BYTES_PER_S * NETWORK_SHARE)
-    else:
-        hops = log2(1 + engine_nodes) / log2(1 + RAY_BROADCAST_NODES)
-        per_byte_s = RAY_BROADCAST_S / RAY_BROADCAST_BYTES / BROADCAST_SPEED_UP
-        transfer_s = model.size_bytes * per_byte_s * hops
+    hops = log2(1 + engine_nodes) / log2(1 + RAY_BROADCAST_NODES)
+    per_byte_s = RAY_BROADCAST_S / RAY_BROADCAST_BYTES / BROADCAST_SPEED_UP
     share = model.size_bytes / model.devices_per_engine
     return SyncRates(
-        gather_s=gather_s + model.size_bytes / pack_bytes_per_s,
-        transfer_s=transfer_s,
+        gather_s=gather_s + model.size_bytes / PACK_BYTES_PER_S,
+        transfer_s=model.size_bytes * per_byte_s * hops,
         load_s=share / (PCIE_BYTES_PER_S * PCIE_SHARE),
     )
 
 
-# One core of this machine (2 x AMD EPYC): see docs/scaling.md, and benchmarks/results/.
-# Weights: `Publisher.collect` packs and checksums 3.2 GB/s, the store's first copy takes 1.2 GB/s.
+# One core of two AMD EPYC. `Publisher.collect` packs and checksums 3.2 GB/s, the store's first copy
+# takes 1.2 GB/s. By benchmarks.control_plane, CPU seconds on a loaded machine: a lease in bundled
+# calls 0.10 ms, a ping 0.6 ms, a sample through the batcher 0.6 ms in groups of 8; how that splits,
+# and what a rank's request costs, are assumptions.
 PACK_BYTES_PER_S = 0.9e9
-# Control plane: benchmarks.control_plane, CPU seconds on this machine while it was loaded. A lease
-# in bundled calls 0.10 ms, a ping 0.6 ms, a sample through the batcher 0.55 to 0.6 ms in groups of
-# 8, a verdict through the pool's own process 0.2 ms. How the batcher's splits is an assumption.
 CONTROL = ControlCosts(
-    registry_call_s=0.1e-3 / 3,
-    ping_s=0.6e-3,
-    batcher_group_s=2.5e-3,
-    batcher_sample_s=0.25e-3,
-    batcher_item_s=0.5e-3,
-    batcher_token_s=2 * 9 / 1.0e9,
-    pool_sample_s=0.2e-3,
-    verification_s=1.6e-3,
+    group_s=2.6e-3, sample_s=0.25e-3, item_s=0.5e-3, ping_s=0.6e-3, verification_s=1.6e-3
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """A published time of one decode step."""
-
-    source: str
-    model: str
-    devices: int
-    bytes_per_s: float
-    sequences: int
-    context: int  # tokens of each, on the average
-    seconds: float
-
-
-LATENCIES = (
-    # The two that the constants were chosen for: batch 8, 32 tokens in, 128 out.
-    Latency("vLLM", "8B", 1, H200_BYTES_PER_S, 8, 96, 0.8334 / 128),
-    Latency("vLLM", "70B", 4, H200_BYTES_PER_S, 8, 96, 2.0775 / 128),
-    # Others; NIM's page gives 70B results whose first line is one sequence, whose devices it names
-    # elsewhere: bfloat16 on four H100 is the setting that its one-sequence latency fits.
-    Latency("NIM", "70B", 4, H100_BYTES_PER_S, 1, 700, 0.01321),
-    Latency("NIM", "70B", 4, H100_BYTES_PER_S, 50, 700, 0.01742),
-    Latency("NIM", "70B", 4, H100_BYTES_PER_S, 200, 700, 0.03107),
-)
-LLAMA_8B = Model(
-    name="8B", parameters=8.03e9, layers=32, attention_width=4096, kv_width=1024,
-    devices_per_engine=1, train_tokens_per_s=0.0,
-)  # fmt: skip
-
-
-def latency_figures() -> list[Figure]:
-    """Our step by the published one."""
-    figures = []
-    for known in LATENCIES:
-        model = LLAMA_8B if known.model == "8B" else MODELS[known.model]
-        rates = engine_rates(model, devices=known.devices, bytes_per_s=known.bytes_per_s)
-        step_s = rates.seconds_a_step(known.sequences, known.sequences * known.context)
-        name = f"decode step, {known.model} on {known.devices}, {known.sequences} sequences"
-        figures.append(
-            Figure(f"{name}, {known.source}", step_s / known.seconds, "model / published")
-        )
-    return figures

@@ -1,226 +1,282 @@
-"""One run of the whole service: questions go round from admission to new weights.
+"""One run of the service on a virtual clock: questions go round from admission to new weights.
 
-    admission ─▶ batcher ─▶ registry ─▶ engine ─▶ batcher ─▶ registry ─▶ pool ─▶ verifiers
-        ▲                                                                          │
-    published ◀─ engines load ◀─ weights ◀─ trainers ◀─ rounds ◀─ batcher ◀────────┘
+    admission ─▶ lease ─▶ engine ─▶ verifiers ─▶ rounds ─▶ trainers ─▶ weights ─▶ admission
 
-Admission window, balancer, ledger, packing and rounds are the service's own code. Each batcher,
-registry and the pool's actor is a process that serves one call at a time.
+Admission window, balancer, ledger, rounds with their packing, and outbox are the service's own
+code. Registry and batcher are one process here, which serves one call at a time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.ledger import Ledger
+from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
-from async_grpo.types import WeightsVersion
-from benchmarks.scaling.clock import Actor, Clock, Slots
+from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
+from async_grpo.routing.balancer import Balancer, LeaseGrant
+from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
+from benchmarks.scaling import clock
 from benchmarks.scaling.engine import Engine
-from benchmarks.scaling.fleet import Fleet
-from benchmarks.scaling.outcome import Books, Outcome, measured
-from benchmarks.scaling.references import References
-from benchmarks.scaling.rounds import Rounds
 from benchmarks.scaling.scenario import Scenario
-from benchmarks.scaling.shared_cores import SharedCores
-from benchmarks.scaling.trainers import Trainers
+
+PING_INTERVAL_S = 5.0
 
 
-def simulate(
-    scenario: Scenario, *, deterministic: bool = False, cores: SharedCores | None = None
-) -> Outcome:
-    """Run all batches. `deterministic`: a step is trained when it is complete, never before.
+@dataclass(slots=True)
+class Step:
+    """What became of one gradient step; seconds within it, over all engines where they are."""
 
-    `cores`: one engine, one rank and all other processes share two cores; by default everybody has
-    one of their own.
-    """
-    return _Service(scenario, deterministic, cores).run()
+    start_s: float  # the end of the step before
+    end_s: float = 0.0
+    first_ready_s: float = 0.0  # its first group was graded
+    first_backward_s: float = 0.0
+    busy_s: float = 0.0  # in rounds: as long as the slowest rank
+    gathering_s: float = 0.0
+    blocked_s: float = 0.0  # the publication before was not through
+    num_rounds: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0  # prompts and outputs, as trained
+    engines_busy_s: float = 0.0  # with any sequence
+    engines_stalled_s: float = 0.0  # loading weights, reading prompts and caches
+    sequence_s: float = 0.0  # places of engines that hold one
+    control_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def ours(scenario: Scenario) -> RoundFormer:
+    """The batcher's own rule."""
+    return _former(scenario)
+
+
+def whole_batch(scenario: Scenario) -> RoundFormer:
+    """A step is trained when it is complete, never before."""
+    return _former(scenario, deterministic=True)
+
+
+def whatever_there_is(scenario: Scenario) -> RoundFormer:
+    """A round goes out whenever trainers ask and anything is ready."""
+    return _former(scenario, fill_target=1e-12)
+
+
+def _former(scenario: Scenario, **options: Any) -> RoundFormer:
+    max_tokens = scenario.trainer.max_tokens
+    return RoundFormer(scenario.num_ranks, max_tokens=max_tokens, steps_per_batch=1, **options)
+
+
+def simulate(scenario: Scenario, policy: Callable[[Scenario], RoundFormer] = ours) -> list[Step]:
+    """Every gradient step of the run; `policy` makes what decides when a round goes out."""
+
+    async def run() -> list[Step]:
+        return await _Service(scenario, policy(scenario)).train()
+
+    return clock.run(run())
 
 
 class _Service:
-    def __init__(self, scenario: Scenario, deterministic: bool, cores: SharedCores | None) -> None:
+    def __init__(self, scenario: Scenario, rounds: RoundFormer) -> None:
         self._scenario = scenario
-        self._clock = clock = Clock()
-        self._cores = cores
-        self._make_processes(scenario, cores)
-        engines = [
-            Engine(clock, scenario.engine, on_busy=cores.engine if cores else _nobody)
-            for _ in range(scenario.num_engines)
-        ]
-        self._fleet = Fleet(clock, scenario, engines, self._registries)
-        self._trainers = Trainers(
-            clock,
-            scenario,
-            trained=self._trained,
-            publish=self._publish,
-            on_busy=cores.trainer if cores else _nobody,
-        )
-        if cores:
-            cores.connect(engines[0], self._trainers.runner, self._pool.runner)
-        self._rounds = Rounds(
-            clock,
-            scenario,
-            self._batchers,
-            send=self._trainers.receive,
-            deterministic=deterministic,
-        )
-        self._trainers.rounds = self._rounds
+        self._rounds = rounds
         self._window = AdmissionWindow(
             scenario.batch_size,
             questions_per_step=scenario.batch_size,
             max_staleness=scenario.max_staleness,
             num_batches=scenario.num_batches,
         )
-        self._ledgers = [Ledger() for _ in self._batchers]  # one a batcher
-        self._unsettled: dict[tuple[int, int], int] = {}  # questions, by batcher and batch
-        self._books: list[Books] = []  # at the end of each batch
+        self._ledger = Ledger()
+        self._balancer = Balancer()
+        self._engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
+        for number in range(scenario.num_engines):
+            self._balancer.add_worker(
+                str(number),
+                capacity=scenario.engine.capacity,
+                overhead=scenario.overhead_seqs,
+                version=WeightsVersion(0, 0),
+            )
+        self._line: deque[tuple[WeightsVersion, asyncio.Future[LeaseGrant]]] = deque()
+        self._control = clock.Process()
+        self._outbox = Outbox(1)  # all ranks ask at once, and wait for the slowest
+        self._formed: dict[int, Round | StepMarker] = {}  # by index in the stream
+        self._items: dict[tuple[int, int], Item] = {}
+        self._unsettled: dict[StepKey, int] = {}  # questions
+        self._first_ready: dict[int, float] = {}
+        self._totals = (0.0, 0.0, 0.0, 0.0)
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def _make_processes(self, scenario: Scenario, cores: SharedCores | None) -> None:
-        _check_shards(scenario)
-        if cores is None:
-            self._batchers = [Actor(self._clock) for _ in range(scenario.num_batchers)]
-            self._registries = [Actor(self._clock) for _ in range(scenario.num_registries)]
-            self._pool = Actor(self._clock)
-        else:
-            services = Actor(self._clock, on_busy=cores.services)
-            self._batchers, self._registries, self._pool = [services], [services], services
-        self._verifiers = Slots(self._clock, scenario.num_verifiers)
-        reference = scenario.reference
-        self._references = References(self._clock, reference) if reference else None
-
-    def run(self) -> Outcome:
-        """Until the last batch is trained; raises when the ledger does not balance."""
-        self._trainers.start()
+    async def train(self) -> list[Step]:
+        """The trainer: every round in turn, one item ahead of what it computes."""
+        self._spawn(self._send_rounds())
+        self._spawn(self._ping())
         self._admit()
-        self._fleet.keep_pinging(while_running=lambda: not self._has_ended())
-        self._clock.run(until=self._has_ended)
-        if not self._has_ended():
-            raise RuntimeError(f"everybody waits after {len(self._books)} batches")
-        for ledger in self._ledgers:
-            ledger.check()
-        return measured(self._scenario, self._books, num_events=self._clock.num_events)
+        steps: list[Step] = []
+        step, index = Step(0.0), 0
+        publication = self._spawn(asyncio.sleep(0))
+        asked = asyncio.ensure_future(self._outbox.take(0, index))
+        while True:
+            await asyncio.sleep(0)
+            if not asked.done():
+                self._outbox.mark_hungry(0, index)
+            await asked
+            formed, index = self._formed.pop(index), index + 1
+            asked = asyncio.ensure_future(self._outbox.take(0, index))
+            if isinstance(formed, Round):
+                await self._compute(formed, step)
+                continue
+            await asyncio.sleep(self._scenario.trainer.step_s)
+            began_s = _now()
+            await publication
+            step.blocked_s = _now() - began_s
+            step.gathering_s = self._scenario.sync.gather_s
+            await asyncio.sleep(step.gathering_s)
+            self._close(step, batch=len(steps))
+            steps.append(step)
+            if len(steps) == self._scenario.num_batches:
+                self._ledger.check()
+                return steps
+            publication, step = self._spawn(self._publish(len(steps))), Step(_now())
 
-    def _has_ended(self) -> bool:
-        return len(self._books) == self._scenario.num_batches
+    async def _compute(self, formed: Round, step: Step) -> None:
+        bins = [[self._items.pop(key) for key in keys] for keys in formed.bins]
+        rates = self._scenario.trainer
+        slowest = max(sum(item.cost for item in items) for items in bins)
+        if not step.num_rounds:
+            step.first_backward_s = _now()
+        seconds = max(slowest / rates.cost_per_second, rates.round_floor_s) + rates.round_overhead_s
+        await asyncio.sleep(seconds)
+        samples = [item for items in bins for item in items]
+        for ordinal, num in Counter(item.key[0] for item in samples).items():
+            self._ledger.settle(ordinal, fate="trained", num_samples=num)
+        step.busy_s += seconds
+        step.num_rounds += 1
+        step.num_samples += len(samples)
+        step.num_tokens += sum(item.num_tokens for item in samples)
+
+    def _close(self, step: Step, *, batch: int) -> None:
+        self._ledger.close_step(StepKey(batch, 0))
+        step.end_s = _now()
+        step.first_ready_s = self._first_ready.pop(batch)
+        for engine in self._engines:
+            engine.catch_up()
+        totals = (
+            sum(engine.busy_s for engine in self._engines),
+            sum(engine.stalled_s for engine in self._engines),
+            sum(engine.sequence_s for engine in self._engines),
+            self._control.worked_s,
+        )
+        spent = [now - before for now, before in zip(totals, self._totals, strict=True)]
+        step.engines_busy_s, step.engines_stalled_s, step.sequence_s, step.control_s = spent
+        self._totals = totals
+
+    async def _publish(self, batches: int) -> None:
+        """New weights are on their way, loaded, and served."""
+        sync = self._scenario.sync
+        await asyncio.sleep(sync.transfer_s)
+        for engine in self._engines:
+            engine.update(sync.load_s)
+        await asyncio.sleep(sync.load_s)
+        for load in self._balancer.loads():
+            self._balancer.set_version(load.worker_id, WeightsVersion(0, batches))
+        self._serve()
+        self._window.batch_published(batches)
+        self._admit()
 
     def _admit(self) -> None:
         for ordinal in self._window.admissible():
             self._window.start(ordinal)
             step = self._window.step_of(ordinal)
-            number = ordinal % len(self._batchers)
             num_samples = self._scenario.samples_per_question
-            self._ledgers[number].admit(ordinal, num_samples=num_samples, step=step)
-            share = self._scenario.batch_size // len(self._batchers)
-            self._unsettled.setdefault((number, step.batch), share)
-            self._start(ordinal, step, self._window.oldest_weights(ordinal))
+            self._ledger.admit(ordinal, num_samples=num_samples, step=step)
+            self._unsettled.setdefault(step, self._scenario.batch_size)
+            self._spawn(self._run_slot(ordinal, step))
 
-    def _start(self, ordinal: int, step: StepKey, oldest: WeightsVersion) -> None:
-        """A question goes its way; each callback is the next station."""
+    async def _run_slot(self, ordinal: int, step: StepKey) -> None:
+        """A question: leased, generated, graded, ready."""
         scenario, control = self._scenario, self._scenario.control
-        batcher = self._batchers[ordinal % len(self._batchers)]
         lengths = scenario.drawn(ordinal)
-        num_samples = len(lengths)
-        receiving_s = num_samples * control.batcher_sample_s / 2
-        receiving_s += sum(lengths) * control.batcher_token_s / 2
+        oldest = self._window.oldest_weights(ordinal)
+        await self._control.work(control.group_s)
+        grant = await self._lease(oldest)
+        await self._engines[int(grant.worker_id)].generate(scenario.prompt_tokens, lengths)
+        self._balancer.release(grant.lease_id)
+        self._serve()
+        await asyncio.sleep(control.verification_s)
+        await self._control.work(len(lengths) * control.sample_s)
+        self._first_ready.setdefault(step.batch, _now())
+        for index, length in enumerate(lengths):
+            num_tokens = scenario.prompt_tokens + length
+            cost = estimate_cost(num_tokens, attention_ratio=scenario.trainer.attention_ratio)
+            item = Item((ordinal, index), num_tokens, cost)
+            self._items[item.key] = item
+            self._rounds.offer(step, item=item)
+        self._unsettled[step] -= 1
+        if not self._unsettled[step]:
+            self._rounds.step_complete(step)
 
-        def lease() -> None:
-            self._fleet.acquire(ordinal, oldest, lambda grant: generate(*grant))
+    async def _lease(self, version: WeightsVersion) -> LeaseGrant:
+        granted: asyncio.Future[LeaseGrant] = asyncio.get_running_loop().create_future()
+        self._line.append((version, granted))
+        self._serve()
+        return await granted
 
-        def generate(lease_id: int, worker_id: str, _version: WeightsVersion) -> None:
-            engine = self._fleet.engines[int(worker_id)]
-            engine.generate(scenario.prompt_tokens, lengths, lambda: receive(lease_id))
-
-        def receive(lease_id: int) -> None:
-            batcher.call(
-                receiving_s, lambda: self._fleet.release(ordinal, lease_id, send_to_verifiers)
-            )
-
-        def send_to_verifiers() -> None:
-            self._pool.call(num_samples * control.pool_sample_s, verify)
-
-        def verify() -> None:
-            self._verifiers.do(num_samples, seconds=control.verification_s, done=grade)
-
-        def grade() -> None:
-            batcher.call(control.batcher_group_s / 2, score)
-
-        def score() -> None:
-            if self._references is None:
-                self._ready(ordinal, step, lengths)
+    def _serve(self) -> None:
+        # Slots are admitted when their weights are served, so the first in line speaks for all.
+        while self._line:
+            version, granted = self._line[0]
+            grant = self._balancer.try_acquire(self._scenario.samples_per_question, version)
+            if grant is None:
                 return
-            num_tokens = [scenario.prompt_tokens + length for length in lengths]
-            self._references.score(num_tokens, lambda: self._ready(ordinal, step, lengths))
+            self._line.popleft()
+            granted.set_result(grant)
 
-        batcher.call(control.batcher_group_s / 2, lease)
+    async def _send_rounds(self) -> None:
+        """As the batcher's."""
+        index, control = 0, self._scenario.control
+        while True:
+            await self._outbox.wait_for_demand()
+            formed = self._rounds.next_round(_now(), hungry=self._outbox.is_hungry)
+            if formed is None:
+                await asyncio.sleep(control.poll_s)
+                continue
+            await self._control.work(self._scenario.num_ranks * control.item_s)
+            self._formed[index] = formed
+            index += 1
+            self._outbox.put((_stand_in(formed),))
 
-    def _ready(self, ordinal: int, step: StepKey, lengths: Sequence[int]) -> None:
-        number = ordinal % len(self._batchers)
-        ratio, prompt = self._scenario.trainer.attention_ratio, self._scenario.prompt_tokens
-        self._rounds.offer(
-            number,
-            step,
-            [
-                Item((ordinal, index), prompt + n, estimate_cost(prompt + n, attention_ratio=ratio))
-                for index, n in enumerate(lengths)
-            ],
-        )
-        self._unsettled[number, step.batch] -= 1
-        if not self._unsettled[number, step.batch]:
-            del self._unsettled[number, step.batch]
-            self._rounds.complete(number, step)
+    async def _ping(self) -> None:
+        """Heartbeats of the workers, together."""
+        while self._scenario.control.ping_s:
+            await asyncio.sleep(PING_INTERVAL_S)
+            await self._control.work(self._scenario.num_engines * self._scenario.control.ping_s)
 
-    def _trained(self, items: Sequence[Item]) -> None:
-        for ordinal, num in Counter(item.key[0] for item in items).items():
-            ledger = self._ledgers[ordinal % len(self._ledgers)]
-            ledger.settle(ordinal, fate="trained", num_samples=num)
-
-    def _publish(self, batches: int) -> None:
-        """The weights after so many batches are on their way; trainers go on."""
-        for ledger in self._ledgers:
-            ledger.close_step(StepKey(batches - 1, 0))
-        self._books.append(self._books_now())
-        version = WeightsVersion(0, batches)
-
-        def served() -> None:
-            self._window.batch_published(batches)
-            self._trainers.published()
-            self._admit()
-
-        def arrived() -> None:
-            self._fleet.update(version, served)
-
-        self._clock.after(self._scenario.sync.transfer_s, arrived)
-
-    def _books_now(self) -> Books:
-        for engine in self._fleet.engines:
-            engine.settle_books()
-        return Books.of(
-            self._clock.now_s,
-            engines=self._fleet.engines,
-            trainers=self._trainers.books,
-            batchers=self._batchers,
-            registries=self._registries,
-            pool=self._pool,
-            verifiers=self._verifiers,
-            references=self._references,
-        )
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
-def _nobody(_is_busy: bool) -> None:
-    """Nobody shares the process's core."""
+def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
+    """Of some steps' quantity.
+
+    >>> mean([Step(0.0, 1.0), Step(1.0, 4.0)], lambda step: step.seconds)
+    2.0
+    """
+    return sum(map(of, steps)) / len(steps)
 
 
-def _check_shards(scenario: Scenario) -> None:
-    batchers, registries = scenario.num_batchers, scenario.num_registries
-    if scenario.batch_size % batchers or scenario.num_ranks % batchers:
-        raise ValueError(
-            f"batch_size ({scenario.batch_size}) and num_ranks ({scenario.num_ranks}) must be "
-            f"multiples of num_batchers, got {batchers}"
-        )
-    if registries > scenario.num_engines:
-        raise ValueError(
-            f"every registry must have an engine, got {registries} registries for "
-            f"{scenario.num_engines} engines: nobody would lease the others' questions"
-        )
+def _stand_in(formed: Round | StepMarker) -> Minibatch | EndOfStep:
+    if isinstance(formed, Round):
+        return Minibatch(formed.index, ())
+    return EndOfStep(formed.step.batch, formed.step.step_in_batch, True, 0, 0)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

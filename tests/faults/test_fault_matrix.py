@@ -1,8 +1,9 @@
 """Every role of a real run killed, frozen, slowed and ended; then kills at any moment.
 
     python -m pytest -m slow -rA tests/faults/test_fault_matrix.py
-    FAULT_ROLES=batcher,machine FAULT_REPEATS=5 FAULT_SEED=1 FAULT_RANKS=1 python -m pytest ... -k whole
-    FAULT_SCRIPTED=1 (no engines, no reference) FAULT_MINUTES=60 python -m pytest ... -k moment
+    FAULT_ROLES=batcher,machine FAULT_REPEATS=5 FAULT_SEED=1 python -m pytest ... -k whole
+    FAULT_MINUTES=60 FAULT_RANKS=1 python -m pytest ... -k moment
+    FAULT_SCRIPTED=1 leaves engines and reference out
 
 One run bears one fault after the other; when it cannot go on, a fresh one takes over, so that the
 table (printed, shown by -rA) has a line for each.
