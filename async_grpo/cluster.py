@@ -251,10 +251,19 @@ async def _as_coroutine(reference: Awaitable[T]) -> T:
 
 def _translated(error: Any, who: str) -> Exception:
     """What a Ray error means in this package."""
-    from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+    from ray.exceptions import (
+        ActorUnavailableError,
+        OutOfMemoryError,
+        RayActorError,
+        RayTaskError,
+    )
 
     if isinstance(error, ActorUnavailableError):
-        return ProcessLostError(f"{who} cannot be reached: its node or the Ray cluster has ended")
+        return ProcessLostError(
+            f"{who} cannot be reached: its process, its node or the Ray cluster has ended"
+        )
+    if isinstance(error, OutOfMemoryError):  # Ray's account of its kill; its remedies follow
+        return ProcessLostError(f"{who} died: {str(error).splitlines()[0]}")
     if isinstance(error, RayActorError):
         reason = _last_line(error).partition(" Some common causes")[0]  # for an essay on memory
         return ProcessLostError(f"{who} died: {reason}")

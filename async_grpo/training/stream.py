@@ -49,6 +49,7 @@ class RankStream(Iterator[StreamItem]):
         self._index = 0
         self._next = batcher.next_item.remote(rank, 0)
         self._seconds_waiting = 0.0
+        self._loss = "the experience batcher died"  # another rank may have seen it first
         self.is_stopped = False
 
     def __next__(self) -> StreamItem:
@@ -56,7 +57,7 @@ class RankStream(Iterator[StreamItem]):
         item, proposal = self._take_next()
         agreed = self._agree(proposal)
         if agreed == LOST:
-            raise BatcherLostError("the experience batcher died")
+            raise BatcherLostError(self._loss)
         if agreed == STOP or item is None:
             self.is_stopped = True
             self._stop.set()  # whichever rank was asked, all of them end
@@ -79,7 +80,8 @@ class RankStream(Iterator[StreamItem]):
             self._batcher.hungry.remote(self._rank, self._index)
         try:
             item = self._wait_while_it_moves(reference)
-        except ProcessLostError:
+        except ProcessLostError as error:
+            self._loss = str(error)
             return None, LOST
         return (None, STOP) if self._stop.is_set() else (item, READY)
 

@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from async_grpo.errors import DeadlineError, ProcessLostError
+from async_grpo.errors import BatcherLostError, DeadlineError, ProcessLostError
 from async_grpo.training import standstill, stream
 from async_grpo.types import Minibatch, PipelineStatus
 
@@ -93,4 +93,16 @@ def test_a_batcher_that_one_rank_has_lost_is_lost_to_all(monkeypatch):
     batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
     items = stream.RankStream(batcher, rank=0, stall_timeout_s=5, agree=lambda own: stream.LOST)
     with pytest.raises(ProcessLostError):
+        next(items)
+
+
+def test_the_rank_that_sees_a_batcher_die_says_of_what(monkeypatch):
+    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
+    items = stream.RankStream(batcher, rank=0, stall_timeout_s=5)
+
+    def killed(reference, **_):
+        raise ProcessLostError("the batcher died: the node was running low on memory")
+
+    monkeypatch.setattr(stream.cluster, "wait", killed)
+    with pytest.raises(BatcherLostError, match="running low on memory"):
         next(items)

@@ -147,6 +147,8 @@ def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 1
     assert "had the same reward (mean 1): nothing is learnt from rewards" in told[0]
+
+
 def test_charts_come_in_groups_and_evaluations_apart_from_training(tmp_path, clock):
     logged = []
     with Report(make_config(tmp_path)) as report:
