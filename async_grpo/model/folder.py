@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
+METADATA = "__metadata__"  # in a safetensors header, beside the tensors
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 RESCALED_LOGITS = {  # option of a config: its neutral values
@@ -85,6 +86,28 @@ def check_files(folder: Path) -> None:
         raise ModelError(
             f"a model folder must hold weights (*.safetensors or pytorch_model*.bin), {folder} has "
             "none: finish the download, or convert the weights with save_pretrained"
+        )
+    for file in sorted(folder.glob("*.safetensors")):
+        _check_length(file)
+
+
+def _check_length(file: Path) -> None:
+    """Such a file says at its beginning how long it is: one that was cut off is shorter."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as weights:
+            header_size = int.from_bytes(weights.read(8), "little")
+            header = json.loads(weights.read(min(header_size, size)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ModelError(
+            f"{file} must be a safetensors file, but its header cannot be read ({error}): fetch it "
+            "again"
+        ) from None
+    needed = 8 + header_size + max(ends, default=0)
+    if size != needed:
+        raise ModelError(
+            f"{file} must have {needed} bytes, as its header says, got {size}: fetch it again"
         )
 
 
