@@ -34,6 +34,7 @@ from async_grpo.types import (
     Completion,
     EndOfStep,
     GenerationRequest,
+    Pulse,
     Question,
     SamplingContract,
     Verdict,
@@ -203,9 +204,9 @@ class Player(Watched):
         self._mask = np.ones(num_output_tokens, np.bool_)
         self._version = FIRST
 
-    async def ping(self, after_s: float = 0.0) -> str:
+    async def ping(self, after_s: float = 0.0) -> Pulse:
         await asyncio.sleep(after_s)
-        return "well"
+        return Pulse("none")
 
     async def abort_all(self) -> None:
         return None
@@ -233,9 +234,6 @@ class Player(Watched):
         return tuple(
             Verdict("scored", float(request.index), None, "played", "", 0.0) for request in requests
         )
-
-    async def touch(self) -> None:
-        """As a pool."""
 
 
 def make_registry(player: Any, *, num_workers: int) -> Any:

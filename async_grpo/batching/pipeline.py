@@ -19,7 +19,7 @@ from async_grpo import cluster
 from async_grpo.batching.answers import Scores, check_completions, check_scores
 from async_grpo.batching.grading import Grading
 from async_grpo.batching.groups import GroupRules, Samples, with_scores
-from async_grpo.batching.leased_work import LeasedWork, Progress, Reason
+from async_grpo.batching.leased_work import LeasedWork, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.services import Service, Services
 from async_grpo.batching.stages import StageClock
