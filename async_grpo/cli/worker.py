@@ -22,7 +22,7 @@ from async_grpo.cli.fleet import Fleet
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.model.folder import check_files, stated_positions
+from async_grpo.model.folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.model.hub import local_folder
 
 logger = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ def _check_model(config: WorkerConfig) -> None:
     """
     folder = Path(config.model_path)
     check_files(folder)
+    check_tokenizer_files(folder)
     stated = stated_positions(folder)
     if config.mode == "generation" and stated is not None and config.max_model_len > stated:
         raise ConfigError(

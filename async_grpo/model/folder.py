@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,21 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ModelError
+from async_grpo.model.encoding import encoding_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
+# Any of them holds a vocabulary; tokenizer_config.json alone makes an empty tokenizer.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 METADATA = "__metadata__"  # in a safetensors header, beside the tensors
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -45,13 +36,14 @@ class ModelFacts:
     max_positions: int  # longest prompt + output, in tokens
     stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
     is_tied: bool  # the head shares the embedding's weights
-    tokenizer_hash: str  # sha256 over the tokenizer's files
+    tokenizer_hash: str  # of what it encodes: `encoding_hash`
 
 
 def check_model_folder(path: str) -> ModelFacts:
     """Read config and tokenizer, in seconds; ModelError for what could never be trained."""
     folder = Path(path)
     check_files(folder)
+    check_tokenizer_files(folder)
     config = read_config(folder)
     check_architecture(config, path)
     tokenizer = _read_tokenizer(path)
@@ -67,7 +59,7 @@ def check_model_folder(path: str) -> ModelFacts:
         max_positions=_max_positions(config, path),
         stop_token_ids=_stop_token_ids(folder, config, tokenizer, vocab_size),
         is_tied=bool(config.tie_word_embeddings),
-        tokenizer_hash=_tokenizer_hash(folder),
+        tokenizer_hash=encoding_hash(tokenizer),
     )
 
 
@@ -108,6 +100,14 @@ def _check_length(file: Path) -> None:
     if size != needed:
         raise ModelError(
             f"{file} must have {needed} bytes, as its header says, got {size}: fetch it again"
+        )
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    if not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
+        raise ModelError(
+            "a model folder must hold its tokenizer (tokenizer.json, tokenizer.model, vocab.json "
+            f"with merges.txt, vocab.txt or *.tiktoken), {folder} has none: copy its files there"
         )
 
 
@@ -215,12 +215,3 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
     if value is None:
         return []
     return [value] if isinstance(value, int) else list(value)
-
-
-def _tokenizer_hash(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for name in TOKENIZER_FILES:
-        file = folder / name
-        if file.is_file():
-            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()

@@ -109,6 +109,7 @@ class LogprobWorker:
             pid=os.getpid(),
             model_path=self._model_path,
             vocab_size=self._scorer.facts.vocab_size,
+            tokenizer_hash=self._scorer.facts.tokenizer_hash,
             capacity=float(self._max_tokens),
             overhead=0.0,
             max_model_len=min(self._max_tokens, self._scorer.facts.max_positions),

@@ -59,6 +59,7 @@ class GenerationWorker:
         began = time.monotonic()
         from transformers import AutoTokenizer
 
+        from async_grpo.model.encoding import encoding_hash
         from async_grpo.rollout.engine import Engine
 
         self._config = config
@@ -68,6 +69,7 @@ class GenerationWorker:
         self._lease_s = lease_s
         imported = time.monotonic()
         self._tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+        self._tokenizer_hash = encoding_hash(self._tokenizer)
         self._engine = Engine(config)
         ready = time.monotonic()
         self._startup = (("importing", imported - began), ("building the engine", ready - imported))
@@ -89,6 +91,7 @@ class GenerationWorker:
             capacity=float(self._config.max_num_seqs),
             overhead=float(self._overhead_seqs),
             max_model_len=self._engine.max_model_len,
+            tokenizer_hash=self._tokenizer_hash,
             temperature=self._temperature,
             devices=await self._alive(self._engine.devices()),
             lease_s=self._lease_s,

@@ -18,7 +18,8 @@ from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors
 
 SHARD_BYTES = 4 << 30  # rank 0 holds one file's worth of weights at a time
-COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model")  # config, tokenizer, templates, licence
+# Config, tokenizer, templates, licence.
+COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 INDEX_NAME = "model.safetensors.index.json"
 
 

@@ -1,7 +1,7 @@
 """What a checkpoint says of itself: JSON beside the shards, which names and hashes every one.
 
 {"format": 1, "release": "0.1.0", "saved_at_ns": 1794…, "batches": 12, "world_size": 2,
- "config": {…}, "hashes": {"model": …, "tokenizer": …, "data": …}, "state": {…},
+ "config": {…}, "hashes": {"model": …, "encoding": …, "data": …}, "state": {…},
  "files": {"model-00001.safetensors": "9f86d081…"}}
 """
 

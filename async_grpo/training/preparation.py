@@ -111,6 +111,7 @@ def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
         Demand(
             config,
             vocab_size=facts.vocab_size,
+            tokenizer_hash=facts.tokenizer_hash,
             longest_prompt=max(prompts),
             device=device_id(),
         )
@@ -140,12 +141,13 @@ def hash_contents(
 
     def work() -> Mapping[str, str]:
         model = hash_model(config.model_name_or_path)
-        return {"model": model, "tokenizer": facts.tokenizer_hash, "data": hash_data(records)}
+        # "tokenizer" was its files' hash once: such checkpoints are held to model and data.
+        return {"model": model, "encoding": facts.tokenizer_hash, "data": hash_data(records)}
 
     hashes = in_background(work, name="hash-contents")
     if start.folder:
         model = config.model_name_or_path
-        paths = {"model": model, "tokenizer": model, "data": config.data_path}
+        paths = {"model": model, "encoding": model, "data": config.data_path}
         check_contents(start, hashes.result(), paths)
     return hashes
 

@@ -33,6 +33,7 @@ class Demand:
     config: TrainConfig
     vocab_size: int
     longest_prompt: int  # in tokens
+    tokenizer_hash: str = ""
     device: str = ""  # the identity of the trainer's NVIDIA device, empty when it has none
 
     @property
@@ -122,6 +123,12 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"{who} must serve the model that is trained, but its vocabulary has "
             f"{worker.vocab_size} tokens instead of {demand.vocab_size}: start it with "
             f"--model-path {config.model_name_or_path} instead of {worker.model_path}"
+        )
+    if worker.tokenizer_hash and worker.tokenizer_hash != demand.tokenizer_hash:
+        raise ConfigError(
+            f"{who} must have the tokenizer of the model that is trained, but that of "
+            f"{worker.model_path} has another hash ({worker.tokenizer_hash[:12]}) than that of "
+            f"{config.model_name_or_path} ({demand.tokenizer_hash[:12]}): give both the same folder"
         )
     if demand.longest_sample > worker.max_model_len:
         flag = "--max-model-len" if worker.role == "generation" else "--max-tokens-per-gpu"

@@ -22,6 +22,7 @@ class WorkerInfo:
     capacity: float  # sequences for generation, tokens for log-probabilities
     overhead: float  # accepted beyond the capacity, same unit
     max_model_len: int
+    tokenizer_hash: str = ""  # `model.encoding`; empty: nobody knows
     temperature: float | None = None  # None: whatever the trainer asks for
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
     lease_s: float = 30.0  # silent for so long, it counts as lost

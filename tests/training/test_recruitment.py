@@ -18,12 +18,13 @@ def demand(*, longest_prompt=16, **options):
         max_tokens_per_gpu=64,
         **options,
     )
-    return Demand(config, vocab_size=128, longest_prompt=longest_prompt)
+    return Demand(config, vocab_size=128, longest_prompt=longest_prompt, tokenizer_hash="ab" * 32)
 
 
 def test_a_worker_that_just_fits_is_taken():
     check_worker(WORKER, demand())
     check_worker(replace(WORKER, temperature=0.5), demand(temperature=0.5))
+    check_worker(replace(WORKER, tokenizer_hash="ab" * 32), demand())
     check_worker(replace(WORKER, role="logprob"), demand(weight_transport="nccl"))
 
 
@@ -39,6 +40,12 @@ def test_a_worker_that_just_fits_is_taken():
             replace(WORKER, vocab_size=127),
             {},
             r"vocabulary has 127 tokens instead of 128: start it with --model-path model instead",
+        ),
+        (
+            replace(WORKER, tokenizer_hash="cd" * 32),
+            {},
+            r"worker w1 must have the tokenizer of the model that is trained, but that of "
+            r"other-model has another hash \(cdcdcdcdcdcd\) than that of model \(abababababab\): ",
         ),
         (
             WORKER,
