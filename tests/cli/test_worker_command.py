@@ -87,7 +87,7 @@ def test_ctrl_c_is_how_a_dispatcher_is_meant_to_end(end, code, said, monkeypatch
 
 @pytest.mark.parametrize("mode", ["generation", "logprob"])
 def test_a_model_without_its_tokenizer_is_refused_before_anything_loads(mode, tmp_path):
-    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+    for name in ("config.json", "pytorch_model.bin", "tokenizer_config.json"):
         (tmp_path / name).write_text("{}")
     result = CliRunner().invoke(worker.main, ["--model-path", str(tmp_path), "--mode", mode])
     assert result.exit_code == 1
