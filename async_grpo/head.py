@@ -55,6 +55,19 @@ def settle_loopback(host: str, port: int) -> bool:
 
 
 def find_head(address: str) -> str:
+    """As `locate`; from now on Ray reaches it there, and a cluster open to everyone is told."""
+    address = locate(address)
+    host, _, port = address.rpartition(":")
+    if not settle_loopback(host, int(port)) and "RAY_AUTH_MODE" not in os.environ:
+        logger.warning(
+            "the Ray cluster at %s runs whatever anyone on its network sends to it, for it "
+            "asks for no token: run `ray get-auth-token --generate` before `ray start`",
+            address,
+        )
+    return address
+
+
+def locate(address: str) -> str:
     """The host:port of the head that an address means; a cluster of Ray's listens there.
 
     Raises `ClusterError`, also when the cluster refuses what this machine has to show.
@@ -75,12 +88,6 @@ def find_head(address: str) -> str:
     if problem:
         raise ClusterError(f"no Ray cluster answers at {address} ({problem}): {NO_CLUSTER}")
     _probe(address)
-    if not settle_loopback(host, int(port)) and "RAY_AUTH_MODE" not in os.environ:
-        logger.warning(
-            "the Ray cluster at %s runs whatever anyone on its network sends to it, for it "
-            "asks for no token: run `ray get-auth-token --generate` before `ray start`",
-            address,
-        )
     return address
 
 

@@ -23,8 +23,8 @@ from typing import NoReturn, Protocol
 from async_grpo.errors import RankLostError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
-SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through torchrun
-GRACE_S = 25.0  # for the step and its checkpoint: torchrun kills its ranks after 30 s
+SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through who started the rank
+GRACE_S = 25.0  # for the step and its checkpoint: ranks are killed after 30 s
 BREAK_OFF_S = 8.0  # for letting go of the workers, when nothing is to be saved
 
 

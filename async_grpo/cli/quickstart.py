@@ -185,8 +185,7 @@ def _keep_logs(session: Path, target: Path) -> None:
 
 def _trainer(plan: Plan, environment: dict[str, str]) -> Process:
     command = [
-        *(sys.executable, "-m", "async_grpo.cli.local_torchrun", "--standalone"),
-        *("--nproc-per-node", str(plan.num_ranks), "trainer_core.py"),
+        *(sys.executable, "trainer_core.py", "--nproc-per-node", str(plan.num_ranks)),
         *("--model-name-or-path", str(MODEL), "--data-path", str(plan.questions)),
         *("--eval-data-path", str(plan.held_out), "--output-dir", str(plan.folder)),
         *("--num-training-batches", str(plan.num_batches), "--batch-size", "32"),
@@ -202,7 +201,7 @@ def _trainer(plan: Plan, environment: dict[str, str]) -> Process:
         log=log,
         environment=environment,
         shows_output=True,
-        stop_timeout_s=30.0,  # the ranks' own time of grace, and torchrun's end
+        stop_timeout_s=30.0,  # the ranks' own time of grace, and the launcher's end
     )
 
 

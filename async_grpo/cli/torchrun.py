@@ -1,7 +1,8 @@
-"""What a failing rank says under torchrun: one sentence, once, and last on the screen.
+"""What a failing rank says: one sentence, once, and last on the screen.
 
-torchrun ends its output with the cause that the first failed rank has left in its error file; what
-other ranks say of the same failure, or of rank 0's silence, would only hide it.
+Whoever has started the ranks, torchrun or `local_ranks`, ends its output with the cause that the
+first failed rank has left in its error file; what other ranks say of the same failure, or of rank
+0's silence, would only hide it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from async_grpo.cli.options import OptionsCommand
 from async_grpo.errors import AsyncGrpoError, RankLostError
 from async_grpo.verification import namespaces
 
-OTHERS_WAIT_S = 3.0  # within which torchrun ends the other ranks of its machine
-LATER_S = 3600  # what only follows from another rank's end must not look like the first cause
+OTHERS_WAIT_S = 3.0  # within which the other ranks of a machine are ended
+LATER_S = 5  # so much later than torchrun sees an end counts what only follows from it
 
 
 def is_main_rank() -> bool:
-    """Whether this process speaks for all ranks; true without torchrun."""
+    """Whether this process speaks for all ranks; true for one that is alone."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -46,11 +47,11 @@ def keep_to_loopback(environ: MutableMapping[str, str]) -> None:
 
 
 def end_with_agent() -> None:
-    """Have this rank asked to end when torchrun's agent is gone: nobody watches over it any more.
+    """Have this rank asked to end when whoever started it is gone: nobody watches over it then.
 
-    The system's own means, because a killed agent says nothing; Linux only.
+    The system's own means, because a killed process says nothing; Linux only.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "LOCAL_WORLD_SIZE" in os.environ:
         namespaces.die_with_parent(signal.SIGTERM)
 
 
@@ -74,7 +75,7 @@ def one_voice() -> Iterator[None]:
 def ends_at_once(stop: Event | None = None) -> Iterator[None]:
     """A process boundary: after an error or Ctrl-C, leave without waiting for threads.
 
-    One of them may still announce weights, for minutes. `stop`: torchrun asks this rank to end.
+    One of them may still announce weights, for minutes. `stop`: this rank is asked to end.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""`trainer_core.py`: one trainer rank, usually started by torchrun."""
+"""`async-grpo train`, `trainer_core.py`: all ranks of a machine, or one that torchrun starts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from async_grpo import __version__
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import RankInterrupts
-from async_grpo.cli.options import CONTEXT, given_options, options_of
+from async_grpo.cli.local_ranks import run_ranks
+from async_grpo.cli.options import CONTEXT, GroupedOption, given_options, options_of
 from async_grpo.cli.predecessor import predecessor_options
 from async_grpo.cli.torchrun import (
     RankCommand,
@@ -24,13 +26,16 @@ from async_grpo.cli.torchrun import (
     keep_to_loopback,
     one_voice,
 )
+from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.hub import local_folder
+from async_grpo.training.first_checks import check_at_once
 from async_grpo.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from async_grpo.training.ranks import Ranks
 
+logger = logging.getLogger(__name__)
 GROUP_TIMEOUT_SLACK_S = 600.0
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers' too
@@ -42,16 +47,29 @@ QUIET = {
 
 @click.command(cls=RankCommand, context_settings=CONTEXT)
 @options_of(TrainConfig)
+@click.option(
+    "--nproc-per-node",
+    cls=GroupedOption,
+    group="Memory and speed",
+    type=click.IntRange(min=1),
+    default=1,
+    help="trainer ranks on this machine; on several machines torchrun starts them",
+)
 @predecessor_options
 @command_boundary()
 @one_voice()
-def main(**options: Any) -> None:
-    """Train a causal language model with GRPO (or SFT) on every rank that torchrun starts.
+def main(*, nproc_per_node: int, **options: Any) -> None:
+    """Train a causal language model with GRPO (or SFT) on this machine.
+
+    On several machines: `torchrun ... trainer_core.py` on each of them, with the same options.
 
     \b
     e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
     """
     config = TrainConfig.from_options(given_options(options))
+    if "RANK" not in os.environ and nproc_per_node > 1:
+        sys.exit(run_ranks(nproc_per_node))
+    _check_started(nproc_per_node)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     keep_to_loopback(os.environ)
@@ -68,7 +86,7 @@ def main(**options: Any) -> None:
     else:
         logging.disable(logging.WARNING)
     with ends_at_once(stop), command_boundary(), one_voice(), interrupts.told(config.output_dir):
-        run(resolved(config), stop=stop)
+        run(config, stop=stop)
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -84,7 +102,12 @@ def resolved(config: TrainConfig) -> TrainConfig:
 
 def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     """Join the other ranks and train."""
-    from async_grpo.training.ranks import Ranks, as_rank_loss
+    if is_main_rank():
+        logger.info("async-grpo %s: loading, to train in %s", __version__, config.output_dir)
+    config = resolved(config)
+    if is_main_rank():
+        check_at_once(config)
+    from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all that needs torch
 
     timeout_s = config.stall_timeout_s + config.worker_timeout_s + GROUP_TIMEOUT_SLACK_S
     try:
@@ -93,6 +116,13 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
         if (lost := as_rank_loss(error)) is None:
             raise
         raise lost from error
+
+
+def _check_started(num_ranks: int) -> None:
+    """`num_ranks` was asked of a process that is a rank itself."""
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rule = f"must be left to torchrun, which has started {num_here}"
+    require(num_ranks in (1, num_here), "nproc_per_node", rule, num_ranks, "leave it out")
 
 
 def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
@@ -108,7 +138,7 @@ def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
 
             train_grpo(config, ranks, stop=stop)
     if stop and stop.is_set():
-        ranks.agree(0)  # torchrun ends the others as soon as one has left
+        ranks.agree(0)  # the others are ended as soon as one has left
     ranks.stop()
 
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -49,10 +50,33 @@ def load_records(
     `MalformedLine`. Raises `DataError` naming the first few malformed lines, or when the source is
     missing, unreadable or empty.
     """
+    return _build_all(_read_lines(path, split=split, config=config), path=path, build=build)
+
+
+def check_source(path: str, *, option: str, build: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Raise `DataError` that names `option` for a path where no source can be.
+
+    Of JSON the first line is read as well, and goes through `build`.
+    """
+    _require_source(path, option=option)
+    source = Path(path)
+    if source.is_file() and source.suffix in JSON_SUFFIXES:
+        _build_all(islice(_read_json(source, path=path), 1), path=path, build=build)
+
+
+def describe(value: object) -> str:
+    """A value for a message, on one line and short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _build_all(
+    lines: Iterator[RawLine], *, path: str, build: Callable[[Mapping[str, Any]], Record]
+) -> tuple[Record, ...]:
     records: list[Record] = []
     places: dict[str, list[str]] = {}  # what is wrong -> where
     num_errors = 0
-    for line in _read_lines(path, split=split, config=config):
+    for line in lines:
         try:
             records.append(build(_as_row(line.value)))
         except MalformedLine as error:
@@ -67,12 +91,6 @@ def load_records(
     if not records:
         raise DataError(f"{path} must hold at least one line, got none: give a file with data")
     return tuple(records)
-
-
-def describe(value: object) -> str:
-    """A value for a message, on one line and short."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _first(places: Sequence[str]) -> str:
@@ -99,10 +117,18 @@ def _as_row(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _read_lines(path: str, *, split: str, config: str) -> Iterator[RawLine]:
+def _require_source(path: str, *, option: str) -> None:
     source = Path(path)
     if not source.exists() and not _may_be_hub_name(path):
-        raise DataError(f"data path must be an existing file or folder, got {path!r}: check it")
+        raise DataError(f"{option} must be an existing file or folder, got {path!r}: check it")
+    if source.is_file() and source.suffix not in {*JSON_SUFFIXES, *DATASETS_FORMATS}:
+        formats = ", ".join([*JSON_SUFFIXES, *DATASETS_FORMATS])
+        raise DataError(f"{option} must end in one of {formats}, got {path!r}: convert it")
+
+
+def _read_lines(path: str, *, split: str, config: str) -> Iterator[RawLine]:
+    _require_source(path, option="data path")
+    source = Path(path)
     saved = any((source / name).is_file() for name in SAVED_NAMES)
     if config and (source.is_file() or saved):
         raise DataError(
@@ -154,16 +180,12 @@ def _json_array(text: bytes, *, path: str) -> Iterator[RawLine]:
 
 
 def _read_dataset(source: Path, *, path: str, split: str, config: str) -> Iterator[RawLine]:
-    kind = DATASETS_FORMATS.get(source.suffix)
-    if source.is_file() and kind is None:
-        formats = ", ".join([*JSON_SUFFIXES, *DATASETS_FORMATS])
-        raise DataError(f"data path must end in one of {formats}, got {path!r}: convert it")
-
     # Slow to import, and most data is JSONL.
     import datasets
 
     try:
         if source.is_file():
+            kind = DATASETS_FORMATS[source.suffix]
             table = datasets.load_dataset(kind, data_files={split: path}, split=split)
         elif (source / "state.json").is_file():
             table = datasets.load_from_disk(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import logging
 import os
 import threading
@@ -18,7 +19,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-PACKAGE_BY_TRACKER = {"comet_ml": "comet-ml"}  # the others are called what they are
+# Those that accelerate can talk to; one package of each is enough.
+PACKAGES_BY_TRACKER = {
+    "aim": ("aim",),
+    "clearml": ("clearml",),
+    "comet_ml": ("comet-ml",),
+    "dvclive": ("dvclive",),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
 
 
 class Trackers:
@@ -43,7 +55,6 @@ class Trackers:
         self._trackers: list[GeneralTracker] = []
         if not is_main_rank or not names:
             return
-        check_trackers(names)
         _look_at_process_group()
         _silence_writer_threads()
         hyperparameters = {key: _hyperparameter(value) for key, value in config.items()}
@@ -80,20 +91,16 @@ class Trackers:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise `ConfigError` for a tracker that is unknown or not installed; starts nothing."""
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-    from accelerate.utils import LoggerType
-
-    available = {str(tracker) for tracker in get_available_trackers()}
-    built_in = set(LoggerType.list())
+    """Raise `ConfigError` for a tracker that is unknown or not installed; imports nothing of it."""
     for name in names:
-        if name not in LOGGER_TYPE_TO_CLASS:
-            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+        if name not in PACKAGES_BY_TRACKER:
+            known = ", ".join(sorted(PACKAGES_BY_TRACKER))
             raise ConfigError(f"--trackers must be among {known}, got {name!r}: choose from these")
-        if name in built_in and name not in available:
-            package = PACKAGE_BY_TRACKER.get(name, name)
+        packages = PACKAGES_BY_TRACKER[name]
+        if not any(map(_is_installed, packages)):
             raise ConfigError(
-                f"--trackers {name} needs a package that is not installed: pip install {package}"
+                f"--trackers {name} needs a package that is not installed: pip install "
+                f"{packages[0]}"
             )
 
 
@@ -106,6 +113,15 @@ def _silence_writer_threads() -> None:
             print_traceback(arguments)
 
     threading.excepthook = hook
+
+
+def _is_installed(package: str) -> bool:
+    """As pip knows it: a run may have left a folder of that name, which could be imported."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _look_at_process_group() -> None:

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run, found on rank 0 before anything of it is made."""
+"""What can be wrong with model, data and workers, found on rank 0 before any of it is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,7 +20,6 @@ from async_grpo import cluster
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services, renewed
-from async_grpo.config.option import flag, require
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
@@ -30,7 +28,6 @@ from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.model.size import read_size
-from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.training.background import in_background
 from async_grpo.training.fingerprints import hash_data, hash_model
 from async_grpo.training.recruitment import Demand, find_services
@@ -43,30 +40,6 @@ from async_grpo.weight_sync.transport import device_id
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
-
-
-def check_run(config: TrainConfig) -> ModelFacts:
-    """Output folder, trackers and model, before anything of the run is made."""
-    output, dump = Path(config.output_dir), config.dump_samples_filename
-    _check_folder(output, "output_dir")
-    if dump:
-        _check_folder((output / dump).parent, "dump_samples_filename")
-        require(
-            not (output / dump).is_dir(), "dump_samples_filename", "must not be a folder", dump,
-            "name a file in it",
-        )  # fmt: skip
-    check_trackers(config.tracker_names)
-    return check_model_folder(config.model_name_or_path)
-
-
-def _check_folder(folder: Path, option: str) -> None:
-    folder = folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ConfigError(
-            f"{flag(option)} must lie in a folder that can be written, {existing} cannot: "
-            "name another"
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +72,7 @@ class Run:
 
 def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
     """Check everything that can be wrong, find the workers, start the batcher; in this order."""
-    facts = check_run(config)
+    facts = check_model_folder(config.model_name_or_path)
     plan = plan_run(config, facts, num_ranks=num_ranks)
     logger.info("%d questions to train on, %d ranks", len(plan.questions), num_ranks)
     warn_of_few(config, len(plan.questions))

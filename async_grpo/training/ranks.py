@@ -1,4 +1,4 @@
-"""The trainer's ranks: started by torchrun, or one alone; they agree on errors before they work."""
+"""The trainer's ranks: started together, or one alone; they agree on errors before they work."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Ranks:
 
     @classmethod
     def start(cls, *, timeout_s: float) -> Ranks:
-        """Join the process group that torchrun describes; without torchrun, be the only rank.
+        """Join the process group that the environment describes; without one, be the only rank.
 
         A collective that a rank does not reach within `timeout_s` ends the others.
         """
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT="0")
-            keep_stores_to_loopback()
+        keep_stores_to_loopback()
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

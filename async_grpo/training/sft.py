@@ -16,19 +16,14 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_pairs
 from async_grpo.data.stream import QuestionStream
-from async_grpo.model.folder import ModelFacts
+from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.training.checkpoints import Checkpoints
 from async_grpo.training.exports import Exports, export_finished
 from async_grpo.training.first_failure import RunRecord, first_failure_recorded
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
 from async_grpo.training.loop import evaluation_is_due, train_steps
-from async_grpo.training.preparation import (
-    check_run,
-    hash_contents,
-    read_attention_ratio,
-    warn_of_few,
-)
+from async_grpo.training.preparation import hash_contents, read_attention_ratio, warn_of_few
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.report import Report, silent
 from async_grpo.training.resumption import Start, find_start
@@ -132,7 +127,7 @@ def _load(config: TrainConfig) -> tuple[Pairs, Pairs, ModelFacts]:
 
     Every rank reads the files itself; rank 0 checks them first, with everything else.
     """
-    facts = check_run(config)
+    facts = check_model_folder(config.model_name_or_path)
 
     def load(source: DataSource) -> Pairs:
         return load_pairs(

@@ -174,7 +174,7 @@ def test_a_rank_ends_in_order_when_torchrun_is_killed(tmp_path):
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, code],
         cwd=REPOSITORY,
-        env=os.environ | {"RANK": "0", "TORCHELASTIC_RUN_ID": "test"},
+        env=os.environ | {"RANK": "0", "LOCAL_WORLD_SIZE": "1"},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -3,10 +3,13 @@
 import json
 import re
 import shutil
+import signal
 
 import pytest
 from commands import dispatcher, trainer
 from private_cluster import PrivateCluster, environment
+
+from async_grpo.training.folder_lock import LOCK_FILE
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 180  # an error takes seconds, but not on a busy machine
@@ -22,6 +25,11 @@ def only_error(command):
         assert line.startswith("error: ")
         assert command.family() == set()
         return line
+
+
+def left_in(folder):
+    """What a trainer has left there, beside the file that it locks."""
+    return {file.name for file in folder.glob("*")} - {LOCK_FILE}
 
 
 def copy_of(model, folder, **config):
@@ -53,11 +61,13 @@ def nothing(_model, tmp_path):
         ("trainer", small_vocabulary, r"tokenizer .* must not know more tokens .* \(50\), got 78"),
     ],
 )
-def test_a_model_that_cannot_be_used(command, spoilt, sentence, tiny_model, questions, tmp_path):
+def test_a_model_that_cannot_be_used(
+    command, spoilt, sentence, ray_cluster, tiny_model, questions, tmp_path
+):
     model, output = spoilt(tiny_model, tmp_path), tmp_path / "run"
     if command == "trainer":
-        assert re.search(sentence, only_error(trainer(NOWHERE, model, questions, output)))
-        assert not output.exists()
+        assert re.search(sentence, only_error(trainer(ray_cluster, model, questions, output)))
+        assert left_in(output) == set()
     else:
         assert re.search(sentence, only_error(dispatcher(NOWHERE, model)))
 
@@ -65,7 +75,7 @@ def test_a_model_that_cannot_be_used(command, spoilt, sentence, tiny_model, ques
 @pytest.mark.parametrize(
     ("line", "options", "sentence"),
     [
-        (None, (), r"data path must be an existing file"),
+        (None, (), r"--data-path must be an existing file"),
         ('{"input": 7}', (), r"line 2, column 'input': expected non-empty text, got 7"),
         (
             '{"input": "1234567890"}',
@@ -74,18 +84,18 @@ def test_a_model_that_cannot_be_used(command, spoilt, sentence, tiny_model, ques
         ),
     ],
 )
-def test_questions_that_cannot_be_used(line, options, sentence, tiny_model, tmp_path):
+def test_questions_that_cannot_be_used(line, options, sentence, ray_cluster, tiny_model, tmp_path):
     data, output = tmp_path / "questions.jsonl", tmp_path / "run"
     if line is not None:
         data.write_text('{"input": "1+2="}\n' + line)
-    error = only_error(trainer(NOWHERE, tiny_model, data, output, *options))
+    error = only_error(trainer(ray_cluster, tiny_model, data, output, *options))
     assert re.search(sentence, error)
-    assert not output.exists()
+    assert left_in(output) == set()
 
 
-def test_an_output_folder_that_holds_a_run(tiny_model, questions, tmp_path):
+def test_an_output_folder_that_holds_a_run(ray_cluster, tiny_model, questions, tmp_path):
     (tmp_path / "training_metrics.jsonl").write_text("precious")
-    error = only_error(trainer(NOWHERE, tiny_model, questions, tmp_path))
+    error = only_error(trainer(ray_cluster, tiny_model, questions, tmp_path))
     assert "holds a run already, and no training_params.json says how it was started" in error
     assert "name another folder, or replace it with --overwrite" in error
     assert (tmp_path / "training_metrics.jsonl").read_text() == "precious"
@@ -102,7 +112,7 @@ def test_no_worker_registers_in_time(ray_cluster, tiny_model, questions, tmp_pat
     error = only_error(trainer(ray_cluster, tiny_model, questions, tmp_path / "run", *options))
     assert "no worker registered within --worker-timeout-s 1: the run needs a generation" in error
     assert f"worker_dispatcher.py --model-path {tiny_model} --mode generation" in error
-    assert not (tmp_path / "run").exists()
+    assert left_in(tmp_path / "run") == set()
 
 
 @pytest.mark.parametrize(
@@ -125,12 +135,36 @@ def test_workers_that_cannot_be_started(options, sentence, ray_cluster, tiny_mod
     assert sentence in only_error(dispatcher(ray_cluster, tiny_model, *options))
 
 
+LOCAL_RANKS = ("--nproc-per-node", 2)
+
+
+def test_our_own_launcher_ends_with_the_sentence_alone(ray_cluster, tiny_model, tmp_path):
+    data = tmp_path / "questions.jsonl"
+    data.write_text('{"input": "1+2="}\n{"input": 7}')
+    command = trainer(ray_cluster, tiny_model, data, tmp_path / "run", *LOCAL_RANKS)
+    assert "line 2, column 'input': expected non-empty text, got 7" in only_error(command)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ranks_that_wait_for_workers_end_with_the_sentence_alone(
+    number, code, ray_cluster, tiny_model, questions, tmp_path
+):
+    options = (*LOCAL_RANKS, "--namespace", "nobody")
+    output = tmp_path / "run"
+    with trainer(ray_cluster, tiny_model, questions, output, *options) as command:
+        command.wait_for("waiting for a generation worker", timeout_s=TIMEOUT_S)
+        command.send(number)
+        assert command.wait(timeout_s=60) == code
+        assert command.err == "interrupted; no checkpoint was saved yet\n"
+        assert command.family() == set()
+
+
 def test_torchrun_ends_with_the_one_sentence(tiny_model, questions, tmp_path):
     data = tmp_path / "nothing.jsonl"
     with trainer(NOWHERE, tiny_model, data, tmp_path / "run", ranks=2) as command:
         assert command.wait(timeout_s=TIMEOUT_S) == 1
         lines = command.err.splitlines()
-        sentences = [line for line in lines if "data path must be an existing file" in line]
+        sentences = [line for line in lines if "--data-path must be an existing file" in line]
         assert len(sentences) == 2
         assert lines.index(sentences[0]) < lines.index("Traceback (most recent call last):")
         assert sentences[0].startswith("error: ")

@@ -12,7 +12,7 @@ from full_disk import no_file_beyond
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from async_grpo.errors import ConfigError
-from async_grpo.telemetry.trackers import Trackers, check_trackers
+from async_grpo.telemetry.trackers import PACKAGES_BY_TRACKER, Trackers, check_trackers
 
 ROW = {"step": 3, "avg_reward": 0.5, "kl": None}
 
@@ -122,8 +122,12 @@ def test_an_unknown_tracker_is_refused_with_the_known_ones():
         check_trackers(["tensorbord"])
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setattr(tracking, "_available_trackers", [])
+def test_the_known_trackers_are_those_of_accelerate():
+    assert sorted(PACKAGES_BY_TRACKER) == sorted(tracking.LOGGER_TYPE_TO_CLASS)
+    check_trackers([str(name) for name in tracking.get_available_trackers()])
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy():
     for name, package in (("wandb", "wandb"), ("comet_ml", "comet-ml")):
         with pytest.raises(ConfigError, match=f"pip install {package}$"):
             check_trackers([name])

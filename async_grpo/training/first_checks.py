@@ -1,0 +1,49 @@
+"""What can be seen to be wrong with a run before torch is imported: in a second, not in ten."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from async_grpo import head
+from async_grpo.config.option import flag, require
+from async_grpo.config.train import TrainConfig
+from async_grpo.data.columns import Columns, parse_column_mapping
+from async_grpo.data.lines import check_source
+from async_grpo.errors import ConfigError
+from async_grpo.model.folder import check_files
+from async_grpo.telemetry.trackers import check_trackers
+
+
+def check_at_once(config: TrainConfig) -> None:
+    """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
+    _check_output(config)
+    check_trackers(config.tracker_names)
+    check_files(Path(config.model_name_or_path))
+    mapping = parse_column_mapping(config.column_mapping)
+    for name in ("data_path", "eval_data_path"):
+        if path := getattr(config, name):
+            check_source(path, option=flag(name), build=lambda row: Columns(row, mapping=mapping))
+    if config.objective == "grpo":
+        head.locate(config.ray_address)
+
+
+def _check_output(config: TrainConfig) -> None:
+    output, dump = Path(config.output_dir), config.dump_samples_filename
+    _check_folder(output, "output_dir")
+    if dump:
+        _check_folder((output / dump).parent, "dump_samples_filename")
+        require(
+            not (output / dump).is_dir(), "dump_samples_filename", "must not be a folder", dump,
+            "name a file in it",
+        )  # fmt: skip
+
+
+def _check_folder(folder: Path, option: str) -> None:
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"{flag(option)} must lie in a folder that can be written, {existing} cannot: "
+            "name another"
+        )
