@@ -327,12 +327,12 @@ LOOSE = [
     (r"42", "41=42", "0"),
     (r"42", "40+2 = 42", "1"),
     (r"42", "42%", "0"),
-    # what the text denies, or only bounds, it does not answer
+    # what the text denies it does not answer; a bound may be what was asked for
     (r"42", "The answer is not 42", "-"),
     (r"42", "The answer isn't $42$.", "-"),
     (r"42", "The answer is not equal to 42", "-"),
     (r"42", "answer != 42", "-"),
-    (r"42", "The answer is less than 42", "-"),
+    (r"42", "We need at least 42", "1"),
     (r"42", "The answer is not $\\boxed{42}$", "-"),
     (r"42", "The answer is not 42 but 41", "0"),
     (r"41", "The answer is not 42 but 41", "1"),
@@ -420,7 +420,7 @@ def test_data_without_one_answer_is_an_error_and_no_reward(answer):
         (r"\boxed{41} \boxed{42}", "0"),
         (r"\boxed{42}\%", "0"),
         (r"it is not \boxed{42}", "-"),
-        (r"at least \boxed{42}", "-"),
+        (r"we need at least \boxed{42}", "1"),
         (r"\boxed{41}. No: \boxed{42}", "1"),
         (r"\boxed{42}, hence \boxed{42}", "1"),
         (r"not 41: $\boxed{42}$", "1"),
