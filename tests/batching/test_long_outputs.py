@@ -135,12 +135,16 @@ def test_a_request_without_tokens_is_ended_in_its_worker_and_sampled_elsewhere()
     running = LongRun(
         worker("w0", seconds=5 * STALL_S, stuck=frozenset({0, 1})), worker("w1", seconds=1.0)
     )
-    items, _ = run(running.train())
-    ((_, end),) = split_steps(items)
     first, second = running.workers
-    given_up = set(first.cancelled)
+
+    async def scenario():
+        items, _ = await running.train()
+        return items, set(first.cancelled), dict(first.began)
+
+    items, given_up, still_running = run(scenario())
+    ((_, end),) = split_steps(items)
     assert given_up == {0, 1} & set(first.sampled) and given_up
-    assert end.reasons == {"discarded: stalled": 3 * len(first.cancelled)}
+    assert still_running == {}
+    assert end.reasons == {"discarded: stalled": 3 * len(given_up)}
     assert given_up <= set(second.sampled)
     assert end.fates["trained"] + end.fates["zero_contribution"] == 12
-    assert first.began == {}

@@ -161,9 +161,7 @@ def test_aborted_requests_return_what_there_is(stack):
 
 
 def test_pulses_tell_of_tokens_while_they_are_made_and_of_who_waits(stack):
-    """More sequences than the engine runs. Mutations seen to fail: only whole outputs are told of;
-    other requests' sequences are counted; who waits is said to run.
-    """
+    """There are more sequences than the engine runs."""
     stack.serve(FIRST)
     engine = stack.engine
 
@@ -190,7 +188,6 @@ def test_pulses_tell_of_tokens_while_they_are_made_and_of_who_waits(stack):
 
 
 def test_who_is_cancelled_ends_its_sequences_in_the_engine_and_nobody_elses(stack):
-    """Mutation seen to fail: the cancelled request is not aborted."""
     stack.serve(FIRST)
     engine = stack.engine
 

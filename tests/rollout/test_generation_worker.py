@@ -196,7 +196,7 @@ def test_text_is_decoded_without_special_tokens(workers):
 
 
 def test_work_that_its_caller_gives_up_is_ended_in_the_engine(workers):
-    """Through Ray, for whatever reason. Mutation seen to fail: the call is not cancelled."""
+    """Through Ray: because its caller was cancelled, and because it took too long."""
     worker = workers[0]
     request = dataclasses.replace(REQUEST, sampling=SamplingContract(1.0, (), 500), lease_id=9)
 
