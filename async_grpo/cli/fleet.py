@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from async_grpo import cluster
 from async_grpo.cli.seat import Seat
 from async_grpo.cli.shared_actor import SharedActor
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ClusterError
-from async_grpo.types import Standing
+
+if TYPE_CHECKING:
+    from async_grpo.types import Standing
 
 logger = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0

@@ -141,8 +141,8 @@ class Report:
             "samples": self._num_samples,
             "tokens": self._num_tokens,
             "seconds": self._seconds,
-            "ends": self._ends,
-            "parts": self._parts,
+            "ends": dict(self._ends),
+            "parts": list(self._parts),
             "failed_checkpoints": self._failed_checkpoints,
             "batcher_restarts": self._batcher_restarts,
             "file_bytes": {

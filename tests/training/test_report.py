@@ -40,9 +40,9 @@ def train(report, clock, *, seconds, denominator=8):
     report.step(end, RESULT, denominator=denominator, waited=0.0)
 
 
-def resumed(config, report, *, batches):
+def resumed(config, report, *, batches, state=None):
     """The start after a checkpoint that `report`'s run of `config` left."""
-    state = json.loads(json.dumps({"report": report.state(), "clocks": {}}))
+    state = json.loads(json.dumps({"report": state or report.state(), "clocks": {}}))
     manifest = Manifest(
         batches=batches, world_size=1, config=dataclasses.asdict(config), hashes={}, state=state
     )
@@ -109,7 +109,10 @@ def test_a_supervised_run_is_summed_up_over_its_parts(tmp_path, clock, caplog):
     with Report(config) as report:
         report.held_out_loss(HeldOutLoss(40.0, 20, 5, 1.0))
         train(report, clock, seconds=10, denominator=2)
-        start = resumed(config, report, batches=1)
+        state = report.state()  # written by a thread, while training goes on
+        train(report, clock, seconds=9, denominator=1)
+        start = resumed(config, report, batches=1, state=state)
+    assert state["ends"]["loss"] == [3.0, 3.0]
     with caplog.at_level(logging.INFO), Report(config, start=start) as report:
         train(report, clock, seconds=6, denominator=8)
         report.held_out_loss(HeldOutLoss(30.0, 20, 5, 1.0))
