@@ -23,7 +23,7 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ClusterError
 
 if TYPE_CHECKING:
-    from async_grpo.types import Standing
+    from async_grpo.types import Standing  # imports numpy
 
 logger = logging.getLogger(__name__)
 RELEASE_TIMEOUT_S = 5.0
