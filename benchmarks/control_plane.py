@@ -14,7 +14,7 @@ import os
 import pstats
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def sample_figures(size: Size) -> list[Figure]:
 
 
 def measured(
-    work: Callable[[], Awaitable[None]], actors: dict[str, Any], repeats: int
+    work: Callable[[], Coroutine[Any, Any, None]], actors: dict[str, Any], repeats: int
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Seconds of each repeat, and CPU seconds that it cost each actor."""
     walls: list[float] = []
@@ -143,21 +143,17 @@ def measured(
     for _ in range(repeats):
         before = {who: get(actor.cpu_seconds.remote()) for who, actor in actors.items()}
         started = time.perf_counter()
-        asyncio.run(_awaited(work()))
+        asyncio.run(work())
         walls.append(time.perf_counter() - started)
         for who, actor in actors.items():
             costs[who].append(get(actor.cpu_seconds.remote()) - before[who])
     return walls, costs
 
 
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
-
-
-def profile(title: str, actor: Any, work: Awaitable[None]) -> None:
+def profile(title: str, actor: Any, work: Coroutine[Any, Any, None]) -> None:
     """Where the actor's event loop spends its time; profiling makes Python seem dearer."""
     get(actor.start_profile.remote())
-    asyncio.run(_awaited(work))
+    asyncio.run(work)
     text: str = get(actor.stop_profile.remote(PROFILE_LINES))
     click.echo(f"\nprofile of the {title}, by own time\n{text}")
 

@@ -1,11 +1,3 @@
-"""Broken on purpose, in a copy -> what failed:
-
-- `pinned` does not go back -> parent goes back
-- `pin` moves the main thread alone -> all their threads
-- `family` without descendants -> grandchildren
-- `end` kills nobody -> grandchildren
-"""
-
 import os
 import subprocess
 import sys

@@ -1,10 +1,4 @@
-"""What the comparison with TRL makes of its runs.
-
-Mutations seen to fail: a step before the steady part counted; the last two steps counted; CPU
-seconds not taken as a difference; the slowest of TRL taken for its best; a seed that missed the
-threshold left out silently; start-up counted into the time after it; the row after the one that
-reached the threshold.
-"""
+"""What the comparison with TRL makes of its runs."""
 
 import json
 

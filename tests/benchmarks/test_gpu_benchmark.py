@@ -1,12 +1,4 @@
-"""The parts of the GPU benchmark that a device does not decide: arithmetic, isolation, the sheet.
-
-Mutations seen to fail:
-- key and value weights left out, the head counted for all tokens -> `test_the_arithmetic_...`
-- attention counted without causality -> `test_attention_counts_...`
-- an error not sent, or figures only at the end -> `test_a_variant_that_fails_...`
-- the toy's figures not marked -> `test_toy_figures_...`
-- any variant meets the goal -> `test_utilisation_...`
-"""
+"""What a device does not decide of the GPU benchmark: arithmetic, isolation, the sheet."""
 
 import json
 import os

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.gpu import heads, isolation
 
-TOKENS, VOCABULARY, CHUNK = 4096, 32_000, 128
+TOKENS, VOCABULARY, CHUNK = 4096, 16_000, 128
 
 
 def extra_bytes():

@@ -1,9 +1,3 @@
-"""Broken on purpose, in a copy -> what failed:
-
-- batches counted from 0; the mean's first batch taken for its last -> mean of five batches
-- ratios the wrong way round -> seed by seed
-"""
-
 import pytest
 
 from benchmarks.learning_curves import WALL_CLOCK, draw, figures_of, learned, with_wall_clock

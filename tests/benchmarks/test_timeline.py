@@ -1,8 +1,3 @@
-"""Broken on purpose, in a copy -> what failed:
-
-- lines are cut wherever the file ends -> is noted once it is whole
-"""
-
 import pytest
 
 from benchmarks.startup import Started, figures_of

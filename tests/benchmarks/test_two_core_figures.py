@@ -1,11 +1,3 @@
-"""Broken on purpose, in a copy -> what failed:
-
-- CPU seconds of the run, not of a batch -> means a batch
-- the generator's idle share from the trainer's seconds -> idle shares
-- the end of the counted rows without the staleness -> last batch
-- the model's config keeps its end token -> never samples
-"""
-
 import pytest
 
 from async_grpo.model.folder import check_model_folder

@@ -1,8 +1,4 @@
-"""Figures of the weight sync benchmark are the quantities that their names say.
-
-Mutations seen to fail: shared files are counted once a process; a wait that ended before the update
-counts; the plain copy is not taken off the pause.
-"""
+"""Figures of the weight sync benchmark are the quantities that their names say."""
 
 import os
 

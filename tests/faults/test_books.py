@@ -1,10 +1,4 @@
-"""The books of a fault benchmark find what is lost, doubled or stale, and nothing else.
-
-Mutations seen to fail: samples counted by ordinal alone; a doubled sample that makes up for a lost
-one; batches that have not ended counted; failed samples not forgiven; incarnations, gaps between
-spans, an uncovered last token, or either bound of the lag ignored; each check of the metrics' lines
-left out; members not known by their mark; a slope's error that does not shrink with its samples.
-"""
+"""The books of a fault benchmark find what is lost, doubled or stale, and nothing else."""
 
 import os
 import subprocess

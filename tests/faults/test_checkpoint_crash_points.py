@@ -1,17 +1,4 @@
-"""Whatever a crash leaves on the disk, the last checkpoint that was reported is found whole.
-
-Broken on purpose, in a copy -> what failed:
-
-- not synced: the shards, their folder, the manifest, the temporary folder, the new name, the
-  marker, the marker's name, the names above -> any power cut, and cuts in a row
-- a checkpoint removed under its own name, or before its new one lasts -> any power cut
-- what got its name but no marker kept for good -> any power cut
-- an error in rotation raised; a failed save not abandoned; the final name removed after any
-  failure -> refuses any operation
-- hashes not compared -> every flipped bit
-- the marker written before the rename -> the marker is written once (no cut tells: where a rename
-  is one step, it would do)
-"""
+"""Whatever a crash leaves on the disk, the last checkpoint that was reported is found whole."""
 
 import random
 from pathlib import Path
