@@ -14,6 +14,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
+from async_grpo.batching.sample_files import dump_files
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import MODEL, SERVICE_VARIABLES, write_puzzles
@@ -114,7 +115,8 @@ class LiveRun:
 
     def samples(self) -> list[dict[str, Any]]:
         """The lines of the samples so far."""
-        return read_rows(self.output / "samples.jsonl")
+        files = dump_files(self.output / "samples.jsonl")
+        return [line for file in files for line in read_rows(file)]
 
     def wait_for_rows(self, number: int, *, timeout_s: float) -> None:
         """Until the metrics have `number` lines; raises when the trainer ends before."""

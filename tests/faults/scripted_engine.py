@@ -22,6 +22,7 @@ from async_grpo.rollout.settings import EngineConfig
 from async_grpo.types import (
     Completion,
     GenerationRequest,
+    Pulse,
     VersionSpan,
     WeightsBucket,
     WeightsSnapshot,
@@ -102,6 +103,9 @@ class Engine:
 
     async def version(self) -> WeightsVersion | None:
         return self._version
+
+    async def pulse(self) -> Pulse:
+        return Pulse(str(self._version or "none"))
 
     async def devices(self) -> tuple[str, ...]:
         return ()
