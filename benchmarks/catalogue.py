@@ -5,7 +5,7 @@ from __future__ import annotations
 NAMES = (
     "packing",  # token budget used, imbalance and fillers, by packing rule
     "scaling",  # devices on paper: which part saturates first
-    "control_plane",  # leases, samples and verdicts a second
+    "control_plane",  # leases and samples a second, and their CPU
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
     "startup",  # command to first optimizer step, by phase
     "staleness",  # what asynchrony buys on two cores
@@ -14,4 +14,4 @@ NAMES = (
 )
 # What only the clock of a script or the shape of a computation decides, or is measured as a ratio
 # of neighbours within seconds.
-GUARDED = ("packing", "scaling", "control_plane")
+GUARDED = ("packing", "scaling")
