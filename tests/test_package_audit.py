@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "async_grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
 MAY_EXECUTE = {
+    "verification/adapters.py": "the user's reward file, as its dispatcher read it, in a verifier",
     "verification/jail.py": "the program under test, in the process that was confined for it",
     "verification/jail_calls.py": "the same, function by function",
 }

@@ -254,7 +254,8 @@ def test_a_drained_worker_gets_nothing_in_the_next_run_either():
         scene, _, _ = await two_workers()
         lease = await lease_on(scene, "first")
         await scene.registry.drain("first")
-        assert (await scene.registry.standing(("first", "nobody"))) == {
+        standing = await scene.registry.standing(("first", "nobody"))
+        assert {name: each[:3] for name, each in standing.items()} == {
             "first": (True, 1, ""), "nobody": (False, 0, "")
         }  # fmt: skip
         assert {(await scene.lease()).worker_id for _ in range(4)} == {"second"}
