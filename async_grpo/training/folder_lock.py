@@ -29,18 +29,39 @@ LOCK_FILE = "trainer.lock"
 def folder_held(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Within, no other trainer may use `folder`, which is made where it is missing; collective.
 
-    Raises `ConfigError` on every rank when another trainer has it, or it cannot be written.
+    A run that is refused leaves no folder behind. Raises `ConfigError` on every rank when another
+    trainer has the folder, or it cannot be written.
     """
+    is_new = not folder.exists()
     file = ranks.on_main(lambda: lock(folder))
     try:
         yield
     finally:
         if file is not None:
+            if is_new:
+                _remove_if_unused(folder)
             file.close()
+
+
+def _remove_if_unused(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            (folder / LOCK_FILE).unlink()
+            folder.rmdir()
 
 
 def lock(folder: Path) -> BinaryIO:
     """The locked file, which tells others whose it is; closing it gives the folder back."""
+    file = _locked(folder)
+    while not os.fstat(file.fileno()).st_nlink:  # a refused run has just removed it
+        file.close()
+        file = _locked(folder)
+    with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+        _sign(file)
+    return file
+
+
+def _locked(folder: Path) -> BinaryIO:
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK_FILE, "a+b", buffering=0)  # noqa: SIM115 - it stays open
@@ -59,8 +80,6 @@ def lock(folder: Path) -> BinaryIO:
             folder,
             error.strerror,
         )
-    with contextlib.suppress(OSError):  # a full disk: it is locked all the same
-        _sign(file)
     return file
 
 

@@ -13,7 +13,8 @@ import pytest
 from async_grpo.cli import train
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
-from async_grpo.training.folder_lock import LOCK_FILE, lock
+from async_grpo.training import folder_lock
+from async_grpo.training.folder_lock import LOCK_FILE, folder_held, lock
 
 HOLDER = """
 import os, sys, time
@@ -89,3 +90,29 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/run \(Not a directory\): choose another --output"):
         lock(tmp_path / "file" / "run")
+
+
+def test_a_run_that_is_refused_leaves_no_folder_and_one_that_was_there_stays(tmp_path):
+    (tmp_path / "old").mkdir()
+    for name in ("new", "old", "used"):
+        with pytest.raises(ConfigError), folder_held(tmp_path / name, Main()):
+            if name == "used":
+                (tmp_path / name / "metrics").touch()
+            raise ConfigError("refused")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "used"]
+
+
+def test_a_lock_whose_file_a_refused_run_removed_is_taken_again(tmp_path, monkeypatch):
+    taken = []
+
+    def take(folder):
+        taken.append(file := locked(folder))
+        if len(taken) == 1:
+            (folder / LOCK_FILE).unlink()
+        return file
+
+    locked = folder_lock._locked
+    monkeypatch.setattr(folder_lock, "_locked", take)
+    with lock(tmp_path) as file:
+        assert os.path.samestat(os.fstat(file.fileno()), (tmp_path / LOCK_FILE).stat())
+    assert len(taken) == 2

@@ -1,8 +1,4 @@
-"""Dispatchers come, go and are killed, with rewards that are edited meanwhile: a real pool on Ray.
-
-Seen to fail: a pool that outlives its dispatchers; a silent dispatcher that counts for ever; the
-text of a reward not compared; a run that does not count; only the first dispatcher's file kept.
-"""
+"""Dispatchers come, go and are killed, with rewards that are edited meanwhile: a real pool on Ray."""
 
 import json
 import threading
