@@ -68,16 +68,20 @@ def plot(
     \b
     plot.py plot runs/a runs/b -n baseline -n ours -v avg_reward -v entropy -s -o compare.svg
     """
-    from async_grpo.telemetry.curves import make_curves
+    from async_grpo.telemetry.curves import NotMeasuredError, make_curves
     from async_grpo.telemetry.figure import check_output, save_figure
 
     check_output(output)
     runs = _read_runs(paths, names, remote)
     window = smooth_window if smooth else None
-    panels = {
-        variable: make_curves(runs, x=x, y=variable, smooth_window=window)
-        for variable in dict.fromkeys(variables or ("avg_reward",))
-    }
+    panels, wanted = {}, tuple(dict.fromkeys(variables or ("avg_reward",)))
+    for variable in wanted:
+        try:
+            panels[variable] = make_curves(runs, x=x, y=variable, smooth_window=window)
+        except NotMeasuredError as error:  # one of several leaves the others their picture
+            if variable == wanted[-1] and not panels:
+                raise
+            click.echo(f"left out: {error}", err=True)
     save_figure(panels, output, x=x, title=title)
     click.echo(f"wrote {output}")
 

@@ -27,6 +27,10 @@ SSH_TIMEOUT_S = 60
 Floats = NDArray[np.float64]
 
 
+class NotMeasuredError(DataError):
+    """A variable that the run knows, and that has no value in any of its rows."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """The rows of one metrics file; several runs of one name are seeds of the same experiment."""
@@ -152,7 +156,7 @@ def _points(run: Run, *, x: str, y: str) -> tuple[Floats, Floats]:
     known = [*variables(run.rows), *evaluated]
     for name in (key, y):
         if name not in known:
-            raise DataError(_unknown_variable(name, run, known))
+            raise _unknown_variable(name, run, known)
     rows = run.evaluations if y in evaluated else run.rows
     pairs = sorted(
         (float(row[key]) / unit, float(row[y]))
@@ -170,12 +174,15 @@ def _evaluated(run: Run) -> list[str]:
     return [name for name in variables(run.evaluations) if name.startswith("eval_")]
 
 
-def _unknown_variable(name: str, run: Run, known: Sequence[str]) -> str:
+def _unknown_variable(name: str, run: Run, known: Sequence[str]) -> DataError:
     if any(name in row for row in (*run.rows, *run.evaluations)):
-        return f"{name!r} has no value in any row of {run.source}: the run did not measure it"
+        return NotMeasuredError(
+            f"{name!r} has no value in any row of {run.source}: the run did not measure it"
+        )
+    remedy = f": `plot list {run.source}` prints those it has"
     if close := near_names(name, known):
-        return f"{run.source} has no variable {name!r}: did you mean {' or '.join(close)}?"
-    return f"{run.source} has no variable {name!r}: `plot list {run.source}` prints those it has"
+        remedy = f": did you mean {' or '.join(close)}?"
+    return DataError(f"{run.source} has no variable {name!r}{remedy}")
 
 
 def near_names(name: str, known: Sequence[str]) -> list[str]:

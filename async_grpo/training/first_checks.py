@@ -11,7 +11,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
 from async_grpo.errors import ConfigError
-from async_grpo.model.folder import check_files
+from async_grpo.model.folder import check_files, check_tokenizer_files
 from async_grpo.telemetry.trackers import check_trackers
 
 
@@ -19,7 +19,9 @@ def check_at_once(config: TrainConfig) -> None:
     """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
     _check_output(config)
     check_trackers(config.tracker_names)
-    check_files(Path(config.model_name_or_path))
+    model = Path(config.model_name_or_path)
+    check_files(model)
+    check_tokenizer_files(model)
     mapping = parse_column_mapping(config.column_mapping)
     for name in ("data_path", "eval_data_path"):
         if path := getattr(config, name):

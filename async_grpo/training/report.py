@@ -165,9 +165,10 @@ class Report:
         self._skipped = Counter(state["skipped"])
         self._num_samples = state["samples"]
         self._num_tokens = state["tokens"]
-        self._seconds = state["seconds"]
-        self._ends = {name: list(ends) for name, ends in state["ends"].items()}
-        self._parts = list(state["parts"])
+        # Checkpoints of version 0.1.0 know nothing of these three.
+        self._seconds = state.get("seconds", 0.0)
+        self._ends = {name: list(ends) for name, ends in state.get("ends", {}).items()}
+        self._parts = list(state.get("parts", ()))
         self._failed_checkpoints = state["failed_checkpoints"]
         self._batcher_restarts = state["batcher_restarts"]
 

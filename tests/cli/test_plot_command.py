@@ -57,6 +57,14 @@ def seeds(*curves):
     ]
 
 
+def test_a_variable_that_a_run_did_not_measure_costs_its_panel_alone(tmp_path):
+    path, output = write_run(tmp_path / "run", [0.1, 0.5, 0.9]), tmp_path / "picture.svg"
+    result = run_plot("plot", path, "-v", "kl", "-v", "avg_reward", "-o", output)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("left out: 'kl' has no value in any row of ")
+    assert output.exists()
+
+
 @pytest.mark.parametrize(
     ("extension", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")]
 )

@@ -1,4 +1,4 @@
-"""Dispatchers come, go and are killed, with rewards that are edited meanwhile: a real pool on Ray."""
+"""Dispatchers come, go and are killed, with rewards edited meanwhile: a real pool on Ray."""
 
 import json
 import threading
