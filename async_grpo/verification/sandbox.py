@@ -68,7 +68,10 @@ class Sandbox:
     @property
     def events(self) -> dict[str, int]:
         """What went wrong since the start, by kind: see `Slot.events`, and how it was mended."""
-        return dict(self._events) | {"zygote_restarts": self._spawner.num_restarts}
+        seen = self._events.copy()
+        for slot in self._slots:  # of those that work what they have met so far
+            seen.update(dict(slot.events))  # a copy: their threads count on
+        return dict(seen) | {"zygote_restarts": self._spawner.num_restarts}
 
     @property
     def num_up(self) -> int:

@@ -24,7 +24,7 @@ def begins_with_a_digit(sample, **kwargs):
     return {"reward": float(sample["output"][:1].isdigit())}
 """
 # No adapter gives one; no group was replaced.
-WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward"}
+WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_out_samples"}
 
 
 class Setup:
@@ -119,11 +119,11 @@ def engine_differences(samples, models):
     return found
 
 
-def check_rows(rows, *, questions, group, max_staleness):
+def check_rows(rows, *, questions, group, max_staleness, unmeasured=frozenset()):
     """Every metric has a value, every sample of every admitted slot one fate, no lag is too old."""
     for row in rows:
         missing = {m.name for m in METRICS if row.get(m.name) is None}
-        assert missing <= WITHOUT_POPULATION
+        assert missing <= WITHOUT_POPULATION | unmeasured
         fates = {name: count for name, count in row.items() if name.startswith("fate_")}
         replaced = fates.pop("fate_replaced")
         assert sum(fates.values()) == questions * group

@@ -80,7 +80,8 @@ def world(ray_cluster, questions, tmp_path_factory):
 @pytest.fixture(scope="module")
 def papers(world):
     """By name: what the runs that lag behind, and the one that stands still, must come to."""
-    cases = {name: (lag, {**KNOWN_UPDATES, "learning_rate": 0.1, **options})
+    fast = {"learning_rate": 0.1, "allow_high_learning_rate": True}
+    cases = {name: (lag, {**KNOWN_UPDATES, **fast, **options})
              for name, (lag, options) in LAGGING.items()}  # fmt: skip
     cases["standing"] = (1, STANDING)
     papers = {}
