@@ -113,13 +113,22 @@ def _train(
         stream = LastingStream(config, ranks, learner=learner, keeper=keeper, stop=stop)
         with honoured(stop):
             train_steps(stream, learner, report, exports, after_batch=after_batch)
-        if not stream.is_stopped:
-            exports.export()
-            sync.wait()
-        checkpoints.save_last()
-        checkpoints.wait()
-        if not stream.is_stopped:
-            ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
+        if stream.is_stopped:
+            checkpoints.save_last()
+            checkpoints.wait()
+        else:
+            _keep_result(ranks, sync, exports, checkpoints)
+
+
+def _keep_result(
+    ranks: Ranks, sync: WeightSync, exports: Exports, checkpoints: Checkpoints
+) -> None:
+    """Export and save the trained model; raises `CheckpointError` when the disk takes neither."""
+    exports.export()
+    sync.wait()
+    checkpoints.save_last()
+    checkpoints.wait()
+    ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
 
 
 def train_steps(
