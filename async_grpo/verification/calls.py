@@ -83,10 +83,12 @@ def cause_of(error: BaseException) -> FailureCause:
 
 
 def _line(error: BaseException, adapter: Adapter) -> str:
-    """The deepest line of the adapter's own file; of whatever raised, when none is."""
+    """The deepest line of the adapter's own file; where it begins, when what it returned is bad."""
     frames = traceback.extract_tb(error.__traceback__)
     code = getattr(inspect.unwrap(adapter), "__code__", None)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    if code and not own:
+        return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
     frame = (own or frames)[-1]
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 

@@ -55,10 +55,14 @@ def test_a_number_or_a_boolean_is_a_reward(result, reward):
         ({"score": 1.0}, "an adapter's dict must have a 'reward', got {'score': 1.0}"),
     ],
 )
-def test_anything_else_is_an_error_that_shows_it(result, told):
-    outcome = call(lambda sample: result)
+def test_anything_else_is_an_error_that_shows_it_and_where_the_reward_begins(result, told):
+    def adapter(sample):
+        return result
+
+    outcome = call(adapter)
     assert (outcome.status, outcome.cause) == ("error", "exception")
     assert outcome.reason.startswith(f"TypeError: {told}")
+    assert outcome.reason.endswith(f" [test_calls.py:{adapter.__code__.co_firstlineno}]")
 
 
 class ClientError(Exception):
