@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev quickstart test test-fast test-all lint types imports benchmarks guard
+.PHONY: help setup dev quickstart test test-fast test-all test-original lint types imports benchmarks guard
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,14 +23,17 @@ quickstart: setup ## watch a tiny model learn arithmetic puzzles (ARGS="--seed 1
 	@$(BIN)/async-grpo quickstart $(ARGS)
 
 # Tests never ask a model hub, and share the cores: a thread each is fastest.
-test test-fast test-all: export HF_HUB_OFFLINE = 1
-test test-fast test-all: export OMP_NUM_THREADS = 1
+test test-fast test-original test-all: export HF_HUB_OFFLINE = 1
+test test-fast test-original test-all: export OMP_NUM_THREADS = 1
 
 test: dev ## all tests that need no GPU
 	$(PYTEST) -m "not gpu and not slow"
 
 test-fast: dev ## tests that start no Ray, vLLM or second process
 	$(PYTEST) -m "not gpu and not integration and not slow"
+
+test-original: dev ## the command blocks of the original async-grpo's README, as they stand
+	$(BIN)/python -m pytest tests/integration/test_original_readme.py
 
 test-all: export PROOFS = full
 test-all: dev ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates

@@ -23,3 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     long = {item.path for item in items if item.get_closest_marker("integration")}
     items.sort(key=lambda item: item.path not in long)
+    if needy := [item for item in items if item.get_closest_marker("gpu")]:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in needy:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA device"))

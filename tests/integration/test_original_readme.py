@@ -17,7 +17,7 @@ from commands import Command
 from private_cluster import environment, free_port
 from stand_in_hub import StandInHub
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]  # a minute; .ci/run asks for it
 REPOSITORY = Path(__file__).parents[2]
 TINY = REPOSITORY / "sample-data" / "tiny-countdown"
 MODEL = "Qwen/Qwen2-1.5B-Instruct"

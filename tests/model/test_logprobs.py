@@ -152,6 +152,7 @@ def test_an_excluded_token_itself_is_impossible():
 
 
 @pytest.mark.integration  # for its compiler, a process of its own
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_compiled_chunks_give_the_same_values_and_gradients():
     """Full chunks and the rest; at length also one token, none, and a bias."""

@@ -162,7 +162,8 @@ def test_bf16_compute_keeps_float32_weights_and_stays_near(ran):
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(900)  # a compiler on a shared core
+@pytest.mark.slow  # for its compiler, half a minute
+@pytest.mark.timeout(900)
 def test_compiled_layers_give_the_same_gradient(tmp_path):
     ranks = run_ranks(one_step, num_ranks=1, folder=tmp_path, compile=True)
     assert_equals_oracle(ranks, tied=True, tolerance=F32)
