@@ -26,7 +26,7 @@ quickstart: setup ## watch a tiny model learn arithmetic puzzles (ARGS="--seed 1
 test test-fast test-original test-all: export HF_HUB_OFFLINE = 1
 test test-fast test-original test-all: export OMP_NUM_THREADS = 1
 
-test: dev ## all tests that need no GPU
+test: dev ## all tests but those that are slow or need a GPU
 	$(PYTEST) -m "not gpu and not slow"
 
 test-fast: dev ## tests that start no Ray, vLLM or second process
