@@ -145,7 +145,10 @@ def test_our_own_launcher_ends_with_the_sentence_alone(ray_cluster, tiny_model, 
     assert "line 2, column 'input': expected non-empty text, got 7" in only_error(command)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_ranks_that_wait_for_workers_end_with_the_sentence_alone(
     number, code, ray_cluster, tiny_model, questions, tmp_path
 ):

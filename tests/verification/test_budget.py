@@ -17,7 +17,6 @@ REPETITIONS = {
     "indices": "_".join("a" * 30),
     "ratios": ":".join("9" * 30),
     "braces": "{" * 16 + "9" + "}" * 16,
-    "braces with spaces": r"\;{" * 16 + "9" + "}" * 16,
     "letters in braces": "{9pi " * 16 + "9" + "}" * 16,
 }
 
