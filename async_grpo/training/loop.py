@@ -113,22 +113,23 @@ def _train(
         stream = LastingStream(config, ranks, learner=learner, keeper=keeper, stop=stop)
         with honoured(stop):
             train_steps(stream, learner, report, exports, after_batch=after_batch)
-        if stream.is_stopped:
-            checkpoints.save_last()
-            checkpoints.wait()
-        else:
-            _keep_result(ranks, sync, exports, checkpoints)
+        _keep_result(ranks, sync, exports, checkpoints, is_trained=not stream.is_stopped)
 
 
 def _keep_result(
-    ranks: Ranks, sync: WeightSync, exports: Exports, checkpoints: Checkpoints
+    ranks: Ranks, sync: WeightSync, exports: Exports, checkpoints: Checkpoints, *, is_trained: bool
 ) -> None:
-    """Export and save the trained model; raises `CheckpointError` when the disk takes neither."""
-    exports.export()
-    sync.wait()
+    """Save what the run has come to, and export it unless it was stopped before its end.
+
+    Raises `CheckpointError` when the disk takes neither of the trained model.
+    """
+    if is_trained:
+        exports.export()
+        sync.wait()
     checkpoints.save_last()
     checkpoints.wait()
-    ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
+    if is_trained:
+        ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
 
 
 def train_steps(
