@@ -29,7 +29,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
 from async_grpo.bundles import Bundles
 from async_grpo.config.train import TrainConfig
-from async_grpo.routing.registry import WorkerRegistry
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import (
     Completion,
     EndOfStep,

@@ -42,10 +42,10 @@ HEAVY = ("ray", "torch", "transformers", "vllm")
 COMMANDS = ("worker_dispatcher.py", "trainer_core.py", "plot.py")
 MODULES = {
     "the dispatcher": "async_grpo.cli.launch",
-    "a trainer rank": "async_grpo.training.loop",
+    "a trainer rank": "async_grpo.run.loop",
     "a generation worker": "async_grpo.rollout.engine",
     "the batcher": "async_grpo.batching.batcher",
-    "a registry": "async_grpo.routing.registry",
+    "a registry": "async_grpo.controller.registry",
     "the verifier pool": "async_grpo.verification.pool",
 }
 DISPATCHER_SAYS = {

@@ -22,7 +22,7 @@ VERIFIERS = "the verifier pool"
 
 def make_registry(role: str) -> Any:
     """The registry of a role, made by whoever asks first."""
-    from async_grpo.routing.registry import WorkerRegistry
+    from async_grpo.controller.registry import WorkerRegistry
 
     return _shared_actor(WorkerRegistry, cluster.registry_name(role)).remote(role)
 
@@ -145,7 +145,7 @@ def _start_generation_worker(config: WorkerConfig, name: str) -> Any:
 
 
 def _start_logprob_worker(config: WorkerConfig, name: str) -> Any:
-    from async_grpo.reference.worker import LogprobWorker
+    from async_grpo.scoring.worker import LogprobWorker
 
     return _worker_actor(LogprobWorker, config).remote(
         os.path.abspath(config.model_path),

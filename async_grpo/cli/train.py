@@ -29,8 +29,8 @@ from async_grpo.cli.torchrun import (
 from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.hub import local_folder
-from async_grpo.training.first_checks import check_at_once
-from async_grpo.training.stopping import StopRequest
+from async_grpo.run.first_checks import check_at_once
+from async_grpo.run.stopping import StopRequest
 
 if TYPE_CHECKING:
     from async_grpo.training.ranks import Ranks
@@ -126,15 +126,15 @@ def _check_started(num_ranks: int) -> None:
 
 
 def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
-    from async_grpo.training.folder_lock import folder_held
+    from async_grpo.run.folder_lock import folder_held
 
     with folder_held(Path(config.output_dir), ranks):
         if config.objective == "sft":
-            from async_grpo.training.sft import train_sft
+            from async_grpo.run.sft import train_sft
 
             train_sft(config, ranks, stop=stop)
         else:
-            from async_grpo.training.loop import train_grpo
+            from async_grpo.run.loop import train_grpo
 
             train_grpo(config, ranks, stop=stop)
     if stop and stop.is_set():

@@ -12,12 +12,10 @@ from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.anchor import BatchStart, needs_batch_start
-from async_grpo.training.checkpoint import load_tensors
 from async_grpo.training.fsdp import compute_dtype, shard
+from async_grpo.training.old_policy import BatchStart, needs_batch_start
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.replay import Replay
-from async_grpo.training.resumption import Start
 from async_grpo.training.schedule import Scheduler
 from async_grpo.training.step import (
     GradientStep,
@@ -108,21 +106,6 @@ class Learner:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
         self.replay.discard()
-
-    def restore(self, start: Start) -> None:
-        """Collective: go on from a checkpoint, whatever number of ranks has saved it.
-
-        Raises `CheckpointError` on every rank when one cannot read it.
-        """
-        assert start.folder and start.manifest
-        load_tensors(
-            start.folder,
-            self.policy,
-            self.step.optimizer,
-            start.clocks,
-            world_size=start.manifest.world_size,
-        )
-        self.step.restore_clocks(start.clocks)
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""

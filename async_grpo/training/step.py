@@ -21,9 +21,9 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.logprobs import TokenLogprobs
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.anchor import BatchStart
 from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
 from async_grpo.training.loss import LossSums, Objective, grpo_loss, sft_loss
+from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.schedule import Clocks, Scheduler
 from async_grpo.types import PackedMinibatch
 

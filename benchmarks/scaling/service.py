@@ -19,7 +19,7 @@ from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
 from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
-from async_grpo.routing.balancer import Balancer, LeaseGrant
+from async_grpo.controller.balancer import Balancer, LeaseGrant
 from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
 from benchmarks.scaling import clock
 from benchmarks.scaling.engine import Engine

@@ -10,7 +10,7 @@ from script import Script
 from scripted import Handle, run
 from scripted_run import Cluster, Run, make_config, split_steps
 
-from async_grpo.routing.registry import WorkerRegistry
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import Pulse, RequestPulse, WeightsAck, WeightsSnapshot, WorkerInfo
 
 STALL_S = 60.0

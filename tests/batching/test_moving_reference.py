@@ -16,8 +16,8 @@ from ray.exceptions import RayTaskError
 from scripted import Handle, make_sample, run
 from scripted_run import INCARNATION, Run, Script, make_config
 
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import DeadlineError, StaleAnswerError
-from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.references import ReferenceSchedule
 

@@ -23,7 +23,7 @@ import contextlib, ctypes, os, signal, sys, time
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.torchrun import end_with_agent, ends_at_once, is_main_rank
-from async_grpo.training.stopping import StopRequest, honoured
+from async_grpo.run.stopping import StopRequest, honoured
 
 interrupts.SAME_REQUEST_S, interrupts.BREAK_OFF_S = {same_s}, 2.0
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.errors import CheckpointError
-from async_grpo.training.checkpoint_folder import CheckpointFolder
 from faults.failing_disk import FailingDisk
 from faults.power_cut import Image, MemoryDisk, cuts, random_cut
 from faults.saves import KEEP, number_of, save

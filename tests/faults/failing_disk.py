@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from async_grpo.training.disk import Kind
+from async_grpo.checkpoint.disk import Kind
 from faults.power_cut import Image, MemoryDisk
 
 

@@ -10,8 +10,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from async_grpo.training.checkpoint_folder import CheckpointFolder
-from async_grpo.training.disk import DISK
+from async_grpo.checkpoint.disk import DISK
+from async_grpo.checkpoint.folder import CheckpointFolder
 from faults.saves import KEEP, number_of, save
 
 SIZE_BYTES = 1 << 18

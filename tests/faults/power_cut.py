@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from async_grpo.training.disk import Disk, Kind
+from async_grpo.checkpoint.disk import Disk, Kind
 
 TOP = 0  # the number of the folder "/"
 MAX_EXHAUSTIVE = 6  # names not yet synced of which every subset is tried

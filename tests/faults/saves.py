@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from async_grpo.checkpoint.disk import Disk
+from async_grpo.checkpoint.folder import CheckpointFolder, Newest
+from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.errors import CheckpointError
-from async_grpo.training.checkpoint_folder import CheckpointFolder, Newest
-from async_grpo.training.disk import Disk
-from async_grpo.training.manifest import Manifest
 
 KEEP = 2
 NAMES = ("model-00001.safetensors", "reference/model-00001.safetensors")

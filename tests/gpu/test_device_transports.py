@@ -19,9 +19,9 @@ pytest.importorskip("vllm", reason="transports need vLLM's engines")
 from tiny_models import load_model, make_model
 
 from async_grpo import cluster
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import ConfigError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
-from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import check_route

@@ -26,8 +26,8 @@ from scripted_loop import train_asynchronously
 from scripted_services import TIMEOUT_S, Story
 
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.run.sft import train_sft
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.sft import train_sft
 
 GRACE_S = 5.0
 

@@ -21,14 +21,14 @@ from scripted_services import TIMEOUT_S, tell
 from async_grpo import cluster
 from async_grpo.batching.advantage import group_advantages
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
+from async_grpo.checkpoint.exports import Exports
 from async_grpo.model.folder import check_model_folder
-from async_grpo.training import recovery
-from async_grpo.training.exports import Exports
+from async_grpo.run import recovery
+from async_grpo.run.loop import train_grpo, train_steps
+from async_grpo.run.preparation import plan_run
+from async_grpo.run.report import Report, silent
 from async_grpo.training.learner import Learner
-from async_grpo.training.loop import train_grpo, train_steps
-from async_grpo.training.preparation import plan_run
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.report import Report, silent
 from async_grpo.types import EndOfStep, Minibatch, Sample, Verdict
 
 

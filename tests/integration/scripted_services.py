@@ -17,8 +17,8 @@ import ray.cloudpickle
 
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import WorkerError
-from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import Completion, Pulse, Verdict, WeightsAck, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.buckets import unpack_bucket
 

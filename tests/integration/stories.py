@@ -10,7 +10,7 @@ from tiny_models import load_model, make_model
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.folder import check_model_folder
-from async_grpo.training.preparation import plan_run
+from async_grpo.run.preparation import plan_run
 from async_grpo.types import Completion, VersionSpan, WeightsVersion
 
 NAMESPACE = "scripted-loop"

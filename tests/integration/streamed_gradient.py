@@ -20,9 +20,9 @@ from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import WorkerError
 from async_grpo.model.policy import hf_named_parameters
-from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream

@@ -14,7 +14,7 @@ from scripted_run import INCARNATION, Run, Script, make_config
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
-from async_grpo.routing.registry import WorkerRegistry
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import (
     Pulse,
     SamplingContract,

@@ -9,7 +9,7 @@ from private_cluster import PrivateCluster, environment
 
 from async_grpo import cluster
 from async_grpo.errors import BatcherLostError
-from async_grpo.training.recovery import BatcherKeeper
+from async_grpo.run.recovery import BatcherKeeper
 from async_grpo.training.stream import RankStream
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

@@ -59,9 +59,9 @@ SUPERVISED = {
 }
 STEP = "async_grpo.training.learner:Learner.update"
 MINIBATCH = "async_grpo.training.learner:Learner.accumulate"
-PUBLISH = "async_grpo.training.weights:WeightSync.publish"
-SHARDS = "async_grpo.training.checkpoints:save_tensors"
-RENAME = "async_grpo.training.disk:Disk.rename"
+PUBLISH = "async_grpo.run.weights:WeightSync.publish"
+SHARDS = "async_grpo.checkpoint.saving:save_tensors"
+RENAME = "async_grpo.checkpoint.disk:Disk.rename"
 WRITE_SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"
 
 

@@ -24,9 +24,9 @@ from ray.exceptions import RayActorError
 from tiny_models import load_model
 
 from async_grpo import cluster
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import WeightSyncError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
-from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.weight_sync.device import DeviceTransport
 from async_grpo.weight_sync.links import Sender, WorkerClient

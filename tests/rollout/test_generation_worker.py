@@ -15,9 +15,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from tiny_models import canary_of, load_model
 
 from async_grpo import cluster as actors
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
-from async_grpo.routing.registry import WorkerRegistry
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
 from async_grpo.weight_sync.publisher import Publisher
 

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
+from async_grpo.checkpoint.export import export_hf
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate, collate_pairs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.training.export import export_hf
 from async_grpo.training.fsdp import iter_full_tensors, shard
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner

@@ -5,7 +5,7 @@ import logging
 
 from oracle import make_config
 
-from async_grpo.training.report import METRICS_FILE, Report
+from async_grpo.run.report import METRICS_FILE, Report
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import StepResult
 from async_grpo.types import EndOfStep

@@ -12,8 +12,8 @@ import json
 import pytest
 from learners import make_learner, make_minibatches
 
-from async_grpo.training.loop import train_steps
-from async_grpo.training.report import METRICS_FILE, Report
+from async_grpo.run.loop import train_steps
+from async_grpo.run.report import METRICS_FILE, Report
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep
 

@@ -1,0 +1,271 @@
+"""The checkpoints of one run on disk: whole or not there, proven by reading, never the last lost.
+
+    <output_dir>/checkpoints/batch_12/           {shards, manifest.json, COMMITTED}
+                             .batch_14.partial/  being written; begin() removes what a crash left
+                             .batch_8.removed/   on its way out, likewise
+
+A save is: shards into the temporary folder (by all ranks) → sync of every file → their sha256 and
+manifest.json → sync of the folders → rename → sync of the parent → COMMITTED → all of it read back
+from the device, as a resume reads it → rotation. A good checkpoint is never renamed or written to,
+only removed, once a newer one has been read back: a batch that is saved again (after a resume from
+further back) gets a folder of its own, `batch_12.2`, and `saved_at_ns` tells their order.
+
+Why a marker beside the rename: COMMITTED is written after the new name is on disk, so its presence
+says that everything before it is, also where renaming a folder is not one step (network and
+object-store mounts) or where somebody copied half of it; and it holds the sha256 of manifest.json,
+which holds those of the shards. One flipped bit anywhere breaks this chain.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from pathlib import Path
+
+from async_grpo.checkpoint.disk import DISK, Disk, Kind, make_tree, remove_tree
+from async_grpo.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Manifest,
+    check_names,
+    to_json,
+)
+from async_grpo.checkpoint.reader import hash_files, read_checkpoint, read_manifest, tree
+from async_grpo.errors import CheckpointError
+
+__all__ = ["CheckpointFolder", "Newest", "read_checkpoint"]
+
+logger = logging.getLogger(__name__)
+NAME = re.compile(r"batch_(\d+)(\.\d+)?")
+LEFTOVER = re.compile(r"\.batch_\d+(\.\d+)?\.(partial|removed)")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The newest checkpoint that verifies, if there is one, and those that were passed over.
+
+    What a crash left unfinished was never a checkpoint, and is not among them.
+    """
+
+    path: Path | None
+    manifest: Manifest | None
+    passed_over: tuple[tuple[Path, str], ...]  # and why
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Checkpoints by the state of their manifest; shards are not looked at."""
+
+    sound: list[tuple[Manifest, Path]]
+    damaged: list[tuple[Path, str]]  # and why
+    untouchable: list[tuple[Path, str]]  # perhaps good and not to be read now, or not ours
+    unfinished: list[Path]  # got their name, and then a crash came
+
+
+class CheckpointFolder:
+    """One run's checkpoints. One process uses it, for one save at a time."""
+
+    def __init__(self, root: Path, *, keep: int, disk: Disk = DISK) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}: the last good one stays")
+        self._root = Path(os.path.abspath(root))
+        self._keep = keep
+        self._disk = disk
+
+    def begin(self, batches: int) -> Path:
+        """An empty folder for the shards of a save; what crashes left behind is removed.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        with self._explained(f"batch_{batches}", "written to"):
+            self._make_root()
+            self._clean()
+            temporary = self._root / f".{self._free_name(batches)}.partial"
+            self._disk.make_folder(temporary)
+        return temporary
+
+    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """Make the shards in `temporary` a checkpoint; on return it survives a power cut.
+
+        Raises:
+            CheckpointError: the disk refuses, or gives back other bytes. Nothing is left of this
+                save, and older checkpoints stay as they were.
+        """
+        final = self._root / temporary.name.removeprefix(".").removesuffix(".partial")
+        folder = temporary
+        with self._explained(final.name, "written to"):
+            try:
+                text = self._seal(temporary, manifest)
+                self._disk.rename(temporary, final)
+                folder = final
+                self._disk.sync(self._root)
+                self._mark(final, text)
+                verified = read_checkpoint(final, disk=self._disk)
+            except BaseException:
+                self.abandon(folder)
+                raise
+        self._rotate(final, verified)
+        return final
+
+    def abandon(self, temporary: Path) -> None:
+        """Remove what was written of a save, where the disk allows; else the next save does."""
+        try:
+            if temporary.name in self._disk.entries(self._root):
+                self._remove(temporary)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", temporary, error)
+
+    def newest(self) -> Newest:
+        """Verify from the newest down until one is whole; nothing is changed on the disk.
+
+        Raises:
+            CheckpointError: the folder of checkpoints itself cannot be read.
+        """
+        with self._explained("a checkpoint", "read from"):
+            saved = self._saved()
+        for path in saved.unfinished:
+            logger.warning("%s was not finished, by a crash: the next save removes it", path)
+        passed_over = [*saved.damaged, *saved.untouchable]
+        for _, path in sorted(saved.sound, key=_age):
+            try:
+                return Newest(path, read_checkpoint(path, disk=self._disk), tuple(passed_over))
+            except CheckpointError as error:
+                passed_over.append((path, str(error)))
+        return Newest(None, None, tuple(passed_over))
+
+    def _seal(self, temporary: Path, manifest: Manifest) -> bytes:
+        """All that the folder holds, on disk before it gets its name; the text of its manifest."""
+        disk = self._disk
+        files, folders = tree(temporary, disk=disk)
+        check_names(files)
+        for name in files:
+            disk.sync(temporary / name)
+        hashes = hash_files(temporary, files, disk=disk)
+        text = to_json(replace(manifest, files=hashes, saved_at_ns=self._next_time()))
+        self._write_synced(temporary / MANIFEST_NAME, text)
+        for name in [*reversed(folders), "."]:
+            disk.sync(temporary / name)
+        return text
+
+    def _mark(self, final: Path, text: bytes) -> None:
+        partial = final / f".{MARKER_NAME}.partial"
+        self._write_synced(partial, hashlib.sha256(text).hexdigest().encode())
+        self._disk.rename(partial, final / MARKER_NAME)
+        self._disk.sync(final)
+
+    def _write_synced(self, path: Path, content: bytes) -> None:
+        self._disk.write(path, content)
+        self._disk.sync(path)
+
+    def _rotate(self, newest: Path, verified: Manifest) -> None:
+        """Remove what exceeds `keep`. A disk that refuses costs space, not the save."""
+        try:
+            for path in self._surplus(newest, verified):
+                self._remove(path)
+        except OSError as error:
+            logger.warning("an old checkpoint in %s could not be removed: %s", self._root, error)
+
+    def _surplus(self, newest: Path, verified: Manifest) -> list[Path]:
+        """Kept beside the newest: earlier batches, the latest save first, then futures undone.
+
+        Damaged ones go when there are enough good ones.
+        """
+        saved = self._saved()
+        others = [item for item in saved.sound if item[1] != newest]
+        others.sort(key=lambda item: (item[0].batches >= verified.batches, *_age(item)))
+        num_kept = self._keep - 1
+        surplus = [path for _, path in others[num_kept:]]
+        damaged = [p for p, _ in saved.damaged if p != newest and self._is_ours(p)]
+        return surplus + (damaged if len(others) >= num_kept else [])
+
+    def _next_time(self) -> int:
+        """Of a clock that never goes back."""
+        return max([time.time_ns(), *(older.saved_at_ns + 1 for older, _ in self._saved().sound)])
+
+    def _remove(self, path: Path) -> None:
+        """Out of sight for good before the first file goes: never half there under its name."""
+        hidden = path
+        if not path.name.startswith("."):
+            hidden = self._root / f".{path.name}.removed"
+            self._disk.rename(path, hidden)
+            self._disk.sync(self._root)
+        remove_tree(self._disk, hidden)
+
+    def _clean(self) -> None:
+        """Remove what crashes left: hidden folders, and one that got its name but no marker."""
+        for name, kind in self._disk.entries(self._root).items():
+            if kind == "folder" and LEFTOVER.fullmatch(name):
+                self._remove(self._root / name)
+        for path in self._saved().unfinished:
+            self._remove(path)
+
+    def _is_unfinished(self, folder: Path) -> bool:
+        names = self._disk.entries(folder)
+        return MANIFEST_NAME in names and MARKER_NAME not in names
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Got its name from a commit, which gives it to folders with a manifest only."""
+        return MANIFEST_NAME in self._disk.entries(folder)
+
+    def _make_root(self) -> None:
+        """Its name and those above it, which the run may have just made, are on disk too."""
+        make_tree(self._disk, self._root)
+        for folder in self._root.parents:
+            with suppress(PermissionError):  # not ours, hence older than the run
+                self._disk.sync(folder)
+
+    def _saved(self) -> _Saved:
+        saved = _Saved([], [], [], [])
+        for path, kind in self._named():
+            if kind != "folder":
+                saved.untouchable.append((path, f"{path} must be a folder, is a file or a link"))
+                continue
+            try:
+                if self._is_unfinished(path):
+                    saved.unfinished.append(path)
+                else:
+                    saved.sound.append((read_manifest(path, disk=self._disk), path))
+            except CheckpointError as error:
+                saved.damaged.append((path, str(error)))
+            except OSError as error:
+                saved.untouchable.append((path, f"{path} must be readable: {error}"))
+        return saved
+
+    def _named(self) -> list[tuple[Path, Kind]]:
+        """What has the name of a checkpoint, by name."""
+        try:
+            entries = self._disk.entries(self._root)
+        except FileNotFoundError:
+            return []
+        return sorted((self._root / n, kind) for n, kind in entries.items() if NAME.fullmatch(n))
+
+    def _free_name(self, batches: int) -> str:
+        taken = {path.name for path, _ in self._named()}
+        names = (f"batch_{batches}{suffix}" for suffix in chain([""], map(".{}".format, count(2))))
+        return next(name for name in names if name not in taken)
+
+    @contextmanager
+    def _explained(self, name: str, done: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            remedy = "free space" if error.errno in NO_SPACE else "check that disk"
+            raise CheckpointError(
+                f"{name} must be {done} {self._root}, the disk refused: {error}; {remedy}. Older "
+                "checkpoints stay as they are"
+            ) from error
+
+
+def _age(item: tuple[Manifest, Path]) -> tuple[int, int]:
+    """The newest sorts first."""
+    return (-item[0].saved_at_ns, -item[0].batches)

@@ -1,0 +1,100 @@
+"""What lies in one checkpoint's folder, believed only as far as its hashes say so.
+
+COMMITTED holds the sha256 of manifest.json, which holds those of all other files. Nothing is
+unpickled, no link is followed, and no file is read that the manifest does not name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from async_grpo.checkpoint.disk import DISK, Disk
+from async_grpo.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, from_json
+from async_grpo.errors import CheckpointError
+
+REMEDY = "resume from another one (--resume PATH), or start anew (--resume never)"
+
+
+def read_checkpoint(folder: Path, *, disk: Disk = DISK) -> Manifest:
+    """The manifest of a checkpoint whose every file is the one that was written.
+
+    Raises:
+        CheckpointError: it is unfinished, damaged or no checkpoint: names the file, and both
+            hashes where they differ.
+    """
+    try:
+        manifest = read_manifest(folder, disk=disk)
+        files, _ = tree(folder, disk=disk)
+        _check_complete(folder, manifest, {*files} - {MANIFEST_NAME, MARKER_NAME})
+        found = hash_files(folder, sorted(manifest.files), disk=disk)
+    except OSError as error:
+        raise CheckpointError(f"{folder} must be readable: {error}; {REMEDY}") from error
+    for name, digest in found.items():
+        _check_hash(folder / name, expected=manifest.files[name], found=digest)
+    return manifest
+
+
+def read_manifest(folder: Path, *, disk: Disk = DISK) -> Manifest:
+    """The manifest of a finished checkpoint; the other files are not looked at.
+
+    Raises:
+        CheckpointError: it is unfinished, damaged or no checkpoint.
+        OSError: it cannot be read, which need not last.
+    """
+    kinds = disk.entries(folder)
+    for name, meaning in ((MANIFEST_NAME, "no checkpoint"), (MARKER_NAME, "not finished")):
+        if kinds.get(name) != "file":
+            raise CheckpointError(f"{folder} must hold {name}, without it is {meaning}: {REMEDY}")
+    text, marker = disk.read(folder / MANIFEST_NAME), disk.read(folder / MARKER_NAME)
+    expected = marker.decode(errors="backslashreplace")
+    found = hashlib.sha256(text).hexdigest()
+    _check_hash(folder / MANIFEST_NAME, expected=expected, found=found)
+    try:
+        return from_json(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def tree(folder: Path, *, disk: Disk) -> tuple[list[str], list[str]]:
+    """Names of files and of folders below one, relative to it; a folder stands before its own.
+
+    Raises:
+        CheckpointError: there is a link or something else that is neither.
+    """
+    files: list[str] = []
+    folders: list[str] = []
+    for name, kind in sorted(disk.entries(folder).items()):
+        if kind == "other":
+            raise CheckpointError(f"{folder / name} must be a file or a folder, is neither")
+        if kind == "file":
+            files.append(name)
+        else:
+            inner_files, inner_folders = tree(folder / name, disk=disk)
+            files += [f"{name}/{inner}" for inner in inner_files]
+            folders += [name, *(f"{name}/{inner}" for inner in inner_folders)]
+    return files, folders
+
+
+def hash_files(folder: Path, names: Sequence[str], *, disk: Disk) -> dict[str, str]:
+    """The sha256 of each file, by name."""
+    return dict(zip(names, disk.sha256([folder / name for name in names]), strict=True))
+
+
+def _check_complete(folder: Path, manifest: Manifest, found: set[str]) -> None:
+    if missing := sorted(manifest.files.keys() - found):
+        raise CheckpointError(f"{folder} must hold {missing[0]}, which is missing: {REMEDY}")
+    if foreign := sorted(found - manifest.files.keys()):
+        raise CheckpointError(
+            f"{folder} must hold only the files of its {MANIFEST_NAME}, got {foreign[0]}: remove "
+            "that file if you know it"
+        )
+
+
+def _check_hash(file: Path, *, expected: str, found: str) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{file} must have the sha256 {expected[:80]}, which was written, got {found}: it is "
+            f"damaged; {REMEDY}"
+        )

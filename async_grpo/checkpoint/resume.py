@@ -1,0 +1,307 @@
+"""Where a run begins, decided on rank 0 before anything is made: anew, or after a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
+from async_grpo.checkpoint.manifest import MANIFEST_NAME, Manifest
+from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER, METRICS_FILE, PARAMETERS_FILE
+from async_grpo.config.option import flag, require
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import CheckpointError, ConfigError
+from async_grpo.training.schedule import Clocks
+from async_grpo.types import ResumePoint
+from async_grpo.weight_sync.references import reference_batches
+
+logger = logging.getLogger(__name__)
+# They define which questions a step is made of, and which weights score them.
+FIXED = (
+    "objective",
+    "batch_size",
+    "train_minibatch_size",
+    "samples_per_question",
+    "infinite_sampler_seed",
+    "max_staleness",
+    "num_batches_per_ref_model_update",
+)
+# They say where a run finds and leaves things, not what it is.
+PLACES = (
+    "output_dir", "resume", "overwrite", "model_name_or_path", "model_revision", "data_path",
+)  # fmt: skip
+# Beside these a run that has left no checkpoint may differ from one that starts in its place.
+INCIDENTAL = (
+    "resume",
+    "overwrite",
+    "keep_checkpoints",
+    "dump_token_columns",
+    "dump_max_gib",
+    "trackers",
+    "ray_address",
+    "worker_timeout_s",
+    "stall_timeout_s",
+    "logging_level",
+    "allow_high_learning_rate",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The beginning of a run: its first question, or what follows a checkpoint's last batch."""
+
+    folder: Path | None = None  # of the checkpoint
+    manifest: Manifest | None = None
+    is_finished: bool = False  # nothing is left to train
+
+    @property
+    def batches(self) -> int:
+        """Completed ones."""
+        return self.manifest.batches if self.manifest else 0
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        return self.manifest.state if self.manifest else {}
+
+    @property
+    def clocks(self) -> Clocks:
+        return Clocks(**self.state["clocks"]) if self.manifest else Clocks()
+
+    @property
+    def point(self) -> ResumePoint | None:
+        """Where the batcher goes on; a supervised run has none."""
+        saved = self.state.get("resume")
+        if saved is None:
+            return None
+        return ResumePoint(**{**saved, "quarantined": tuple(saved["quarantined"])})
+
+    @property
+    def source(self) -> Path | None:
+        """The folder of the run that wrote the checkpoint."""
+        return self.folder.parent.parent if self.folder else None
+
+
+def find_start(config: TrainConfig) -> Start:
+    """Where this command line begins, with every reason against it but wrong contents.
+
+    Raises `ConfigError` where a run would be lost, `CheckpointError` where none can be read.
+    """
+    output = Path(config.output_dir)
+    replaces = config.overwrite and not _is_restart()
+    names_checkpoint = config.resume not in ("auto", "never")
+    if replaces or not _holds_run(output):
+        start = _named(config) if names_checkpoint else Start()
+        if replaces and start.source and start.source.resolve() == output.resolve():
+            raise ConfigError(
+                f"--resume {config.resume} must not lie in the run that --overwrite removes: leave "
+                "out --overwrite, or name another --output-dir"
+            )
+        if not replaces and not _is_restart():
+            _check_dump_is_new(config, output)
+    elif config.resume == "never" and not _is_restart():
+        raise _occupied(config, "--resume never was given")
+    else:
+        start = _own(config, output)
+    return _checked(start, config)
+
+
+def check_contents(start: Start, hashes: Mapping[str, str], paths: Mapping[str, str]) -> None:
+    """Raise `CheckpointError` when model, tokenizer or data are not those of the checkpoint."""
+    for name, saved in (start.manifest.hashes if start.manifest else {}).items():
+        found = hashes.get(name)
+        if found is not None and found != saved:
+            raise CheckpointError(
+                f"the {name} of {paths[name]} must be what {start.folder} was trained with, whose "
+                f"sha256 is {saved}, got {found}: give the same one, or start a new run in another "
+                "--output-dir"
+            )
+
+
+def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, Any]]:
+    """{option: {"was": of the checkpoint, "is": of this command line}}, but for places."""
+    saved = start.manifest.config if start.manifest else {}
+    return {
+        name: {"was": saved[name], "is": value}
+        for name, value in dataclasses.asdict(config).items()
+        if name in saved and saved[name] != value and name not in PLACES
+    }
+
+
+def reference_of(config: TrainConfig, batch: int) -> int:
+    """The version of the reference, in batches, that scores a batch."""
+    return reference_batches(
+        batch,
+        period=config.num_batches_per_ref_model_update,
+        max_staleness=config.max_staleness,
+    )
+
+
+def _own(config: TrainConfig, output: Path) -> Start:
+    """The start of a command line whose output folder holds a run already."""
+    if config.resume not in ("auto", "never"):
+        named = _named(config)
+        newest = _newest(output, keep=config.keep_checkpoints)
+        if newest.folder and _saved_options(output).get("resume") == config.resume:
+            return newest  # this very command line has gone on from there before
+        if named.source is None or named.source.resolve() != output.resolve():
+            if newest.folder is None and _differing(config, output, INCIDENTAL) == []:
+                return named
+            raise _occupied(config, "it is not the run of --resume")
+        if newest.folder is None or newest.folder.resolve() != Path(str(named.folder)).resolve():
+            raise ConfigError(
+                f"--resume {config.resume} must be the newest checkpoint of its own folder "
+                f"({newest.folder}): to go back further, name another --output-dir"
+            )
+        return named
+    newest = _newest(output, keep=config.keep_checkpoints)
+    if newest.folder is None:
+        _check_nothing_due(config, output)
+        logger.info(
+            "--output-dir %s holds a run that has left no checkpoint yet: it starts again from "
+            "its first batch",
+            output,
+        )
+    return newest
+
+
+def _check_dump_is_new(config: TrainConfig, output: Path) -> None:
+    """A new run begins its dump anew; one beside its folder may be somebody else's."""
+    dump = output / config.dump_samples_filename
+    is_own = dump.resolve().is_relative_to(output.resolve())
+    require(
+        not dump.exists() or is_own, "dump_samples_filename", "must name a new file",
+        config.dump_samples_filename, "name another, or replace it with --overwrite",
+    )  # fmt: skip
+
+
+def _named(config: TrainConfig) -> Start:
+    """The checkpoint that `--resume PATH` names, or the newest one of the run that it names."""
+    path = Path(config.resume)
+    if (path / MANIFEST_NAME).exists():
+        return Start(path, read_checkpoint(path))
+    if not (path / CHECKPOINTS_FOLDER).is_dir():
+        raise ConfigError(
+            f"--resume must be auto, never, or the folder of a checkpoint or of a run, "
+            f"{config.resume} is none of these: correct the path"
+        )
+    start = _newest(path, keep=config.keep_checkpoints)
+    if start.folder is None:
+        raise CheckpointError(f"--resume {config.resume} holds no checkpoint yet: name another")
+    return start
+
+
+def _newest(output: Path, *, keep: int) -> Start:
+    """The newest good checkpoint of a run; says what was passed over."""
+    newest = CheckpointFolder(output / CHECKPOINTS_FOLDER, keep=keep).newest()
+    if newest.path is None and newest.passed_over:
+        reasons = "; ".join(reason for _, reason in newest.passed_over)
+        raise CheckpointError(
+            f"no checkpoint of {output} can be read ({reasons}): restore one from a copy, or "
+            "give up the run with --overwrite"
+        )
+    for _, reason in newest.passed_over:
+        logger.warning("a damaged checkpoint is passed over: %s", reason)
+    return Start(newest.path, newest.manifest)
+
+
+def _checked(start: Start, config: TrainConfig) -> Start:
+    """`start` if these options can go on from it; tells of those that differ."""
+    if start.manifest is None:
+        return start
+    saved, own = start.manifest.config, dataclasses.asdict(config)
+    for name in FIXED:
+        if name in saved and saved[name] != own[name]:
+            raise ConfigError(
+                f"{flag(name)} must be {saved[name]}, as in {start.folder}, got {own[name]}: give "
+                f"{flag(name)} {saved[name]}, or start a new run in another --output-dir"
+            )
+    if start.batches >= config.num_training_batches:
+        logger.info(
+            "all %d batches of %s are trained, nothing is left to do: give a larger "
+            "--num-training-batches to go on",
+            start.batches,
+            start.source,
+        )
+        return dataclasses.replace(start, is_finished=True)
+    _check_references(start, config)
+    _tell_of(start, config)
+    return start
+
+
+def _check_references(start: Start, config: TrainConfig) -> None:
+    """The reference's moved weights are in the checkpoint, unless they are the policy's own."""
+    batches = range(start.batches, start.batches + config.max_staleness + 1)
+    needed = {reference_of(config, batch) for batch in batches} - {0, start.batches}
+    missing = sorted(needed - set(start.state["references"]))
+    if config.needs_reference and missing:
+        raise ConfigError(
+            f"{start.folder} must hold the weights of the reference after batch {missing[0]}, it "
+            "was saved without a reference: leave --kl-coefficient at 0, or start a new run"
+        )
+
+
+def _tell_of(start: Start, config: TrainConfig) -> None:
+    logger.info("the run goes on after batch %d, from %s", start.batches, start.folder)
+    differing = [
+        f"{flag(name)} {change['was']} -> {change['is']}"
+        for name, change in changed_options(start, config).items()
+    ]
+    if differing:
+        logger.info("options that differ from the checkpoint's: %s", ", ".join(differing))
+
+
+def _holds_run(output: Path) -> bool:
+    checkpoints = output / CHECKPOINTS_FOLDER
+    return (output / METRICS_FILE).exists() or any(checkpoints.glob("batch_*"))
+
+
+def _is_restart() -> bool:
+    """Whether torchrun has started these ranks again: the run in the folder is this one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _check_nothing_due(config: TrainConfig, output: Path) -> None:
+    """Start over only in the place of the same run, and when no checkpoint can have been lost."""
+    if not _saved_options(output):
+        raise _occupied(config, f"no {PARAMETERS_FILE} says how it was started")
+    if differing := _differing(config, output, INCIDENTAL):
+        raise _occupied(config, f"it was started with another {flag(differing[0])}")
+    # The first one is written while the run goes on, and at the latest with the second.
+    is_lost = _trained_batches(output, config) >= 2 * config.checkpoint_every_batches
+    if is_lost or not config.checkpoint_every_batches:
+        raise _occupied(config, "it has left no checkpoint to go on from")
+
+
+def _differing(config: TrainConfig, output: Path, ignored: tuple[str, ...]) -> list[str]:
+    saved, own = _saved_options(output), dataclasses.asdict(config)
+    return [name for name in own if name not in ignored and saved.get(name) != own[name]]
+
+
+def _saved_options(output: Path) -> Mapping[str, Any]:
+    try:
+        options = json.loads((output / PARAMETERS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return options if isinstance(options, dict) else {}
+
+
+def _trained_batches(output: Path, config: TrainConfig) -> int:
+    try:
+        with open(output / METRICS_FILE, "rb") as file:
+            num_steps = sum(1 for _ in file)
+    except FileNotFoundError:
+        return 0
+    return num_steps // config.steps_per_batch
+
+
+def _occupied(config: TrainConfig, reason: str) -> ConfigError:
+    return ConfigError(
+        f"--output-dir {config.output_dir} holds a run already, and {reason}: name another "
+        "folder, or replace it with --overwrite"
+    )

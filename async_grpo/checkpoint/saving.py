@@ -1,0 +1,214 @@
+"""When a run is saved, and how: all ranks copy their tensors, then train on while threads write.
+
+consumes:     the end of a batch: policy, optimizer and counters between two gradient steps
+produces:     committed checkpoints, by rank 0
+waits for:    the save before this one, up to `SAVE_TIMEOUT_S`
+unblocked by: the disk
+
+A save that fails is told loudly and counted, and the last good checkpoint stands: it ends no run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from async_grpo.checkpoint.background import in_background
+from async_grpo.checkpoint.exports import Exports
+from async_grpo.checkpoint.folder import CheckpointFolder
+from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.references import save_references
+from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
+from async_grpo.checkpoint.tensors import Tensors, save_tensors, staged_tensors
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import CheckpointError
+from async_grpo.training.learner import Learner
+from async_grpo.training.ranks import Ranks
+from async_grpo.types import EndOfStep, WeightsSnapshot
+
+if TYPE_CHECKING:
+    from async_grpo.run.report import Report
+
+logger = logging.getLogger(__name__)
+SAVE_TIMEOUT_S = 1800.0  # for one save, and for one rank that waits for another
+
+References = Callable[[int], tuple[WeightsSnapshot, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A run between two batches: all of it that is neither tensors nor files."""
+
+    batches: int
+    num_updates: int  # of the parameters
+    state: Mapping[str, Any]
+    references: tuple[WeightsSnapshot, ...]
+
+
+class Checkpoints:
+    """Every rank has one; rank 0's knows the counters of the run, and commits."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        learner: Learner,
+        ranks: Ranks,
+        *,
+        exports: Exports,
+        report: Report | None,
+        hashes: Future[Mapping[str, str]] | None,
+        references: References = lambda _: (),
+    ) -> None:
+        """`report` and `hashes` are rank 0's. `references`: what to save of a moved reference."""
+        self._config = config
+        self._learner = learner
+        self._ranks = ranks
+        self._exports = exports
+        self._report = report
+        self._hashes = hashes
+        self._references = references
+        self._folder = CheckpointFolder(
+            Path(config.output_dir) / CHECKPOINTS_FOLDER, keep=config.keep_checkpoints
+        )
+        timeout = timedelta(seconds=SAVE_TIMEOUT_S)
+        # The threads' own: collectives of the training loop must not meet theirs.
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        )
+        self._last: _Cut | None = None
+        self._saved = -1  # batches in the latest checkpoint that was begun
+        self._running: Future[None] | None = None
+        self._committed = -1  # batches in the latest checkpoint that is there; rank 0's
+
+    def batch_ended(self, end: EndOfStep) -> None:
+        """Collective, after all that follows a batch's last step; saves when it is time to.
+
+        The last batch of the run is left to `save_last`, so that what is exported at the end is
+        there when the checkpoint says that nothing is left to do.
+        """
+        if not self._config.checkpoint_every_batches:
+            return
+        self._last = self._cut(end)
+        is_due = self._last.batches % self._config.checkpoint_every_batches == 0
+        if is_due and self._last.batches < self._config.num_training_batches:
+            self._save(self._last)
+
+    def save_last(self) -> None:
+        """Collective, at the end of a run that is done or was asked to stop."""
+        if self._last is None or self._last.batches == self._saved:
+            return
+        if self._learner.step.num_updates != self._last.num_updates:
+            logger.info(
+                "batch %d has begun to move the policy: the run will go on from its last "
+                "checkpoint, and do this batch again",
+                self._last.batches,
+            )
+            return
+        self._save(self._last)
+
+    def wait(self) -> None:
+        """Until the latest save has ended, well or not, up to its deadline."""
+        if self._running is None:
+            return
+        try:
+            self._running.result(SAVE_TIMEOUT_S)
+        except FutureTimeoutError:
+            logger.error("the checkpoint was not written within %g s", SAVE_TIMEOUT_S)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last batch that ended is in a checkpoint; rank 0 knows."""
+        return self._last is not None and self._last.batches == self._committed
+
+    def _cut(self, end: EndOfStep) -> _Cut:
+        batches = end.batch + 1
+        num_updates = self._learner.step.num_updates
+        if self._report is None:
+            return _Cut(batches, num_updates, {}, ())
+        references = self._references(batches)
+        state = {
+            "clocks": dataclasses.asdict(self._learner.step.clocks),
+            "report": self._report.state(),
+            "exports": self._exports.state(),
+            "resume": dataclasses.asdict(end.resume) if end.resume else None,
+            "references": [snapshot.version.batches for snapshot in references],
+        }
+        return _Cut(batches, num_updates, state, references)
+
+    def _save(self, cut: _Cut) -> None:
+        started = time.monotonic()
+        if self._report:
+            self._report.doing(f"saving the checkpoint after batch {cut.batches}")
+        self.wait()
+        is_busy = self._running is not None and not self._running.done()
+        if self._ranks.agree(int(is_busy)):
+            self._failed(cut, "the one before it is still being written")
+            return
+        step = self._learner.step
+        tensors = staged_tensors(self._learner.policy, step.optimizer, step.clocks)
+        self._saved = cut.batches
+        self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
+        if self._report:
+            self._report.checkpointing(time.monotonic() - started)
+
+    def _write(self, cut: _Cut, tensors: Tensors) -> None:
+        """All ranks, in their threads; whatever goes wrong ends here."""
+        temporary: Path | None = None
+        try:
+            temporary = self._begin(cut)
+            save_tensors(tensors, temporary, group=self._group)
+            if self._report:
+                save_references(cut.references, temporary)
+                self._report.sync_files()  # the checkpoint tells their sizes
+                self._commit(cut, temporary)
+        except Exception as error:  # the boundary of a thread: a run goes on without a checkpoint
+            if self._report and temporary:
+                self._folder.abandon(temporary)
+            self._failed(cut, f"{error}" if isinstance(error, CheckpointError) else repr(error))
+
+    def _begin(self, cut: _Cut) -> Path:
+        """The temporary folder that rank 0 made; its failure is every rank's."""
+        answer: list[str] = ["", ""]  # folder, error
+        if self._report:
+            try:
+                answer[0] = str(self._folder.begin(cut.batches))
+            except (CheckpointError, OSError) as error:
+                answer[1] = str(error)
+        if self._group is not None:
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        if answer[1]:
+            raise CheckpointError(answer[1])
+        return Path(answer[0])
+
+    def _commit(self, cut: _Cut, temporary: Path) -> None:
+        manifest = Manifest(
+            batches=cut.batches,
+            world_size=self._ranks.world_size,
+            config=dataclasses.asdict(self._config),
+            hashes=self._hashes.result() if self._hashes else {},
+            state=cut.state,
+        )
+        path = self._folder.commit(temporary, manifest)
+        self._committed = cut.batches
+        logger.info("saved %s", path)
+
+    def _failed(self, cut: _Cut, reason: str) -> None:
+        """Rank 0 tells of it, once for all ranks."""
+        if self._report:
+            self._report.checkpoint_failed()
+            logger.error(
+                "the checkpoint after batch %d FAILED, the last good one stands and training goes "
+                "on: %s",
+                cut.batches,
+                reason,
+            )

@@ -1,0 +1,147 @@
+"""New weights on their way to the workers of a role: who must load what, and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo import cluster
+from async_grpo.controller.heartbeat import Loss
+from async_grpo.errors import AsyncGrpoError, ProcessLostError, SnapshotLostError, WorkerError
+from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+
+logger = logging.getLogger(__name__)
+LOAD_TIMEOUT_S = 600.0
+PATIENCE_S = 30.0  # for whoever still loads when somebody serves new weights already
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A worker that is admitted."""
+
+    info: WorkerInfo
+    handle: Any
+    heartbeat: asyncio.Task[Loss]
+
+
+class Updates:
+    """Holds the snapshot that was announced last, and brings workers to serve it."""
+
+    def __init__(
+        self,
+        role: str,
+        *,
+        serves: Callable[[str, WeightsVersion], None],
+        fence: Callable[[str, Loss], None],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`serves` is told of a worker that has loaded the snapshot, `fence` of one that cannot."""
+        self._role = role
+        self._serves = serves
+        self._fence = fence
+        self._patience_s = patience_s
+        self._loads: set[asyncio.Task[WeightsAck | str]] = set()
+        self.snapshot: WeightsSnapshot | None = None
+
+    async def publish(
+        self, snapshot: WeightsSnapshot, members: Mapping[str, Member], *, timeout_s: float
+    ) -> PublishReport:
+        """Have all of `members` serve `snapshot`; those that cannot within the deadline are fenced.
+
+        When somebody serves it, whoever needs much longer is not waited for: it is fenced or
+        serves later.
+        """
+        self.snapshot = snapshot
+        loads = {
+            worker_id: self._begin(member, snapshot, timeout_s)
+            for worker_id, member in members.items()
+        }
+        await self._until_enough(loads.values())
+        outcomes = {name: load.result() for name, load in loads.items() if load.done()}
+        return PublishReport(
+            snapshot.version,
+            acks=tuple(o for o in outcomes.values() if isinstance(o, WeightsAck)),
+            failures={name: o for name, o in outcomes.items() if isinstance(o, str)},
+            late=tuple(name for name in loads if name not in outcomes),
+        )
+
+    async def bring_up(
+        self, handle: Any, heartbeat: asyncio.Task[Loss], *, who: str
+    ) -> WeightsVersion | None:
+        """The version that a newcomer serves, after loading what is published at this moment."""
+        loaded: WeightsVersion | None = None
+        while self.snapshot is not None and loaded != self.snapshot.version:
+            snapshot = self.snapshot
+            load = asyncio.create_task(
+                cluster.call(
+                    handle.load_weights.remote(snapshot), timeout_s=LOAD_TIMEOUT_S, who=who
+                ),
+                name=f"first-load-{who}",
+            )
+            await asyncio.wait({load, heartbeat}, return_when=asyncio.FIRST_COMPLETED)
+            if not load.done():
+                load.cancel()
+                raise WorkerError(heartbeat.result().reason)
+            try:
+                load.result()
+            except SnapshotLostError:
+                self._forget(snapshot)
+            except ProcessLostError as error:  # whoever asks must not think that we are lost
+                raise WorkerError(str(error)) from None
+            else:
+                loaded = snapshot.version
+        return loaded if self.snapshot is not None else None
+
+    def _begin(
+        self, member: Member, snapshot: WeightsSnapshot, timeout_s: float
+    ) -> asyncio.Task[WeightsAck | str]:
+        load = asyncio.create_task(
+            self._load(member, snapshot, timeout_s),
+            name=f"load-{snapshot.version}-{member.info.worker_id}",
+        )
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+        return load
+
+    async def _load(
+        self, member: Member, snapshot: WeightsSnapshot, timeout_s: float
+    ) -> WeightsAck | str:
+        """The acknowledgement, or why there is none."""
+        worker_id = member.info.worker_id
+        try:
+            ack: WeightsAck = await cluster.call(
+                member.handle.load_weights.remote(snapshot),
+                timeout_s=timeout_s,
+                who=f"{self._role} worker {worker_id}",
+            )
+        except SnapshotLostError as error:  # the trainer's end, not the worker's fault
+            self._forget(snapshot)
+            return str(error)
+        except AsyncGrpoError as error:
+            cause = "died" if isinstance(error, ProcessLostError) else "update"
+            self._fence(worker_id, Loss(cause, str(error)))
+            return str(error)
+        if self.snapshot is snapshot:
+            self._serves(worker_id, snapshot.version)
+        return ack
+
+    async def _until_enough(self, loads: Collection[asyncio.Task[WeightsAck | str]]) -> None:
+        """All have ended; or one well, and the others have had as long again, and some patience."""
+        clock = asyncio.get_running_loop().time
+        started, pending = clock(), set(loads)
+        while pending and not any(_is_served(load) for load in loads):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            await asyncio.wait(pending, timeout=self._patience_s + clock() - started)
+
+    def _forget(self, snapshot: WeightsSnapshot) -> None:
+        if self.snapshot is snapshot:
+            logger.info("weights %s are forgotten: their trainer has ended", snapshot.version)
+            self.snapshot = None
+
+
+def _is_served(load: asyncio.Task[WeightsAck | str]) -> bool:
+    return load.done() and isinstance(load.result(), WeightsAck)

@@ -1,0 +1,154 @@
+"""Leaves `first_failure.json` when a run dies, and sees to it that its error names the cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from async_grpo import cluster
+from async_grpo.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
+from async_grpo.log_tail import tail_of_process
+from async_grpo.run.watcher import call_the_roll
+from async_grpo.telemetry.files import write_json_atomic
+from async_grpo.telemetry.incidents import Incident, Incidents
+from async_grpo.training.ranks import Ranks, as_rank_loss
+
+logger = logging.getLogger(__name__)
+FIRST_FAILURE_FILE = "first_failure.json"
+CONSEQUENCES = (DeadlineError, ProcessLostError, ClusterError)  # that something else may explain
+
+
+class RunRecord:
+    """What a rank knows of its run, for the case that it dies."""
+
+    def __init__(self, output_dir: str | Path, *, rank: int) -> None:
+        self.path = Path(output_dir) / FIRST_FAILURE_FILE
+        self.incidents = Incidents()
+        self._rank = rank
+        self._num_batches = 0
+        self._trained_at_s = time.time()
+
+    def trained(self, num_batches: int) -> None:
+        """So many batches of the run are complete."""
+        self._num_batches, self._trained_at_s = num_batches, time.time()
+
+    def forget(self) -> None:
+        """The run has started: what an earlier one has died of is of no interest any more."""
+        self.path.unlink(missing_ok=True)
+
+    def write(self, error: BaseException, *, sentence: str, first: Incident | None) -> bool:
+        """Leave the record; False when another rank has done so before."""
+        moved_at_s = self.incidents.moved_at_s
+        status = self.incidents.status
+        record = {
+            "sentence": sentence,
+            **_here_and_now(self._rank),
+            "exception": type(error).__name__,
+            "message": str(error),
+            "traceback": None if isinstance(error, AsyncGrpoError) else _traceback(error),
+            "last_progress": {
+                "batches_completed": self._num_batches,
+                "seconds_since_batch": time.time() - self._trained_at_s,
+                "seconds_since_answer": None if moved_at_s is None else time.time() - moved_at_s,
+            },
+            "first_error": _account(first) if first else None,
+            "incidents": [_account(each) for each in self.incidents.latest],
+            "pipeline": dataclasses.asdict(status) if status else None,
+            "workers": dict(status.workers) if status else {},
+        }
+        return _write_once(self.path, record)
+
+
+@contextmanager
+def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
+    """Around a run: whatever ends it is put on record, and raised with its cause."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a boundary: recorded once, and passed on
+        told = as_rank_loss(error) or error
+        first = _first_cause(told, record, ranks)
+        sentence = _sentence(told, first)
+        try:
+            if record.write(told, sentence=sentence, first=first):
+                logger.warning("what is known of the failure is in %s", record.path)
+        except (AsyncGrpoError, OSError) as refusal:  # a full disk, which is no cause of this
+            logger.warning("what is known of the failure cannot be kept: %s", refusal)
+        if isinstance(told, AsyncGrpoError) and (told is not error or sentence != str(told)):
+            raise _named(told, sentence) from error
+        raise
+
+
+def _first_cause(error: BaseException, record: RunRecord, ranks: Ranks) -> Incident | None:
+    if not isinstance(error, CONSEQUENCES) or not ranks.is_main:
+        return None
+    call_the_roll(record.incidents)
+    return record.incidents.first_cause()
+
+
+def _sentence(error: BaseException, first: Incident | None) -> str:
+    said = " ".join(str(error).split())
+    if not isinstance(error, AsyncGrpoError):
+        return f"{type(error).__name__}: {said}"
+    return said if first is None or first.reason in said else f"{first.reason}; then {said}"
+
+
+def _named(error: AsyncGrpoError, sentence: str) -> AsyncGrpoError:
+    return type(error)(sentence) if isinstance(error, CONSEQUENCES) else error
+
+
+def _here_and_now(rank: int) -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "role": "trainer",
+        "rank": rank,
+        "node": socket.gethostname(),
+        "pid": os.getpid(),
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    }
+
+
+def _traceback(error: BaseException) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()
+
+
+def _account(incident: Incident) -> dict[str, Any]:
+    """An incident for people, with the end of the culprit's log where that lies on this node."""
+    worker = incident.worker
+    log = _log_of(worker.node_id, worker.pid) if worker else None
+    return {
+        "time": datetime.fromtimestamp(incident.at_s, UTC).isoformat(timespec="seconds"),
+        "role": incident.role,
+        "reason": incident.reason,
+        "worker": worker.worker_id if worker else None,
+        "node": worker.node_id if worker else None,
+        "pid": worker.pid if worker else None,
+        "log": log.path if log else None,
+        "log_tail": list(log.lines) if log else [],
+    }
+
+
+def _log_of(node_id: str, pid: int) -> Any:
+    return tail_of_process(cluster.logs_folder(), pid=pid) if cluster.is_here(node_id) else None
+
+
+def _write_once(path: Path, record: dict[str, Any]) -> bool:
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    write_json_atomic(draft, record)
+    try:
+        os.link(draft, path)  # unlike a rename, it does not replace what stands there
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True

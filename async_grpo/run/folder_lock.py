@@ -1,0 +1,103 @@
+"""One trainer an output folder: rank 0 locks a file in it, from before the run until its end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from async_grpo.checkpoint.run_folder import explained
+from async_grpo.errors import ConfigError
+from async_grpo.telemetry.files import to_json
+
+if TYPE_CHECKING:
+    from async_grpo.training.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+LOCK_FILE = "trainer.lock"
+
+
+@contextmanager
+def folder_held(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Within, no other trainer may use `folder`, which is made where it is missing; collective.
+
+    A run that is refused leaves no folder behind. Raises `ConfigError` on every rank when another
+    trainer has the folder, or it cannot be written.
+    """
+    is_new = not folder.exists()
+    file = ranks.on_main(lambda: lock(folder))
+    try:
+        yield
+    finally:
+        if file is not None:
+            if is_new:
+                _remove_if_unused(folder)
+            file.close()
+
+
+def _remove_if_unused(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [LOCK_FILE]:
+            (folder / LOCK_FILE).unlink()
+            folder.rmdir()
+
+
+def lock(folder: Path) -> BinaryIO:
+    """The locked file, which tells others whose it is; closing it gives the folder back."""
+    file = _locked(folder)
+    while not os.fstat(file.fileno()).st_nlink:  # a refused run has just removed it
+        file.close()
+        file = _locked(folder)
+    with contextlib.suppress(OSError):  # a full disk: it is locked all the same
+        _sign(file)
+    return file
+
+
+def _locked(folder: Path) -> BinaryIO:
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK_FILE, "a+b", buffering=0)  # noqa: SIM115 - it stays open
+    try:
+        # Ends with this process, however that ends; unlike flock's, no forked child shares it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise ConfigError(
+            f"--output-dir {folder} is in use by another trainer{_holder(file)}: wait for its end, "
+            "or give another --output-dir"
+        ) from error
+    except OSError as error:
+        logger.warning(
+            "the file system of --output-dir %s cannot lock files (%s): see to it that no other "
+            "trainer is given this folder",
+            folder,
+            error.strerror,
+        )
+    return file
+
+
+def _sign(file: BinaryIO) -> None:
+    own = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    file.truncate(0)
+    file.write(to_json(own) + b"\n")
+
+
+def _holder(file: BinaryIO) -> str:
+    with file:
+        file.seek(0)
+        try:
+            told = json.loads(file.read())
+        except (OSError, ValueError):  # it has only just been locked, or on a full disk
+            return ""
+    return f" (process {told['pid']} on {told['host']}, since {told['since']})"

@@ -1,0 +1,230 @@
+"""Scores outputs under the reference model, many requests to one packed forward.
+
+consumes:     groups of outputs, each naming the exact weights version it wants
+produces:     one log-probability for each output token, at the sampling temperature
+waits for:    the model to be idle; whatever has gathered by then shares a forward
+unblocked by: the end of a forward, or a new request while the model is idle
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from async_grpo import cluster
+from async_grpo.errors import StaleAnswerError, WorkerError
+from async_grpo.scoring.coalescer import Coalescer
+from async_grpo.types import (
+    LogprobRequest,
+    Pulse,
+    RequestPulse,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
+
+Scores = NDArray[np.float32]  # [L]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Output:
+    """One output in line, and where its log-probabilities go."""
+
+    prompt: NDArray[np.int32]  # [P]
+    token_ids: NDArray[np.int32]  # [L]
+    temperature: float
+    version: WeightsVersion  # exactly these weights
+    scores: asyncio.Future[Scores]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.token_ids)
+
+    def answer(self, scores: Scores) -> None:
+        """Deliver, unless the caller has gone."""
+        if not self.scores.done():
+            self.scores.set_result(scores)
+
+    def fail(self, error: Exception) -> None:
+        """Deliver an error, unless the caller has gone."""
+        if not self.scores.done():
+            self.scores.set_exception(error)
+
+
+class LogprobWorker:
+    """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        worker_id: str,
+        max_tokens: int,
+        dtype: str = "auto",
+        temperature: float | None = None,
+        lease_s: float = 30.0,
+    ) -> None:
+        # Not at the top: whoever starts workers imports this file, and these take seconds.
+        began = time.monotonic()
+        import torch
+
+        from async_grpo.model.scoring import Scorer
+        from async_grpo.weight_sync.buckets import unpack_bucket
+
+        imported = time.monotonic()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._unpack_bucket = unpack_bucket
+        self._scorer = Scorer(model_path, device=device, dtype=dtype)
+        ready = time.monotonic()
+        self._startup = (("importing", imported - began), ("loading the model", ready - imported))
+        self._model_path = model_path
+        self._worker_id = worker_id
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._lease_s = lease_s
+        self._version: WeightsVersion | None = None
+        self._line = Coalescer(max_tokens)
+        self._waiting: dict[int, _Output] = {}
+        self._ids = itertools.count()
+        self._unanswered: set[int] = set()  # leases
+        self._num_tokens = 0  # scored
+        self._model = asyncio.Lock()  # one forward or one change of weights at a time
+        self._serving: asyncio.Task[None] | None = None
+
+    async def info(self) -> WorkerInfo:
+        """Who this worker is; answers once its model is loaded."""
+        return WorkerInfo(
+            worker_id=self._worker_id,
+            role="logprob",
+            node_id=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            model_path=self._model_path,
+            vocab_size=self._scorer.facts.vocab_size,
+            tokenizer_hash=self._scorer.facts.tokenizer_hash,
+            capacity=float(self._max_tokens),
+            overhead=0.0,
+            max_model_len=min(self._max_tokens, self._scorer.facts.max_positions),
+            temperature=self._temperature,
+            lease_s=self._lease_s,
+            startup=self._startup,
+        )
+
+    async def ping(self, after_s: float = 0.0) -> Pulse:
+        """What is served and scored, told `after_s` from now if this worker lives then."""
+        await asyncio.sleep(after_s)
+        # Scores come all at once: until then a request stands in line.
+        requests = {lease_id: RequestPulse(0, is_waiting=True) for lease_id in self._unanswered}
+        return Pulse(str(self._version or "none"), self._num_tokens, requests)
+
+    async def logprobs(self, request: LogprobRequest) -> tuple[Scores, ...]:
+        """Log-probabilities of every output's tokens, [L] float32 each.
+
+        Raises:
+            WorkerError: another temperature than this worker serves, or outputs beyond its budget.
+            StaleAnswerError: the weights asked for are not the ones served.
+        """
+        outputs = self._outputs(request)
+        for output in outputs:
+            output_id = next(self._ids)
+            self._line.add(output_id, num_tokens=output.num_tokens, version=request.version)
+            self._waiting[output_id] = output
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve(), name="logprob-forwards")
+        self._unanswered.add(request.lease_id)
+        try:
+            return tuple(await asyncio.gather(*(output.scores for output in outputs)))
+        finally:
+            self._unanswered.discard(request.lease_id)
+
+    async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
+        """Serve a snapshot once running forwards are done; one that is not newer changes nothing.
+
+        Raises:
+            WeightSyncError: refused or incomplete; the old weights serve on.
+        """
+        started_at = time.monotonic()
+        is_alias = self._version is not None and snapshot.equals(self._version)
+        buckets = () if is_alias else snapshot.buckets
+        data = [await cluster.fetch_bytes(bucket) for bucket in buckets]
+        async with self._model:
+            if self._version is None or snapshot.version > self._version:
+                if not is_alias:
+                    tensors = itertools.chain.from_iterable(map(self._unpack_bucket, buckets, data))
+                    await asyncio.to_thread(self._scorer.load, tensors)
+                self._version = snapshot.version
+            seconds = time.monotonic() - started_at
+            return WeightsAck(self._worker_id, self._version, seconds, 0.0)
+
+    async def abort_all(self) -> None:
+        """Forget waiting requests, for a caller that is gone."""
+        for output_id in list(self._waiting):
+            if self._line.discard(output_id):
+                self._waiting.pop(output_id).fail(WorkerError("the request was aborted"))
+
+    async def _serve(self) -> None:
+        """Forwards until nobody waits; started by whoever finds it not running."""
+        async with self._model:
+            while batch := self._line.next_batch(idle=True):
+                taken = [self._waiting.pop(output_id) for output_id in batch]
+                outputs = [output for output in taken if not output.scores.done()]
+                if not outputs:  # their callers have gone
+                    continue
+                try:
+                    scores = await asyncio.to_thread(self._score, outputs)
+                except StaleAnswerError as error:
+                    _fail(outputs, error)
+                except Exception as error:  # the boundary of the model: each caller hears of it
+                    _fail(outputs, WorkerError(f"{type(error).__name__}: {error}"))
+                else:
+                    self._num_tokens += sum(output.num_tokens for output in outputs)
+                    for output, logprobs in zip(outputs, scores, strict=True):
+                        output.answer(logprobs)
+
+    def _score(self, outputs: Sequence[_Output]) -> list[Scores]:
+        """One forward; the versions are compared here, for weights may change while one waits."""
+        version, temperature = outputs[0].version, outputs[0].temperature
+        if version != self._version:
+            raise StaleAnswerError(
+                f"reference weights {version} were asked, {self._version} are served"
+            )
+        pairs = [(output.prompt, output.token_ids) for output in outputs]
+        return self._scorer.score(pairs, temperature=temperature)
+
+    def _outputs(self, request: LogprobRequest) -> list[_Output]:
+        """The outputs of a request that this worker can serve, or `WorkerError`."""
+        if self._temperature is not None and request.temperature != self._temperature:
+            raise WorkerError(
+                f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
+                f"{request.temperature}: give worker and trainer the same --temperature"
+            )
+        longest = len(request.prompt_token_ids) + max(map(len, request.output_token_ids), default=0)
+        if longest > self._max_tokens:
+            raise WorkerError(
+                f"a prompt and its output must fit the {self._max_tokens} tokens of worker "
+                f"{self._worker_id}, got {longest}: start it with a larger --max-tokens-per-gpu"
+            )
+        new_future = asyncio.get_running_loop().create_future
+        return [
+            _Output(
+                request.prompt_token_ids,
+                token_ids,
+                request.temperature,
+                request.version,
+                new_future(),
+            )
+            for token_ids in request.output_token_ids
+        ]
+
+
+def _fail(outputs: Sequence[_Output], error: Exception) -> None:
+    for output in outputs:
+        output.fail(error)

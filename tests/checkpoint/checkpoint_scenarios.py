@@ -1,0 +1,128 @@
+"""What ranks do in the tests of checkpointed tensors: train a little, save, load."""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from oracle import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from async_grpo.checkpoint.tensors import load_tensors, save_tensors, staged_tensors
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import CheckpointError
+from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.training.fsdp import shard
+from async_grpo.training.schedule import Clocks
+from async_grpo.training.step import make_optimizer
+
+CLOCKS = Clocks(steps=3, samples=12)
+SAVES = {
+    "tied": {"tied": True},
+    "untied": {"tied": False},
+    "untrained": {"tied": True, "steps": 0},
+}
+
+
+def make(seed, *, tied):
+    """A sharded policy of random weights, with biases of one and of three numbers, and AdamW."""
+    torch.manual_seed(seed)
+    model = tiny_model(tied=tied)
+    model.register_parameter("one", torch.nn.Parameter(torch.zeros(1)))
+    model.register_parameter("three", torch.nn.Parameter(torch.zeros(3)))
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter))
+    policy = shard(PolicyModel(model), init_device_mesh("cpu", (dist.get_world_size(),)))
+    config = TrainConfig(model_name_or_path="m", data_path="d", learning_rate=1e-2)
+    return policy, make_optimizer(policy, config)
+
+
+def train(policy, optimizer, *, steps):
+    """Updates with gradients that do not depend on the ranks."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        for parameter in policy.parameters():
+            whole = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        optimizer.step()
+
+
+def whole(policy, optimizer):
+    """Parameters and moments, gathered."""
+    named = dict(hf_named_parameters(policy))
+    tensors = {name: p.detach().full_tensor().clone() for name, p in named.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for name, parameter in named.items():
+            if parameter in optimizer.state:
+                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].full_tensor()
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    return tensors | {"steps": steps}
+
+
+def save(rank, *, checkpoint, tied, steps=3):
+    """The state when it was staged; training goes on before it is written."""
+    policy, optimizer = make(0, tied=tied)
+    train(policy, optimizer, steps=steps)
+    torch.manual_seed(100 + rank)
+    state = whole(policy, optimizer)
+    staged = staged_tensors(policy, optimizer, Clocks(steps, 4 * steps))
+    train(policy, optimizer, steps=1)
+    group = dist.new_group(backend="gloo")
+    save_tensors(staged, Path(checkpoint), group=group)
+    return state, torch.rand(3) if rank >= 0 else None
+
+
+def load(rank, *, checkpoint, tied, saved_by, steps=3):
+    """The state after loading into another policy, and this rank's next random numbers."""
+    policy, optimizer = make(7, tied=tied)
+    train(policy, optimizer, steps=2)
+    optimizer.state.clear()
+    load_tensors(Path(checkpoint), policy, optimizer, Clocks(steps, 4 * steps), world_size=saved_by)
+    return whole(policy, optimizer), torch.rand(3)
+
+
+def load_and_fail(rank, *, checkpoint, unreadable_on):
+    """The error that this rank gets when one rank cannot read."""
+    policy, optimizer = make(7, tied=True)
+    if rank == unreadable_on:
+        checkpoint = os.path.join(checkpoint, "nothing")
+        os.makedirs(checkpoint, exist_ok=True)
+    try:
+        load_tensors(Path(checkpoint), policy, optimizer, CLOCKS, world_size=2)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_and_fail(rank, *, checkpoint, full_on):
+    """The error that this rank gets when one rank's disk is full."""
+    policy, optimizer = make(0, tied=True)
+    staged = staged_tensors(policy, optimizer, Clocks())
+    if rank == full_on:
+        checkpoint = "/dev/full/no"
+    try:
+        save_tensors(staged, Path(checkpoint), group=dist.new_group(backend="gloo"))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def save_all(rank, *, root):
+    """Everything that the tests load; one set of processes."""
+    saved = {}
+    for name, options in SAVES.items():
+        if rank == 0:
+            (Path(root) / name).mkdir(parents=True)
+        dist.barrier()
+        saved[name] = save(rank, checkpoint=f"{root}/{name}", **options)
+    return saved, save_and_fail(rank, checkpoint=root, full_on=dist.get_world_size() - 1)
+
+
+def load_all(rank, *, root, saved_by):
+    loaded = {
+        name: load(rank, checkpoint=f"{root}/{name}", saved_by=saved_by, **options)
+        for name, options in SAVES.items()
+    }
+    last = dist.get_world_size() - 1
+    return loaded, load_and_fail(rank, checkpoint=f"{root}/tied", unreadable_on=last)

@@ -1,0 +1,122 @@
+"""A checkpoint that is not as it was written.
+
+Broken on purpose, in a copy -> what failed:
+
+- the hashes of shards not compared -> flipped, short, no flipped bit
+- the manifest's not compared with the marker's -> edited, no flipped bit
+- files missing, or more of them, let through -> missing, foreign file
+- links followed -> linked shard
+- names not looked at -> leads outside; any format read -> later format
+"""
+
+import hashlib
+import json
+
+import pytest
+from checkpoints_on_disk import SHARD, newest, save
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_grpo.checkpoint.folder import read_checkpoint
+from async_grpo.errors import CheckpointError
+
+
+def rewrite_manifest(path, **changes):
+    """As somebody would who knows the format."""
+    text = json.dumps(json.loads((path / "manifest.json").read_text()) | changes).encode()
+    (path / "manifest.json").write_bytes(text)
+    (path / "COMMITTED").write_text(hashlib.sha256(text).hexdigest())
+
+
+def damage(change):
+    return pytest.param(change, id=change.__name__)
+
+
+def flipped(path):
+    (path / SHARD).write_bytes(b"weighty")
+
+
+def short(path):
+    (path / SHARD).write_bytes(b"weigh")
+
+
+def missing(path):
+    (path / "reference" / SHARD).unlink()
+
+
+def no_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def no_marker(path):
+    (path / "COMMITTED").unlink()
+    (path / "manifest.json").unlink()
+
+
+def foreign_file(path):
+    (path / "more.safetensors").write_bytes(b"")
+
+
+def linked_shard(path):
+    (path / SHARD).rename(path.parent / "elsewhere")
+    (path / SHARD).symlink_to(path.parent / "elsewhere")
+
+
+def linked_folder(path):
+    path.rename(path.parent / "elsewhere")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+def later_format(path):
+    rewrite_manifest(path, format=2, release="9.1.0")
+
+
+def leads_outside(path):
+    rewrite_manifest(path, files={"../batch_1/" + SHARD: "0" * 64})
+
+
+def edited_manifest(path):
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"batches": 2', '"batches": 3'))
+
+
+REASONS = {
+    flipped: f"batch_2/{SHARD} must have the sha256 {hashlib.sha256(b'weights').hexdigest()}, "
+    f"which was written, got {hashlib.sha256(b'weighty').hexdigest()}",
+    short: f"batch_2/{SHARD} must have the sha256",
+    missing: f"batch_2 must hold reference/{SHARD}, which is missing",
+    no_marker: "batch_2 must hold manifest.json, without it is no checkpoint",
+    no_manifest: "batch_2 must hold manifest.json, without it is no checkpoint",
+    foreign_file: "batch_2 must hold only the files of its manifest.json, got more.safetensors",
+    linked_shard: f"batch_2/{SHARD} must be a file or a folder, is neither",
+    linked_folder: "batch_2 must be a folder, is a file or a link",
+    later_format: "reads, got 2: resume with async-grpo '9.1.0', which wrote it",
+    leads_outside: f"must name files within the checkpoint, got '../batch_1/{SHARD}'",
+    edited_manifest: "batch_2/manifest.json must have the sha256",
+}
+
+
+@pytest.mark.parametrize("change", map(damage, REASONS))
+def test_a_checkpoint_that_is_not_as_written_is_passed_over_with_the_reason(tmp_path, change):
+    good = save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    change(path)
+    found = newest(tmp_path)
+    assert found.path == good and found.manifest.batches == 1
+    [(passed, reason)] = found.passed_over
+    assert passed == path and REASONS[change] in reason
+    again = save(tmp_path, 2)
+    assert newest(tmp_path).path == again
+    assert good.exists()
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_no_flipped_bit_goes_unseen(tmp_path_factory, data):
+    path = save(tmp_path_factory.mktemp("flips"), 1)
+    file = path / data.draw(st.sampled_from([SHARD, f"reference/{SHARD}", "manifest.json"]))
+    content = bytearray(file.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="must have the sha256"):
+        read_checkpoint(path)

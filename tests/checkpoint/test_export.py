@@ -1,0 +1,97 @@
+"""Exports are ordinary Hugging Face folders, complete or absent."""
+
+import json
+
+import pytest
+import torch
+from oracle import tiny_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from async_grpo.checkpoint import export
+from async_grpo.checkpoint.export import export_hf
+from async_grpo.model.policy import PolicyModel
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder as a user has it, with files that travel and files that do not."""
+    folder = tmp_path / "source"
+    tiny_model(tied=True).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "chat_template.jinja").write_text("hello")
+    (folder / "model.gguf").write_text("not ours")
+    (folder / "pytorch_model.bin.index.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_loads_with_identical_weights(tied, tmp_path):
+    tiny_model(tied=tied, seed=1).save_pretrained(tmp_path / "source")
+    model = tiny_model(tied=tied, seed=2)
+    target = tmp_path / "run" / "hf_format" / "samples_8"
+    export_hf(PolicyModel(model), source_folder=str(tmp_path / "source"), target=str(target))
+    loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(report.values())
+    assert ("lm_head.weight" in load_file(target / "model.safetensors")) is not tied
+    for (name, got), want in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, want), name
+
+
+def test_only_descriptions_are_copied_and_no_temporary_stays(source, tmp_path):
+    target = tmp_path / "out"
+    export_hf(PolicyModel(tiny_model(tied=True)), source_folder=str(source), target=str(target))
+    names = {file.name for file in target.iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    } < names
+    assert not names & {"model.gguf", "pytorch_model.bin.index.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_large_models_are_cut_into_indexed_files(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "SHARD_BYTES", 20_000)
+    model = tiny_model(tied=True, seed=3)
+    target = tmp_path / "out"
+    export_hf(PolicyModel(model), source_folder=str(source), target=str(target))
+    files = sorted(target.glob("model-*.safetensors"))
+    assert len(files) > 1
+    assert all(file.stat().st_size < 30_000 for file in files)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {file.name for file in files}
+    loaded = AutoModelForCausalLM.from_pretrained(target)
+    for got, want in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_weights_take_the_type_of_the_source(source, tmp_path):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    model = tiny_model(tied=True)
+    export_hf(PolicyModel(model), source_folder=str(source), target=str(tmp_path / "out"))
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(stored[name], parameter.to(torch.bfloat16))
+
+
+def test_an_older_export_is_replaced_only_by_a_complete_one(source, tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    old, new = tiny_model(tied=True, seed=4), tiny_model(tied=True, seed=5)
+    export_hf(PolicyModel(old), source_folder=str(source), target=str(target))
+
+    def full_disk(*_args, **_kwargs):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "save_file", full_disk)
+        reason = export_hf(PolicyModel(new), source_folder=str(source), target=str(target))
+    assert reason == "No space left on device"
+    name = "model.embed_tokens.weight"
+    stored = load_file(target / "model.safetensors")
+    assert torch.equal(stored[name], old.get_parameter(name))
+    assert export_hf(PolicyModel(new), source_folder=str(source), target=str(target)) == ""
+    stored = load_file(target / "model.safetensors")
+    assert torch.equal(stored[name], new.get_parameter(name))

@@ -1,0 +1,118 @@
+"""Who may use an output folder: processes that lock it, and are killed."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from async_grpo.cli import train
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import ConfigError
+from async_grpo.run import folder_lock
+from async_grpo.run.folder_lock import LOCK_FILE, folder_held, lock
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from async_grpo.run.folder_lock import lock
+
+file = lock(Path(sys.argv[1]))
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(60)
+"""
+
+
+class Main:
+    """A rank that is alone."""
+
+    def on_main(self, prepare):
+        return prepare()
+
+
+@contextmanager
+def another_trainer(folder):
+    """A process that has locked a folder, and the id of a child that outlives it."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        child = int(process.stdout.readline())
+        try:
+            yield process
+        finally:
+            process.kill()
+            os.kill(child, 9)
+
+
+@pytest.mark.parametrize("objective", ["grpo", "sft"])
+def test_a_second_trainer_is_refused_and_told_who_the_first_is(tmp_path, objective):
+    config = TrainConfig(
+        model_name_or_path="m", data_path="d", output_dir=str(tmp_path / "a"), objective=objective
+    )
+    with another_trainer(tmp_path / "a") as first:
+        with pytest.raises(ConfigError) as refused:
+            train._train(config, Main(), stop=None)
+        who = rf"\(process {first.pid} on {socket.gethostname()}, since 20\S+\)"
+        assert refused.match(
+            rf"^--output-dir \S+/a is in use by another trainer {who}: wait for its end, or give "
+            "another --output-dir$"
+        )
+        assert [file.name for file in (tmp_path / "a").iterdir()] == [LOCK_FILE]
+        lock(tmp_path / "b").close()
+
+
+def test_a_killed_trainer_gives_its_folder_back_although_a_child_lives(tmp_path):
+    with another_trainer(tmp_path) as first:
+        with pytest.raises(ConfigError):
+            lock(tmp_path)
+        first.kill()
+        first.wait()
+        with lock(tmp_path):
+            assert f'"pid": {os.getpid()}'.encode() in Path(tmp_path / LOCK_FILE).read_bytes()
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    lock(tmp_path).close()
+    (told,) = caplog.messages
+    assert told.startswith(f"the file system of --output-dir {tmp_path} cannot lock files (No loc")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/run \(Not a directory\): choose another --output"):
+        lock(tmp_path / "file" / "run")
+
+
+def test_a_run_that_is_refused_leaves_no_folder_and_one_that_was_there_stays(tmp_path):
+    (tmp_path / "old").mkdir()
+    for name in ("new", "old", "used"):
+        with pytest.raises(ConfigError), folder_held(tmp_path / name, Main()):
+            if name == "used":
+                (tmp_path / name / "metrics").touch()
+            raise ConfigError("refused")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "used"]
+
+
+def test_a_lock_whose_file_a_refused_run_removed_is_taken_again(tmp_path, monkeypatch):
+    taken = []
+
+    def take(folder):
+        taken.append(file := locked(folder))
+        if len(taken) == 1:
+            (folder / LOCK_FILE).unlink()
+        return file
+
+    locked = folder_lock._locked
+    monkeypatch.setattr(folder_lock, "_locked", take)
+    with lock(tmp_path) as file:
+        assert os.path.samestat(os.fstat(file.fileno()), (tmp_path / LOCK_FILE).stat())
+    assert len(taken) == 2

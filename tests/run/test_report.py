@@ -1,0 +1,175 @@
+"""What a run's files keep over its parts, and what rank 0 says while it works."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.resume import Start
+from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
+from async_grpo.config.train import TrainConfig
+from async_grpo.run.preparation import warn_of_few
+from async_grpo.run.report import Report
+from async_grpo.training.held_out import HeldOutLoss
+from async_grpo.training.schedule import Clocks
+from async_grpo.training.step import StepResult
+from async_grpo.types import EndOfStep
+
+RESULT = StepResult("", 1.0, 1e-3, 2, Clocks(1, 4), {"loss_sum": 6.0, "trained_tokens": 8.0})
+
+
+def make_config(folder, **options):
+    paths = {"model_name_or_path": "m", "data_path": "d", "output_dir": str(folder)}
+    return TrainConfig(**paths, **{"objective": "sft", "trackers": ""} | options)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that a test moves on itself."""
+    now = [1000.0]
+    monkeypatch.setattr("async_grpo.run.report.time.monotonic", lambda: now[0])
+    return now
+
+
+def train(report, clock, *, seconds, denominator=8):
+    clock[0] += seconds
+    end = EndOfStep(0, 0, True, num_samples=4, num_tokens=8)
+    report.step(end, RESULT, denominator=denominator, waited=0.0)
+
+
+def resumed(config, report, *, batches, state=None):
+    """The start after a checkpoint that `report`'s run of `config` left."""
+    state = json.loads(json.dumps({"report": state or report.state(), "clocks": {}}))
+    manifest = Manifest(
+        batches=batches, world_size=1, config=dataclasses.asdict(config), hashes={}, state=state
+    )
+    folder = f"{config.output_dir}/checkpoints/batch_{batches}"
+    return Start(Path(folder), manifest)
+
+
+def rows_of(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_the_run_s_time_goes_on_over_its_parts_and_stands_in_both_files(tmp_path, clock):
+    config = make_config(tmp_path)
+    with Report(config) as report:
+        train(report, clock, seconds=10)
+        train(report, clock, seconds=20)
+        start = resumed(config, report, batches=2)
+        train(report, clock, seconds=99)  # lost: it is after the checkpoint
+    clock[0] += 5000
+    with Report(config, start=start) as report:
+        train(report, clock, seconds=7)
+        clock[0] += 3
+        report.held_out_loss(HeldOutLoss(30.0, 20, 5, 1.0))
+    assert [row["total_seconds"] for row in rows_of(tmp_path, METRICS_FILE)] == [10, 30, 37]
+    (evaluation,) = rows_of(tmp_path, EVALUATIONS_FILE)
+    assert evaluation["total_seconds"] == 40
+    assert (evaluation["eval_loss"], evaluation["num_tokens"]) == (1.5, 20)
+    assert (evaluation["step"], evaluation["total_tokens"]) == (3, 24)
+
+
+def test_the_parameters_keep_what_earlier_parts_were_trained_with(tmp_path, clock):
+    first = make_config(tmp_path, learning_rate=1e-3)
+    with Report(first) as report:
+        train(report, clock, seconds=1)
+        start = resumed(first, report, batches=1)
+    assert json.loads((tmp_path / PARAMETERS_FILE).read_text())["parts"] == []
+
+    second = make_config(tmp_path, learning_rate=1e-4, clip_low=0.1)
+    for _ in range(2):  # again, as after a crash that left no checkpoint of its own
+        with Report(second, start=start) as report:
+            train(report, clock, seconds=1)
+            later = resumed(second, report, batches=40)
+    with Report(second, start=later):
+        pass
+    third = make_config(tmp_path, learning_rate=1e-5, clip_low=0.1)
+    with Report(third, start=later):
+        pass
+    saved = json.loads((tmp_path / PARAMETERS_FILE).read_text())
+    assert saved["learning_rate"] == 1e-5
+    assert saved["parts"] == [
+        {
+            "from_batch": 1,
+            "changed": {
+                "learning_rate": {"was": 1e-3, "is": 1e-4},
+                "clip_low": {"was": 0.2, "is": 0.1},
+            },
+        },
+        {"from_batch": 40, "changed": {"learning_rate": {"was": 1e-4, "is": 1e-5}}},
+    ]
+
+
+def test_a_supervised_run_is_summed_up_over_its_parts(tmp_path, clock, caplog):
+    config = make_config(tmp_path)
+    with Report(config) as report:
+        report.held_out_loss(HeldOutLoss(40.0, 20, 5, 1.0))
+        train(report, clock, seconds=10, denominator=2)
+        state = report.state()  # written by a thread, while training goes on
+        train(report, clock, seconds=9, denominator=1)
+        start = resumed(config, report, batches=1, state=state)
+    assert state["ends"]["loss"] == [3.0, 3.0]
+    with caplog.at_level(logging.INFO), Report(config, start=start) as report:
+        train(report, clock, seconds=6, denominator=8)
+        report.held_out_loss(HeldOutLoss(30.0, 20, 5, 1.0))
+        report.conclude()
+    assert caplog.messages[-1] == (
+        "2 steps of 16 trained tokens in 16s, 1 tok/s; held-out loss 2 first, 1.5 last; "
+        "loss 3 first, 0.75 last"
+    )
+
+
+def test_the_trainer_s_minibatches_are_counted_against_those_of_the_step_before(tmp_path, clock):
+    said = []
+    with Report(make_config(tmp_path)) as report:
+        report.console.doing = said.append
+        for _ in range(2):
+            report.minibatch()
+        train(report, clock, seconds=1)
+        for _ in range(3):
+            report.minibatch()
+    assert said == [
+        "training step 1: minibatch 1",
+        "training step 1: minibatch 2",
+        "training step 2: minibatch 1 of about 2",
+        "training step 2: minibatch 2 of about 2",
+        "training step 2: minibatch 3 of about 3",
+    ]
+
+
+def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
+    sums = {"num_samples": 4, "reward_sum": 4.0, "zero_advantage_samples": 4}
+    with Report(make_config(tmp_path, objective="grpo", num_training_batches=9)) as report:
+        for batch in range(9):
+            end = EndOfStep(batch, 0, True, num_samples=4, num_tokens=8, sums=sums)
+            report.step(end, StepResult("", 0.0, 1e-6, 1, Clocks()), denominator=4, waited=0.0)
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "had the same reward (mean 1): nothing is learnt from rewards" in told[0]
+
+
+def test_charts_come_in_groups_and_evaluations_apart_from_training(tmp_path, clock):
+    logged = []
+    with Report(make_config(tmp_path)) as report:
+        report._trackers.log = lambda row, *, step: logged.append((step, row))
+        train(report, clock, seconds=2)
+        report.held_out_loss(HeldOutLoss(30.0, 20, 5, 1.0))
+    (first, row), (second, evaluation) = logged
+    assert (first, row["update/loss"], row["speed/seconds"]) == (1, 0.75, 2)
+    assert second == 1
+    assert evaluation == {
+        "evaluation/eval_loss": 1.5, "evaluation/loss_sum": 30.0, "evaluation/num_tokens": 20,
+        "evaluation/num_pairs": 5, "evaluation/seconds": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_records", "times"), [(3, "10.7"), (31, "1.03"), (32, "")])
+def test_data_of_less_than_a_batch_is_warned_of_once(tmp_path, caplog, num_records, times):
+    warn_of_few(make_config(tmp_path), num_records)
+    warned = [message for message in caplog.messages if "fewer than --batch-size 32" in message]
+    assert len(warned) == bool(times)
+    assert all(f"about {times} times in every batch" in message for message in warned)

@@ -1,0 +1,68 @@
+"""The rewards' first call, on the first line of the data."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from oracle import make_config
+
+from async_grpo import cluster
+from async_grpo.errors import ConfigError
+from async_grpo.run.reward_trial import try_rewards
+from async_grpo.types import Question, Verdict
+
+QUESTION = Question(np.arange(3, dtype=np.int32), "2+2=", "4", {"input": "2+2=", "answer": "4"})
+
+
+def failed(cause):
+    return Verdict("error", 0.0, None, "mine", "mine: KeyError: 'x' [mine.py:3]", 0.0, cause)
+
+
+def graded(status):
+    return Verdict(status, 0.0, None, "other", "", 0.0)
+
+
+class Pool:
+    def __init__(self, *verdicts):
+        self.requests = []
+        self.try_out = SimpleNamespace(remote=lambda request: self._answer(request, verdicts))
+
+    def _answer(self, request, verdicts):
+        self.requests.append(request)
+        return verdicts
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch):
+    monkeypatch.setattr(cluster, "wait", lambda reference, *, timeout_s, who: reference)
+
+
+def test_the_expected_answer_is_what_rewards_are_tried_on():
+    pool = Pool(graded("scored"), graded("unscorable"))
+    try_rewards(pool, QUESTION, make_config())
+    (request,) = pool.requests
+    assert (request.question, request.completion.text) == (QUESTION, "4")
+    assert request.completion.token_ids.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("cause", "remedy"),
+    [
+        ("exception", "correct the reward, the data, or --column-mapping"),
+        ("end", "correct the reward, the data, or --column-mapping"),
+        ("overrun", "raise the limit, or have the reward do less"),
+    ],
+)
+def test_a_reward_that_fails_on_it_refuses_the_run(cause, remedy):
+    told = (
+        r"^reward mine: KeyError: 'x' \[mine.py:3\]: it must grade the first line of data, which "
+        rf"has input, answer: {remedy}$"
+    )
+    with pytest.raises(ConfigError, match=told):
+        try_rewards(Pool(graded("scored"), failed(cause)), QUESTION, make_config(data_path="data"))
+
+
+@pytest.mark.parametrize("cause", ["connection", "lost"])
+def test_what_is_not_the_rewards_own_fault_is_only_told(cause, caplog):
+    try_rewards(Pool(failed(cause)), QUESTION, make_config())
+    assert "the run starts all the same" in caplog.text

@@ -1,0 +1,202 @@
+"""What the trainer announces, to whom and when; on two real FSDP2 ranks over gloo.
+
+Seen to fail (the package copied, one line broken):
+- the canary is scored at another temperature -> test_the_canary_is_scored...
+- `iter_full_tensors` does not reshard -> test_the_canary_is_scored...
+- `changed` is always true -> test_unchanged_weights_are_neither_scored_nor_gathered_again
+- `_announce` gives the reference the newest weights -> test_the_reference_gets_its_weights_late
+- `_tell_of` drops complaints -> test_a_worker_that_serves_something_else_is_named
+"""
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from oracle import make_config, oracle_twin, tiny_model
+from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+from async_grpo import cluster
+from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.run.weights import WeightSync
+from async_grpo.training.fsdp import shard
+from async_grpo.types import PublishReport, Question, WeightsAck
+from async_grpo.weight_sync.buckets import unpack_bucket
+
+pytestmark = pytest.mark.integration
+PROMPTS = [np.arange(2, 12, dtype=np.int32), np.array([5], np.int32), np.array([9, 3], np.int32)]
+INCARNATION = 7
+
+
+class Remote:
+    """`actor.method.remote(...)` is answered at once."""
+
+    def __init__(self, **methods):
+        for name, method in methods.items():
+            setattr(self, name, SimpleNamespace(remote=method))
+
+
+class World:
+    """Registries and batcher of a run, and everything that they were told, in order."""
+
+    def __init__(self, *, moves_reference, error_nats=0.0):
+        self.told = []  # (who, batches in the weights)
+        self.snapshots = []  # of generation
+        self.error_nats = error_nats
+        session = {"session": lambda: 1}
+        reference = Remote(publish=self._reference, **session) if moves_reference else None
+        self.run = SimpleNamespace(
+            plan=SimpleNamespace(
+                questions=[Question(prompt, "", None, {}) for prompt in PROMPTS],
+                incarnation=INCARNATION,
+            ),
+            services=SimpleNamespace(
+                generation=Remote(publish=self._generation, **session), reference=reference
+            ),
+            batcher=Remote(published=self._published, abort=self._aborted),
+        )
+
+    def _generation(self, snapshot, timeout_s):
+        self.told.append(("generation", snapshot.version.batches))
+        self.snapshots.append(snapshot)
+        scores = tuple(row.logprobs + np.float32(self.error_nats) for row in snapshot.canary)
+        acks = (
+            WeightsAck("good", snapshot.version, 1.0, 0.25, recomputed_tokens=30, canary=scores),
+            WeightsAck(
+                "slow",
+                snapshot.version,
+                2.0,
+                0.5,
+                recomputed_tokens=12,
+                canary_problem="no answer in 60 s",
+            ),
+        )
+        return PublishReport(snapshot.version, acks, {})
+
+    def _reference(self, snapshot, timeout_s):
+        self.told.append(("reference", snapshot.version.batches))
+        return PublishReport(snapshot.version, (WeightsAck("r", snapshot.version, 0.0, 0.0),), {})
+
+    def _published(self, version):
+        assert version.incarnation == INCARNATION
+        self.told.append(("batcher", version.batches))
+
+    def _aborted(self, reason):
+        self.told.append(("aborted", reason))
+
+
+def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
+    """Publish, change the weights, publish, change nothing, publish."""
+    cluster.wait = lambda answer, *, timeout_s, who: answer
+    ray.put = lambda data: data
+    config = make_config(max_staleness=1, num_batches_per_ref_model_update=1, mixed_precision="no")
+    policy = PolicyModel(tiny_model(tied=tied))
+    shard(policy, init_device_mesh("cpu", (dist.get_world_size(),)))
+    step = SimpleNamespace(num_updates=0)
+    learner = SimpleNamespace(config=config, device=torch.device("cpu"), policy=policy, step=step)
+    world = World(moves_reference=moves_reference, error_nats=error_nats) if rank == 0 else None
+    reports, sent, forwards = [], [], []
+    policy.register_forward_hook(lambda *_: forwards.append(1))
+    sync = WeightSync(learner, world.run if world else None, on_synced=reports.append)
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("async_grpo").addHandler(handler)
+    for batches in range(3):
+        if batches == 1:
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1.25)
+            step.num_updates += 1
+        sync.publish(batches)
+        sync.wait()
+        sent.append({n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)})
+    sync.close()
+    told = (world.told, world.snapshots) if world else None
+    return {
+        "world": told, "reports": reports, "sent": sent, "forwards": forwards, "logged": records
+    }  # fmt: skip
+
+
+def on_two_ranks(folder, **options):
+    return run_ranks(publish_thrice, num_ranks=2, folder=folder, **options)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_canary_is_scored_with_exactly_the_weights_that_are_sent(tmp_path, tied):
+    main, _ = on_two_ranks(tmp_path, tied=tied)
+    _, snapshots = main["world"]
+    for snapshot, weights in zip(snapshots, main["sent"], strict=True):
+        received = dict(
+            pair for bucket in snapshot.buckets for pair in unpack_bucket(bucket, bucket.data)
+        )
+        assert received.keys() == weights.keys()
+        assert all(torch.equal(received[name], weights[name]) for name in weights)
+        model = tiny_model(tied=tied)
+        model.load_state_dict(weights, strict=False)
+        twin = oracle_twin(model)
+        assert [row.token_ids.tolist() for row in snapshot.canary] == [
+            PROMPTS[0].tolist(),
+            PROMPTS[2].tolist(),
+        ]
+        for row in snapshot.canary:
+            ids = torch.from_numpy(row.token_ids.astype(np.int64))
+            with torch.no_grad():
+                logprobs = twin(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+            expected = logprobs.gather(1, ids[1:, None])[:, 0].numpy()
+            assert np.abs(expected - row.logprobs).max() <= 5e-6
+            assert row.dtype == "float32"
+
+
+def test_unchanged_weights_are_neither_scored_nor_gathered_again(tmp_path):
+    main, other = on_two_ranks(tmp_path, tied=True)
+    told, snapshots = main["world"]
+    assert len(main["forwards"]) == len(other["forwards"]) == 2
+    assert told == [(who, batches) for batches in range(3) for who in ("generation", "batcher")]
+    first, second, alias = snapshots
+    assert first.unchanged_since is None and second.unchanged_since is None
+    assert alias.unchanged_since == second.version and alias.version.batches == 2
+    assert alias.equals(second.version) and not alias.equals(first.version)
+    assert [report.sync_bytes for report in main["reports"]] == [
+        first.size_bytes,
+        second.size_bytes,
+        0,
+    ]
+
+
+def test_the_reference_gets_its_weights_late(tmp_path):
+    main, _ = on_two_ranks(tmp_path, tied=True, moves_reference=True)
+    told, _ = main["world"]
+    assert [entry for entry in told if entry[0] == "reference"] == [
+        ("reference", 0),
+        ("reference", 1),
+    ]
+    # Staleness 1: version 1 is due with 2 batches, and the batcher hears of them after that.
+    assert told.index(("generation", 1)) < told.index(("batcher", 1))
+    assert told.index(("batcher", 1)) < told.index(("reference", 1)) < told.index(("batcher", 2))
+
+
+def test_a_worker_that_serves_something_else_is_named(tmp_path):
+    main, _ = on_two_ranks(tmp_path, tied=True, error_nats=0.01)
+    complaints = [message for message in main["logged"] if message.startswith("worker ")]
+    assert complaints[0] == "worker slow: no answer in 60 s"
+    assert complaints[1].startswith(f"worker good: after weights {INCARNATION}.0, ")
+    assert "differ from the trainer's by up to 0.01 nats" in complaints[1]
+    assert len(complaints) == 6
+    for report in main["reports"]:
+        assert report.canary_max == pytest.approx(0.01, abs=1e-6)
+        assert report.canary_mean == pytest.approx(0.01, abs=1e-6)
+
+
+def test_a_report_has_the_longest_pause_and_the_work_of_all_workers(tmp_path):
+    main, other = on_two_ranks(tmp_path, tied=True)
+    assert other["reports"] == []
+    assert [report.sync_batches for report in main["reports"]] == [0, 1, 2]
+    for report in main["reports"]:
+        assert (report.sync_pause_seconds, report.recomputed_tokens) == (0.5, 42)
+        assert report.sync_seconds >= 0 and report.canary_max == 0.0
+    assert not any("differ from" in message for message in main["logged"])
