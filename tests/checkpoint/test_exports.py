@@ -60,7 +60,7 @@ def test_a_finished_run_is_exported_when_its_export_is_missing(learner, tmp_path
         return learner
 
     monkeypatch.setattr(module.Learner, "build", build)
-    monkeypatch.setattr(module.Learner, "restore", lambda self, start: None)
+    monkeypatch.setattr(module, "restore_learner", lambda learner, start: None)
     start = SimpleNamespace(state={"exports": {"samples": 6, "last_export": 6}})
     export_finished(learner.config, ALONE, start)
     stored = load_file(tmp_path / "run" / "hf_format" / "samples_6" / "model.safetensors")
