@@ -35,6 +35,7 @@ Places = tuple[tuple[str, int], ...]  # host and port of each
 
 VERIFIER_POOL = "verifier-pool"
 BATCHER = "experience-batcher"
+CONTROLLER = "controller"
 FETCH_TIMEOUT_S = 300.0
 
 
@@ -130,6 +131,15 @@ def on_this_node() -> Any:
 
     node = ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def on_head_node() -> Any:
+    """A scheduling strategy that prefers the cluster's head; any other node if it has no room."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    head = next(n for n in ray.nodes() if "node:__internal_head__" in n["Resources"])
+    return NodeAffinitySchedulingStrategy(node_id=head["NodeID"], soft=True)
 
 
 def resources_here() -> dict[str, float]:

@@ -6,6 +6,8 @@ keeps its traceback.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 
 class AsyncGrpoError(Exception):
     """Base of every error that a user can cause or must be told about."""
@@ -37,6 +39,32 @@ class WorkerError(AsyncGrpoError, RuntimeError):
 
 class ProcessLostError(WorkerError):
     """An actor's process has died, or its node cannot be reached; nobody knows what it did last."""
+
+
+class RunLost(ProcessLostError):
+    """This run has ended at the controller, or goes on there under another epoch."""
+
+
+class LossCause(StrEnum):
+    """Why a lease has ended before its work was done."""
+
+    DIED = "died"  # the worker's process
+    SILENT = "silent"  # the worker has not answered its pings
+    STALLED = "stalled"  # no token came for the lease, while its worker made some for others
+    UPDATE = "update"  # the worker could not load new weights
+    LEFT = "left"  # the worker was taken out of its registry
+    RUN_ENDED = "run ended"  # or was begun again
+
+
+class LeaseLost(AsyncGrpoError, RuntimeError):
+    """A lease has ended before its work was done; an answer under it must not be used."""
+
+    def __init__(self, cause: LossCause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[type[LeaseLost], tuple[LossCause, str]]:
+        return type(self), (self.cause, str(self))
 
 
 class RankLostError(AsyncGrpoError, RuntimeError):

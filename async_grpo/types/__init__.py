@@ -14,6 +14,8 @@ from async_grpo.types.requests import (
     LogprobRequest,
     VerificationRequest,
 )
+from async_grpo.types.roles import Role, role_of
+from async_grpo.types.runs import RunId
 from async_grpo.types.samples import (
     Completion,
     FailureCause,
@@ -73,6 +75,8 @@ __all__ = [
     "RegistryStatus",
     "RequestPulse",
     "ResumePoint",
+    "Role",
+    "RunId",
     "Sample",
     "SamplingContract",
     "Standing",
@@ -91,4 +95,5 @@ __all__ = [
     "canary_complaint",
     "canary_differences",
     "canary_tokens",
+    "role_of",
 ]

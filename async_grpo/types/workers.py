@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from async_grpo.types.weights import WeightsVersion
 
@@ -14,12 +14,12 @@ class WorkerInfo:
     """What a worker says of itself when it registers."""
 
     worker_id: str
-    role: Literal["generation", "logprob"]
+    role: str  # its name, see `roles`
     node_id: str
     pid: int
     model_path: str
     vocab_size: int
-    capacity: float  # sequences for generation, tokens for log-probabilities
+    capacity: float  # in the unit of its role
     overhead: float  # accepted beyond the capacity, same unit
     max_model_len: int
     tokenizer_hash: str = ""  # `model.encoding`; empty: nobody knows

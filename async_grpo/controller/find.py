@@ -1,0 +1,73 @@
+"""The way to a namespace's controller: found, or made by whoever asks first."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import async_grpo
+from async_grpo import cluster
+from async_grpo.errors import DeadlineError, ProcessLostError
+
+logger = logging.getLogger(__name__)
+WHO = "the controller"
+HELLO_TIMEOUT_S = 60.0  # a controller that is silent for so long is frozen: another is made
+FIND_TIMEOUT_S = 180.0
+POLL_INTERVAL_S = 0.2
+
+
+def find_or_make_controller() -> Any:
+    """The handle of a controller that has just answered, and runs this package's code.
+
+    Raises `ConfigError` when one of other code is in use, saying whom to stop.
+    """
+    deadline = time.monotonic() + FIND_TIMEOUT_S
+    while True:
+        controller = _named_controller()
+        try:
+            cluster.wait(controller.hello.remote(code_hash()), timeout_s=HELLO_TIMEOUT_S, who=WHO)
+        except DeadlineError:
+            logger.warning("%s has not answered for %g s and is ended", WHO, HELLO_TIMEOUT_S)
+            ray.kill(controller)
+        except ProcessLostError:  # it has ended: its name is free in a moment
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return controller
+        time.sleep(POLL_INTERVAL_S)
+
+
+@cache
+def code_hash() -> str:
+    """A hash of this package's source: processes of other code do not understand each other."""
+    package = Path(async_grpo.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _named_controller() -> Any:
+    """The actor of that name, possibly one that is still starting, or has just died."""
+    from async_grpo.controller.controller import Controller
+
+    return (
+        ray.remote(Controller)
+        .options(
+            name=cluster.CONTROLLER,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=0,  # a new process would know nothing: it has another handle
+            max_concurrency=100_000,  # ranks and environment workers have calls open at any time
+            enable_task_events=False,  # the head would keep a record of every call
+            scheduling_strategy=cluster.on_head_node(),
+        )
+        .remote(code_hash())
+    )
