@@ -1,18 +1,4 @@
-"""Checkpoints on the real disk; crashes are in tests/faults, damage in test_checkpoint_damage.
-
-Broken on purpose, in a copy -> what failed:
-
-- one checkpoint fewer kept -> rotation, and all that count folders
-- the newest not spared by rotation -> rotation; when it reads as damaged -> whatever it reads
-- no reading back -> gives back other bytes; rotation before it -> the same
-- the order of saves by batches -> further back; by the clock alone -> a clock that goes back
-- futures undone kept like other checkpoints -> further back
-- a name in use given again -> saved again
-- an error of the disk taken for damage -> cannot be read for now
-- a link, or a folder without a manifest, removed -> what is not ours stays
-- leftovers kept -> leftovers; the temporary folder of a failed save kept -> a full disk
-- the final name removed after any failure -> takes the name meanwhile
-"""
+"""Checkpoints on the real disk; crashes are in tests/faults, damage in test_checkpoint_damage."""
 
 import errno
 import hashlib
