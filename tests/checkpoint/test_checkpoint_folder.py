@@ -6,8 +6,8 @@ import os
 
 import pytest
 from checkpoints_on_disk import SHARD, a_manifest, names, newest, save
+from replaced_disk import Disk, used
 
-from async_grpo.checkpoint.disk import Disk
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.manifest import from_json
 from async_grpo.errors import CheckpointError
@@ -149,7 +149,8 @@ def test_a_checkpoint_that_cannot_be_read_for_now_is_not_removed(tmp_path):
         save(tmp_path, batches)
     save(tmp_path, 3, disk=ScratchedDisk())
     assert names(tmp_path) == ["batch_1", "batch_2", "batch_3"]
-    found = CheckpointFolder(tmp_path, keep=2, disk=ScratchedDisk()).newest()
+    with used(ScratchedDisk()):
+        found = newest(tmp_path)
     assert found.path.name == "batch_3"
     [(path, reason)] = found.passed_over
     assert path.name == "batch_2" and "batch_2 must be readable: [Errno 5]" in reason
@@ -179,7 +180,7 @@ class FadingDisk(ForgetfulDisk):
 
     def sha256(self, paths):
         self.readings += 1
-        return Disk.sha256(self, paths)
+        return Disk.sha256(paths)
 
     def read(self, path):
         return b"" if self.readings > 1 else super().read(path)
