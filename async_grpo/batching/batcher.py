@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.draws import Draws
@@ -29,7 +29,7 @@ from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
-from async_grpo.batching.sample_log import UNLIMITED, SampleLog
+from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.services import Services
 from async_grpo.batching.statistics import StepSums
 from async_grpo.errors import ProcessLostError, WorkerError
@@ -53,7 +53,8 @@ RESTART = "restart"  # why work of later steps is done again: of the run, or of 
 class ExperienceBatcher:
     """Thin: admission, ledger, rounds and sums decide, this moves things between them."""
 
-    def __init__(self, plan: BatcherPlan, services: Services) -> None:
+    def __init__(self, plan: BatcherPlan, services: Services, recorder: Any = None) -> None:
+        """`recorder`: the handle of the run's `RunRecorder`; None: samples are not dumped."""
         config = plan.config
         resume = plan.resume
         first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)
@@ -101,12 +102,10 @@ class ExperienceBatcher:
         self._pump: asyncio.Task[None] | None = None
         self._news = asyncio.Event()  # a round may go out that could not before
         self._newest: WeightsVersion | None = None
-        path = Path(config.output_dir) / dump if (dump := config.dump_samples_filename) else None
         self._log = SampleLog(
-            path,
+            recorder if config.dump_samples_filename else None,
             next_ordinal=self._window.next_ordinal,
             has_tokens=config.dump_token_columns,
-            max_bytes=config.dump_max_gib * 2**30 or UNLIMITED,
         )
 
     async def published(self, version: WeightsVersion) -> None:
@@ -264,6 +263,7 @@ class ExperienceBatcher:
             if isinstance(formed, Round):
                 self._outbox.put(self._minibatches(formed))
             elif isinstance(formed, StepMarker):
+                await self._log.flush()  # what a checkpoint of this step counts is in the dump
                 self._outbox.put(self._ends_of_step(formed.step))
             else:
                 await self._until_news()

@@ -1,47 +1,55 @@
-"""Finished samples as lines of JSON: what the model wrote, and what became of it."""
+"""Finished samples on their way to the run's recorder: what the model wrote, what became of it.
+
+consumes:     groups whose samples have a fate
+produces:     lines for the dump (`run.recorder` writes them), one call under way at a time
+waits for:    the recorder, in a task of its own; a step's end waits a little for the queue
+unblocked by: the recorder's answer, or its deadline
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import asyncio
+import pickle
+import uuid
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from async_grpo.batching.sample_files import NUM_FILES, drop_from, rotate
-from async_grpo.line_file import LineFile
+from async_grpo import cluster
+from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import Group, Sample
 
-UNLIMITED = float("inf")
+MAX_QUEUED_BYTES = 64 * 2**20
+WRITE_TIMEOUT_S = 60.0
+FLUSH_TIMEOUT_S = 5.0
 
 
 class SampleLog:
-    """Appends one line a sample, one write a group; without a path, nothing is written.
-
-    A disk that refuses costs samples of the dump, not the run; `take_notices` tells of it.
-    """
+    """Sends samples to a recorder that may be slow or dead; what it does not take is counted."""
 
     def __init__(
         self,
-        path: Path | None,
+        recorder: Any | None,
         *,
         next_ordinal: int = 0,
         has_tokens: bool = False,
-        max_bytes: float = UNLIMITED,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
-        """What is there of slots from `next_ordinal` on is removed: they are sampled again."""
-        self._path = path
+        """None: nothing is dumped. The dump is cut back to `next_ordinal` before the first line."""
+        self._recorder = recorder
+        self._writer = uuid.uuid4().hex
+        self._next_ordinal = next_ordinal
         self._has_tokens = has_tokens
-        self._max_file_bytes = max_bytes / NUM_FILES
+        self._max_queued_bytes = max_queued_bytes
+        self._queue: list[tuple[int, bytes]] = []  # samples of a group, and their lines
+        self._queued_bytes = 0
+        self._sending: asyncio.Task[None] | None = None
         self._notices: list[str] = []
-        self._lines = LineFile(path or Path(), unit="samples", say=self._notices.append)
-        if path is not None:
-            self._drop_from(path, next_ordinal)
+        self._num_unsent = 0
+        self._num_refused = 0  # by the recorder's disk
 
     @property
     def num_lost(self) -> int:
-        """Samples that could not be written."""
-        return self._lines.num_lost
+        """Samples that are not in the dump."""
+        return self._num_unsent + self._num_refused
 
     def take_notices(self) -> tuple[str, ...]:
         """What people should hear of since the last call, in sentences."""
@@ -50,79 +58,88 @@ class SampleLog:
         return notices
 
     def write(self, group: Group, *, batch: int, fates: tuple[str, ...]) -> None:
-        """`fates` says of each sample what became of it."""
-        if self._path is None:
+        """Queue the group; `fates` says of each sample what became of it."""
+        if self._recorder is None:
             return
         lines = [
-            json.dumps(self._line(sample, group.attempt, batch, fate), ensure_ascii=False) + "\n"
+            _line(sample, group.attempt, batch, fate, has_tokens=self._has_tokens)
             for sample, fate in zip(group.samples, fates, strict=True)
         ]
-        content = "".join(lines).encode("utf-8", errors="backslashreplace")
-        self._make_room(self._path, len(content))
-        self._lines.append(content, number=len(lines))
+        content = pickle.dumps(lines)  # JSON is the recorder's work: it takes many times longer
+        if self._queued_bytes + len(content) > self._max_queued_bytes:
+            self._count_unsent(len(lines), "the run's recorder is slower than the run")
+            return
+        self._queue.append((len(lines), content))
+        self._queued_bytes += len(content)
+        if self._sending is None or self._sending.done():
+            self._sending = asyncio.create_task(self._send(), name="sample-log")
 
-    def _make_room(self, path: Path, num_bytes: int) -> None:
-        """Begin another file when `num_bytes` are too many for the newest."""
-        try:
-            size_bytes = path.stat().st_size if path.exists() else 0
-            if size_bytes and size_bytes + num_bytes > self._max_file_bytes:
-                for file in rotate(path):
-                    self._notices.append(f"{file} was removed, so that --dump-max-gib is kept")
-        except OSError as error:
-            self._max_file_bytes = UNLIMITED  # told once, and not tried again
-            self._notices.append(
-                f"{path} grows beyond --dump-max-gib, for it cannot be renamed: {error}"
+    async def flush(self) -> None:
+        """Wait until nothing is queued, or for a moment: no step stands still for the dump."""
+        if self._sending is not None:
+            await asyncio.wait({self._sending}, timeout=FLUSH_TIMEOUT_S)
+
+    async def _send(self) -> None:
+        while self._queue:
+            groups, self._queue, self._queued_bytes = self._queue, [], 0
+            call = self._recorder.write.remote(  # type: ignore[union-attr]
+                self._writer, self._next_ordinal, [content for _, content in groups]
             )
+            try:
+                self._num_refused, notices = await cluster.call(
+                    call, timeout_s=WRITE_TIMEOUT_S, who="the run's recorder"
+                )
+            except AsyncGrpoError as error:
+                self._count_unsent(sum(number for number, _ in groups), str(error))
+            else:
+                self._notices += notices
 
-    def _drop_from(self, path: Path, first: int) -> None:
-        try:
-            drop_from(path, first)
-        except OSError as error:
+    def _count_unsent(self, number: int, reason: str) -> None:
+        if not self._num_unsent:
             self._notices.append(
-                f"{path} could not be cut back to what was trained ({error.strerror or error}): "
-                f"samples of ordinals from {first} on may be there twice"
+                f"{reason}: the run goes on, and counts the samples that are missing from the dump"
             )
+        self._num_unsent += number
 
-    def _line(self, sample: Sample, attempt: int, batch: int, fate: str) -> dict[str, object]:
-        """`drop_from` reads the first two."""
-        verdict, completion = sample.verdict, sample.completion
-        return {
-            "batch": batch,
-            "ordinal": sample.ordinal,
-            "attempt": attempt,
-            "index": sample.index,
-            "fate": fate,
-            "input": sample.question.input,
-            "output": completion.text,
-            "answer": sample.question.answer,
-            "reward": verdict.reward,
-            "format_reward": verdict.format_reward,
-            "overlong_penalty": sample.overlong_penalty,
-            "kl_penalty": sample.kl_penalty,
-            "advantage": sample.advantage,
-            "verdict": verdict.status,
-            "adapter": verdict.adapter,
-            "reason": verdict.reason,
-            "finish_reason": completion.finish_reason,
-            "num_input_tokens": len(sample.question.input_token_ids),
-            "num_output_tokens": len(completion.token_ids),
-            "weights_versions": [
-                [str(span.version), span.start, span.stop] for span in completion.weights_versions
-            ],
-        } | (_token_columns(sample) if self._has_tokens else {})
+
+def _line(
+    sample: Sample, attempt: int, batch: int, fate: str, *, has_tokens: bool
+) -> dict[str, object]:
+    """`SampleDump.cut_back` reads the first two."""
+    verdict, completion = sample.verdict, sample.completion
+    return {
+        "batch": batch,
+        "ordinal": sample.ordinal,
+        "attempt": attempt,
+        "index": sample.index,
+        "fate": fate,
+        "input": sample.question.input,
+        "output": completion.text,
+        "answer": sample.question.answer,
+        "reward": verdict.reward,
+        "format_reward": verdict.format_reward,
+        "overlong_penalty": sample.overlong_penalty,
+        "kl_penalty": sample.kl_penalty,
+        "advantage": sample.advantage,
+        "verdict": verdict.status,
+        "adapter": verdict.adapter,
+        "reason": verdict.reason,
+        "finish_reason": completion.finish_reason,
+        "num_input_tokens": len(sample.question.input_token_ids),
+        "num_output_tokens": len(completion.token_ids),
+        "weights_versions": [
+            [str(span.version), span.start, span.stop] for span in completion.weights_versions
+        ],
+    } | (_token_columns(sample) if has_tokens else {})
 
 
 def _token_columns(sample: Sample) -> dict[str, object]:
-    """About 90 bytes an output token."""
+    """About 90 bytes an output token, as JSON."""
     completion = sample.completion
     return {
-        "input_token_ids": sample.question.input_token_ids.tolist(),
-        "output_token_ids": completion.token_ids.tolist(),
-        "loss_mask": completion.loss_mask.tolist(),
-        "behaviour_logprobs": _numbers(completion.logprobs),
-        "reference_logprobs": _numbers(sample.reference_logprobs),
+        "input_token_ids": sample.question.input_token_ids,
+        "output_token_ids": completion.token_ids,
+        "loss_mask": completion.loss_mask,
+        "behaviour_logprobs": completion.logprobs,
+        "reference_logprobs": sample.reference_logprobs,
     }
-
-
-def _numbers(values: NDArray[np.float32] | None) -> list[float] | None:
-    return None if values is None else values.tolist()

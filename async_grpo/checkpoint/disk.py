@@ -1,5 +1,6 @@
-"""The operations on files that a checkpoint is made of, so that tests can record and refuse each.
+"""The operations on files that a checkpoint is made of; each raises OSError when the disk refuses.
 
+Callers name them through this module (`disk.sync(path)`), so that tests can record and refuse each.
 What may be lost by a power cut follows from their order alone: a write lasts once its file is
 synced, a new or changed name once its folder is.
 """
@@ -19,79 +20,81 @@ HASHING_THREADS = 4  # hashing runs outside Python's lock
 Kind = Literal["file", "folder", "other"]  # other: links, sockets, devices
 
 
-class Disk:
-    """The system's own; every method raises OSError when the system refuses."""
-
-    def make_folder(self, path: Path) -> None:
-        """Its parent must exist, it must not."""
-        os.mkdir(path)
-
-    def write(self, path: Path, content: bytes) -> None:
-        """A new file."""
-        with open(path, "xb") as file:
-            file.write(content)
-
-    def sync(self, path: Path) -> None:
-        """Return once a file's bytes, or a folder's names, would survive a power cut."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems cannot sync a folder, and say so.
-            if error.errno != errno.EINVAL or not path.is_dir():
-                raise
-        finally:
-            os.close(descriptor)
-
-    def rename(self, old: Path, new: Path) -> None:
-        """In one step, within a folder; `new` does not exist, or is a file like `old`."""
-        os.rename(old, new)
-
-    def remove(self, path: Path) -> None:
-        """A file or a link."""
-        os.unlink(path)
-
-    def remove_folder(self, path: Path) -> None:
-        """An empty one."""
-        os.rmdir(path)
-
-    def entries(self, folder: Path) -> dict[str, Kind]:
-        """What lies in a folder, by name; links are not followed."""
-        with os.scandir(folder) as found:
-            return {entry.name: _kind(entry.stat(follow_symlinks=False)) for entry in found}
-
-    def read(self, path: Path) -> bytes:
-        """A whole small file."""
-        return path.read_bytes()
-
-    def sha256(self, paths: Sequence[Path]) -> list[str]:
-        """Of files as their device gives them back; several at a time, none whole in memory."""
-        with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            return list(pool.map(_sha256, paths))
+def make_folder(path: Path) -> None:
+    """Its parent must exist, it must not."""
+    os.mkdir(path)
 
 
-DISK = Disk()
+def write(path: Path, content: bytes) -> None:
+    """A new file."""
+    with open(path, "xb") as file:
+        file.write(content)
 
 
-def make_tree(disk: Disk, folder: Path) -> None:
+def sync(path: Path) -> None:
+    """Return once a file's bytes, or a folder's names, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and say so.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    """In one step, within a folder; `new` does not exist, or is a file like `old`."""
+    os.rename(old, new)
+
+
+def remove(path: Path) -> None:
+    """A file or a link."""
+    os.unlink(path)
+
+
+def remove_folder(path: Path) -> None:
+    """An empty one."""
+    os.rmdir(path)
+
+
+def entries(folder: Path) -> dict[str, Kind]:
+    """What lies in a folder, by name; links are not followed."""
+    with os.scandir(folder) as found:
+        return {entry.name: _kind(entry.stat(follow_symlinks=False)) for entry in found}
+
+
+def read(path: Path) -> bytes:
+    """A whole small file."""
+    return path.read_bytes()
+
+
+def sha256(paths: Sequence[Path]) -> list[str]:
+    """Of files as their device gives them back; several at a time, none whole in memory."""
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return list(pool.map(_sha256, paths))
+
+
+def make_tree(folder: Path) -> None:
     """A folder and those above it that are missing."""
     try:
-        disk.make_folder(folder)
+        make_folder(folder)
     except FileExistsError:
         return
     except FileNotFoundError:
-        make_tree(disk, folder.parent)
-        disk.make_folder(folder)
+        make_tree(folder.parent)
+        make_folder(folder)
 
 
-def remove_tree(disk: Disk, folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
     """A folder and all that lies in it."""
-    for name, kind in disk.entries(folder).items():
+    for name, kind in entries(folder).items():
         if kind == "folder":
-            remove_tree(disk, folder / name)
+            remove_tree(folder / name)
         else:
-            disk.remove(folder / name)
-    disk.remove_folder(folder)
+            remove(folder / name)
+    remove_folder(folder)
 
 
 def _sha256(path: Path) -> str:

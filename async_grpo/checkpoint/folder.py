@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 
-from async_grpo.checkpoint.disk import DISK, Disk, Kind, make_tree, remove_tree
+from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
@@ -74,12 +74,11 @@ class _Saved:
 class CheckpointFolder:
     """One run's checkpoints. One process uses it, for one save at a time."""
 
-    def __init__(self, root: Path, *, keep: int, disk: Disk = DISK) -> None:
+    def __init__(self, root: Path, *, keep: int) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}: the last good one stays")
         self._root = Path(os.path.abspath(root))
         self._keep = keep
-        self._disk = disk
 
     def begin(self, batches: int) -> Path:
         """An empty folder for the shards of a save; what crashes left behind is removed.
@@ -91,7 +90,7 @@ class CheckpointFolder:
             self._make_root()
             self._clean()
             temporary = self._root / f".{self._free_name(batches)}.partial"
-            self._disk.make_folder(temporary)
+            disk.make_folder(temporary)
         return temporary
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
@@ -106,11 +105,11 @@ class CheckpointFolder:
         with self._explained(final.name, "written to"):
             try:
                 text = self._seal(temporary, manifest)
-                self._disk.rename(temporary, final)
+                disk.rename(temporary, final)
                 folder = final
-                self._disk.sync(self._root)
+                disk.sync(self._root)
                 self._mark(final, text)
-                verified = read_checkpoint(final, disk=self._disk)
+                verified = read_checkpoint(final)
             except BaseException:
                 self.abandon(folder)
                 raise
@@ -120,7 +119,7 @@ class CheckpointFolder:
     def abandon(self, temporary: Path) -> None:
         """Remove what was written of a save, where the disk allows; else the next save does."""
         try:
-            if temporary.name in self._disk.entries(self._root):
+            if temporary.name in disk.entries(self._root):
                 self._remove(temporary)
         except OSError as error:
             logger.warning("%s could not be removed: %s", temporary, error)
@@ -138,19 +137,18 @@ class CheckpointFolder:
         passed_over = [*saved.damaged, *saved.untouchable]
         for _, path in sorted(saved.sound, key=_age):
             try:
-                return Newest(path, read_checkpoint(path, disk=self._disk), tuple(passed_over))
+                return Newest(path, read_checkpoint(path), tuple(passed_over))
             except CheckpointError as error:
                 passed_over.append((path, str(error)))
         return Newest(None, None, tuple(passed_over))
 
     def _seal(self, temporary: Path, manifest: Manifest) -> bytes:
         """All that the folder holds, on disk before it gets its name; the text of its manifest."""
-        disk = self._disk
-        files, folders = tree(temporary, disk=disk)
+        files, folders = tree(temporary)
         check_names(files)
         for name in files:
             disk.sync(temporary / name)
-        hashes = hash_files(temporary, files, disk=disk)
+        hashes = hash_files(temporary, files)
         text = to_json(replace(manifest, files=hashes, saved_at_ns=self._next_time()))
         self._write_synced(temporary / MANIFEST_NAME, text)
         for name in [*reversed(folders), "."]:
@@ -160,12 +158,12 @@ class CheckpointFolder:
     def _mark(self, final: Path, text: bytes) -> None:
         partial = final / f".{MARKER_NAME}.partial"
         self._write_synced(partial, hashlib.sha256(text).hexdigest().encode())
-        self._disk.rename(partial, final / MARKER_NAME)
-        self._disk.sync(final)
+        disk.rename(partial, final / MARKER_NAME)
+        disk.sync(final)
 
     def _write_synced(self, path: Path, content: bytes) -> None:
-        self._disk.write(path, content)
-        self._disk.sync(path)
+        disk.write(path, content)
+        disk.sync(path)
 
     def _rotate(self, newest: Path, verified: Manifest) -> None:
         """Remove what exceeds `keep`. A disk that refuses costs space, not the save."""
@@ -197,32 +195,32 @@ class CheckpointFolder:
         hidden = path
         if not path.name.startswith("."):
             hidden = self._root / f".{path.name}.removed"
-            self._disk.rename(path, hidden)
-            self._disk.sync(self._root)
-        remove_tree(self._disk, hidden)
+            disk.rename(path, hidden)
+            disk.sync(self._root)
+        disk.remove_tree(hidden)
 
     def _clean(self) -> None:
         """Remove what crashes left: hidden folders, and one that got its name but no marker."""
-        for name, kind in self._disk.entries(self._root).items():
+        for name, kind in disk.entries(self._root).items():
             if kind == "folder" and LEFTOVER.fullmatch(name):
                 self._remove(self._root / name)
         for path in self._saved().unfinished:
             self._remove(path)
 
     def _is_unfinished(self, folder: Path) -> bool:
-        names = self._disk.entries(folder)
+        names = disk.entries(folder)
         return MANIFEST_NAME in names and MARKER_NAME not in names
 
     def _is_ours(self, folder: Path) -> bool:
         """Got its name from a commit, which gives it to folders with a manifest only."""
-        return MANIFEST_NAME in self._disk.entries(folder)
+        return MANIFEST_NAME in disk.entries(folder)
 
     def _make_root(self) -> None:
         """Its name and those above it, which the run may have just made, are on disk too."""
-        make_tree(self._disk, self._root)
+        disk.make_tree(self._root)
         for folder in self._root.parents:
             with suppress(PermissionError):  # not ours, hence older than the run
-                self._disk.sync(folder)
+                disk.sync(folder)
 
     def _saved(self) -> _Saved:
         saved = _Saved([], [], [], [])
@@ -234,17 +232,17 @@ class CheckpointFolder:
                 if self._is_unfinished(path):
                     saved.unfinished.append(path)
                 else:
-                    saved.sound.append((read_manifest(path, disk=self._disk), path))
+                    saved.sound.append((read_manifest(path), path))
             except CheckpointError as error:
                 saved.damaged.append((path, str(error)))
             except OSError as error:
                 saved.untouchable.append((path, f"{path} must be readable: {error}"))
         return saved
 
-    def _named(self) -> list[tuple[Path, Kind]]:
+    def _named(self) -> list[tuple[Path, disk.Kind]]:
         """What has the name of a checkpoint, by name."""
         try:
-            entries = self._disk.entries(self._root)
+            entries = disk.entries(self._root)
         except FileNotFoundError:
             return []
         return sorted((self._root / n, kind) for n, kind in entries.items() if NAME.fullmatch(n))

@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo.checkpoint.disk import DISK, Disk
+from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, from_json
 from async_grpo.errors import CheckpointError
 
 REMEDY = "resume from another one (--resume PATH), or start anew (--resume never)"
 
 
-def read_checkpoint(folder: Path, *, disk: Disk = DISK) -> Manifest:
+def read_checkpoint(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose every file is the one that was written.
 
     Raises:
@@ -25,10 +25,10 @@ def read_checkpoint(folder: Path, *, disk: Disk = DISK) -> Manifest:
             hashes where they differ.
     """
     try:
-        manifest = read_manifest(folder, disk=disk)
-        files, _ = tree(folder, disk=disk)
+        manifest = read_manifest(folder)
+        files, _ = tree(folder)
         _check_complete(folder, manifest, {*files} - {MANIFEST_NAME, MARKER_NAME})
-        found = hash_files(folder, sorted(manifest.files), disk=disk)
+        found = hash_files(folder, sorted(manifest.files))
     except OSError as error:
         raise CheckpointError(f"{folder} must be readable: {error}; {REMEDY}") from error
     for name, digest in found.items():
@@ -36,7 +36,7 @@ def read_checkpoint(folder: Path, *, disk: Disk = DISK) -> Manifest:
     return manifest
 
 
-def read_manifest(folder: Path, *, disk: Disk = DISK) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of a finished checkpoint; the other files are not looked at.
 
     Raises:
@@ -57,7 +57,7 @@ def read_manifest(folder: Path, *, disk: Disk = DISK) -> Manifest:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def tree(folder: Path, *, disk: Disk) -> tuple[list[str], list[str]]:
+def tree(folder: Path) -> tuple[list[str], list[str]]:
     """Names of files and of folders below one, relative to it; a folder stands before its own.
 
     Raises:
@@ -71,13 +71,13 @@ def tree(folder: Path, *, disk: Disk) -> tuple[list[str], list[str]]:
         if kind == "file":
             files.append(name)
         else:
-            inner_files, inner_folders = tree(folder / name, disk=disk)
+            inner_files, inner_folders = tree(folder / name)
             files += [f"{name}/{inner}" for inner in inner_files]
             folders += [name, *(f"{name}/{inner}" for inner in inner_folders)]
     return files, folders
 
 
-def hash_files(folder: Path, names: Sequence[str], *, disk: Disk) -> dict[str, str]:
+def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """The sha256 of each file, by name."""
     return dict(zip(names, disk.sha256([folder / name for name in names]), strict=True))
 

@@ -31,6 +31,7 @@ from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.model.size import read_size
+from async_grpo.run.recorder import start_recorder
 from async_grpo.run.recruitment import Demand, find_services
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.run.takeover import take_name
@@ -48,6 +49,7 @@ class Run:
 
     plan: BatcherPlan
     services: Services
+    recorder: Any  # see run/recorder.py
     batcher: Any
     hashes: Future[Mapping[str, str]]  # of what must be the same when the run goes on
 
@@ -57,7 +59,7 @@ class Run:
         plan = replace(self.plan, resume=resume or self.plan.resume)
         with contextlib.suppress(RayError):
             ray.kill(self.batcher)  # a dead actor keeps its name as long as somebody has its handle
-        self.batcher = _take_name(plan, self.services)
+        self.batcher = _take_name(plan, self.services, self.recorder)
         for registry in registries_of(self.services).values():
             call = registry.replace_batcher.remote(self.batcher)
             cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the registry")
@@ -90,7 +92,8 @@ def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
         )
     )
     try_rewards(services.verifiers, plan.questions[0], config)
-    return Run(plan, services, start_batcher(plan, services), hashes)
+    recorder = start_recorder(plan.config)
+    return Run(plan, services, recorder, start_batcher(plan, services, recorder), hashes)
 
 
 def warn_of_few(config: TrainConfig, num_records: int) -> None:
@@ -178,20 +181,20 @@ def _load(config: TrainConfig, facts: ModelFacts, source: DataSource) -> tuple[Q
     )
 
 
-def start_batcher(plan: BatcherPlan, services: Services) -> Any:
+def start_batcher(plan: BatcherPlan, services: Services, recorder: Any) -> Any:
     """The run's batcher, beside rank 0, and ended with it.
 
     Its name is what keeps two runs from using the same workers. Raises `ConfigError` when it is
     taken.
     """
-    batcher = _take_name(plan, services)
+    batcher = _take_name(plan, services, recorder)
     for registry in registries_of(services).values():
         call = registry.begin_run.remote(batcher)
         cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the registry")
     return batcher
 
 
-def _take_name(plan: BatcherPlan, services: Services) -> Any:
+def _take_name(plan: BatcherPlan, services: Services, recorder: Any) -> Any:
     from async_grpo.batching.batcher import ExperienceBatcher
 
     options = ray.remote(ExperienceBatcher).options(
@@ -201,7 +204,7 @@ def _take_name(plan: BatcherPlan, services: Services) -> Any:
         enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
         scheduling_strategy=cluster.on_this_node(),
     )
-    return take_name(lambda: options.remote(plan, services))
+    return take_name(lambda: options.remote(plan, services, recorder))
 
 
 def registries_of(services: Services) -> dict[str, Any]:

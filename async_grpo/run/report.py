@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo.batching.records import EvaluationResult
-from async_grpo.batching.sample_files import dump_files
 from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.checkpoint.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -30,6 +29,7 @@ from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_ato
 from async_grpo.telemetry.health import Health
 from async_grpo.telemetry.metrics import StepFacts, metrics_row
 from async_grpo.telemetry.progress import duration, number
+from async_grpo.telemetry.sample_dump import dump_files
 from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.held_out import HeldOutLoss
 from async_grpo.training.replay import REPLAY_FOLDER

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE, Script
@@ -13,6 +14,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ProcessLostError, WorkerError
+from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import Minibatch, SamplingContract, VersionSpan, WeightsVersion
 
 INCARNATION = 5
@@ -97,6 +99,8 @@ class Run:
             incarnation=INCARNATION,
             attention_ratio=ATTENTION_RATIO,
         )
+        dump = Path(self.config.output_dir) / self.config.dump_samples_filename
+        self.recorder = Handle(RunRecorder(str(dump)))
         self.batcher = self.make_batcher()
         self.num_published = 0
 
@@ -106,7 +110,7 @@ class Run:
             verifiers=Handle(self.cluster),
             reference=self.make_reference() if self.config.needs_reference else None,
         )
-        return ExperienceBatcher(replace(self.plan, resume=resume), services)
+        return ExperienceBatcher(replace(self.plan, resume=resume), services, self.recorder)
 
     def make_reference(self):
         return Handle(Registry(self.cluster))

@@ -1,10 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- the window is one batch wider or narrower -> TestWindow, the run stalls or the lag exceeds S
-- a lease asks for weights one version older or newer -> TestWindow, weights_at_most_max_staleness
-- a restart forgets how far slots have started -> TestWindow
-"""
-
 import pytest
 from effort import histories
 from hypothesis import settings

@@ -1,7 +1,4 @@
-"""A batcher that dies at any moment: another one goes on at the latest end of a step.
-
-Seen to fail: the ledger of the latest cut is not restored -> all of them.
-"""
+"""A batcher that dies at any moment: another one goes on at the latest end of a step."""
 
 import asyncio
 import contextlib

@@ -1,13 +1,4 @@
-"""Many calls of one actor as few: every call keeps its own answer, error and moment.
-
-Mutations seen to fail:
-- answers wait until all calls of their bundle have one -> test_every_call_is_answered_at_...
-- nobody asks again once the standing call has come back -> test_every_call_is_answered_at_...
-- every bundle stands open until it has an answer -> test_one_call_stands_open_however_many_wait
-- the session is not compared -> test_calls_of_a_process_that_has_ended_are_lost_...
-- an empty bundle is answered at once -> test_a_client_that_waits_for_nothing_known_is_told
-- an answer that nobody waits for is an error -> test_a_call_that_is_given_up_disturbs_no_other
-"""
+"""Many calls of one actor as few: every call keeps its own answer, error and moment."""
 
 import asyncio
 

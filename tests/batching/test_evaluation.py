@@ -1,8 +1,4 @@
-"""Held-out questions, graded beside the run.
-
-Seen to fail: a lease that does not come in time ends the evaluation
--> test_a_held_out_question_that_no_worker_takes_in_time_is_counted
-"""
+"""Held-out questions, graded beside the run."""
 
 import asyncio
 from dataclasses import replace

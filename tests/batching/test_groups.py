@@ -1,12 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- advantages of the raw rewards -> advantages_are_of_the_shaped_rewards
-- masked before advantages (cut samples leave the baseline) -> what_was_cut_stays_in_the_baseline
-- variance of the raw rewards, or within a tolerance -> is_drawn_again_only_without_any_variance
-- an exhausted slot draws on -> up_to_its_bound
-- `needs_reference` for `kl_in_loss`, or the entropy bonus forgotten -> is_sent_when_a_term_needs_it
-"""
-
 import numpy as np
 import pytest
 from scripted import make_sample

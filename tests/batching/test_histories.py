@@ -1,18 +1,4 @@
-"""Whole runs of the batcher in a loop whose clock jumps: any latencies, failures and options.
-
-Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- advantages, or what counts as variance, from the raw rewards -> every_sample_has_one_fate
-- a slot draws once more than its bound, or the same question again -> every_sample_has_one_fate
-- a replaced group not reissued in the ledger, or counted in D or in the sums -> the same
-- masked before advantages; k1 taken for a term of the loss; the entropy bonus forgotten -> the same
-- the reference asked for samples that are not trained -> the same, by its tokens
-- the window one batch wider -> the same; a lag beyond the bound let through -> too_old_end_the_run
-- the last group of a step to finish weighs twice -> order_of_completion_never_selects
-- what the last slot of a step trains depends on its being last -> every_sample_has_one_fate
-- samples lost by a round, sent with another step's, or a step ended early -> the same
-- a sample's lag that of its newest token -> lag_reaches_its_bound
-"""
+"""Whole runs of the batcher in a loop whose clock jumps: any latencies, failures and options."""
 
 import logging
 from dataclasses import replace

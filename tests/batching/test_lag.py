@@ -1,9 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- empty spans counted -> the_lag_of_a_sample_is_that_of_its_oldest_token
-- a gap, an overlap or a missing end accepted -> every_token_has_exactly_one_version
-"""
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,17 +1,4 @@
-"""Work on workers that die, freeze and are fenced, handed out by registries that die too.
-
-Mutations seen to fail:
-- who is sent to a worker that is dead already counts as a witness -> test_who_is_sent_to_a_...
-- only the slot whose call failed hears of a death -> test_one_death_is_one_death_for_everybody_...
-- a revocation that begins with "died" is an ordinary one -> test_a_death_that_the_registry_...
-- the registry is not waited for after a death -> test_who_is_sent_to_a_worker_that_is_...
-- the end of a lease is not raced -> test_a_frozen_worker_holds_a_slot_only_until_...
-- retries are not told -> test_a_try_whose_answer_cannot_be_used_is_told_by_its_reason
-- a release that meets a lost registry is valid -> test_work_survives_a_registry_that_is_restarted
-- a cancelled slot keeps its lease -> test_a_slot_that_is_cancelled_gives_its_lease_back
-- handles are not looked up again -> test_a_registry_made_anew_is_found_by_its_name
-- a lost registry is waited for without end -> test_a_registry_that_stays_away_is_named_at_...
-"""
+"""Work on workers that die, freeze and are fenced, handed out by registries that die too."""
 
 import asyncio
 
@@ -123,7 +110,6 @@ def test_a_frozen_worker_holds_a_slot_only_until_its_lease_is_revoked():
 
 
 def test_a_lease_without_tokens_is_given_up_in_the_worker_and_uses_up_a_try():
-    """Mutation seen to fail: it is an ordinary revocation, of which there may be sixteen."""
     desk = Desk(Player("late", seconds=10 * TIMEOUT_S))
 
     async def scenario():

@@ -1,12 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- `reissue` forgets to admit the new samples, or the state forgets the open slots -> TestLedger
-- the weakest fate of its samples names a slot -> TestLedger, work_done_again_is_discarded_once
-- `close_step` while samples are in flight -> TestLedger, a_step_is_counted_apart
-- `rolled_back` that forgets what was in flight, admits nothing again, changes the original, keeps
-  closed slots, or takes the step before along -> TestLedger
-"""
-
 import json
 from collections import Counter
 

@@ -1,7 +1,4 @@
-"""Outputs of any length are trained, and those that stop are tried elsewhere: with a real registry.
-
-Mutations seen to fail: see each test.
-"""
+"""Outputs of any length are trained, those that stop are tried elsewhere; the registry is real."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -110,9 +107,6 @@ def now_s():
 
 
 def test_an_output_of_five_times_the_stall_timeout_is_sampled_once_and_trained():
-    """Mutations seen to fail: the stall timeout bounds an answer; pulses tell of no tokens; the
-    status tells of no tokens.
-    """
     running = LongRun(worker("w0", seconds=5 * STALL_S))
     (items, _), moves = run(running.looking(STALL_S))
     ((_, end),) = split_steps(items)
@@ -122,7 +116,6 @@ def test_an_output_of_five_times_the_stall_timeout_is_sampled_once_and_trained()
 
 
 def test_a_line_behind_long_outputs_is_no_standstill():
-    """Mutation seen to fail: who stands in line gives up though others get tokens."""
     running = LongRun(worker("w0", seconds=5 * STALL_S, capacity=1.0))
     items, _ = run(running.train())
     ((_, end),) = split_steps(items)
@@ -131,7 +124,6 @@ def test_a_line_behind_long_outputs_is_no_standstill():
 
 
 def test_a_request_without_tokens_is_ended_in_its_worker_and_sampled_elsewhere():
-    """Mutations seen to fail: no lease is ended; who gives up does not cancel; another reason."""
     running = LongRun(
         worker("w0", seconds=5 * STALL_S, stuck=frozenset({0, 1})), worker("w1", seconds=1.0)
     )

@@ -1,11 +1,6 @@
 """The moving reference through a whole run: the real batcher, registry and schedule together.
 
 Batch b must be scored by version N * floor(max(0, b - S) / N), by nothing older and nothing newer.
-
-Seen to fail (the package copied, one line broken):
-- the schedule announces version v at v batches, or at v + S + 1 -> test_every_batch_is_scored...
-- `_run_slot` ignores N -> test_every_batch_is_scored_by_the_reference_of_the_formula
-- a slot asks the registry before its reference is due -> test_a_reference_may_wait_for_a_slow...
 """
 
 import asyncio

@@ -1,14 +1,4 @@
-"""Plans of whole steps: within the budget, alike for any order, near what no plan can beat.
-
-Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- an exchange ignores the tokens of the partner -> never_make_a_round_slower
-- bins are grouped as they come, not by cost -> near_the_lower_bound
-- only the plan that fills round after round -> near_the_lower_bound
-- no exchanges -> near_the_lower_bound, worth_an_exchange
-- arrival breaks ties -> does_not_depend_on_the_order, as_one_plan
-- a complete step is formed round by round -> as_one_plan
-"""
+"""Plans of whole steps: within the budget, alike for any order, near what no plan can beat."""
 
 import random
 

@@ -142,7 +142,6 @@ def test_the_last_try_waits_until_a_dead_worker_has_been_missed():
 
 
 def test_nothing_but_its_lease_bounds_an_answer():
-    """Mutations seen to fail: the stall timeout bounds generation; or scoring."""
     slow = Worker(group(), seconds=TIMEOUT_S * 10)
     stage = Stage(slow, reference=Worker(SCORES, seconds=TIMEOUT_S * 10))
     assert len(stage.run().samples) == 2
@@ -150,7 +149,6 @@ def test_nothing_but_its_lease_bounds_an_answer():
 
 
 def test_a_group_that_takes_longer_than_the_user_wants_is_sampled_once_and_dropped():
-    """Mutation seen to fail: it is tried again."""
     slow = Worker(group(), seconds=TIMEOUT_S)
     stage = Stage(slow, generation_timeout_s=30.0)
     assert stage.failure() == (

@@ -2,10 +2,6 @@
 
 Real slots on simulated workers: least-loaded leases, requests side by side, deaths that take all
 requests of a worker along, registries that miss them late, and workers that come back.
-
-Mutations seen to fail:
-- suspects run side by side; probation begins one death later
-  -> both test_of_all_questions_exactly_the_one_that_kills_is_quarantined
 """
 
 import asyncio

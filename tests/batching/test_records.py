@@ -1,5 +1,3 @@
-"""Mutation seen to be caught: the attempt left out of question, request or seed -> test_a_plan."""
-
 from functools import partial
 
 from scripted import make_question

@@ -1,11 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- what does not fit a round is forgotten -> TestRounds, drains_in_as_few_rounds_as_it_needs
-- a later step's samples fill a round -> TestRounds, early_finishers_of_later_steps_wait
-- a step ends before its samples have gone out -> TestRounds
-- patience begins while nothing is ready -> the_first_sample_waits_for_company
-"""
-
 import pytest
 from effort import histories
 from hypothesis import settings

@@ -1,14 +1,20 @@
+import asyncio
 import json
 
 import pytest
-from full_disk import no_file_beyond
-from scripted import make_sample, make_verdict
+from scripted import Handle, make_sample, make_verdict, run
 
-from async_grpo.batching.sample_files import dump_files
-from async_grpo.batching.sample_log import SampleLog
+from async_grpo.batching.sample_log import FLUSH_TIMEOUT_S, SampleLog
+from async_grpo.errors import ProcessLostError
+from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import Group, VersionSpan, WeightsVersion
 
 VERSION = WeightsVersion(9, 3)
+
+
+def write(log, ordinal, *samples):
+    samples = samples or (make_sample(VERSION, ordinal=ordinal),)
+    log.write(Group(ordinal, 2, samples), batch=4, fates=("trained",) * len(samples))
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
@@ -19,9 +25,14 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
         make_sample(VERSION, ordinal=8, index=0, verdict=verdict, advantage=0.7, spans=spans),
         make_sample(VERSION, ordinal=8, index=1, advantage=0.0, finish_reason="length"),
     )
-    log = SampleLog(tmp_path / "samples.jsonl", has_tokens=has_tokens)
-    log.write(Group(8, 2, samples[:1]), batch=4, fates=("trained",))
-    log.write(Group(8, 2, samples[1:]), batch=4, fates=("zero_contribution",))
+
+    async def scene():
+        recorder = RunRecorder(str(tmp_path / "samples.jsonl"))
+        log = SampleLog(Handle(recorder), has_tokens=has_tokens)
+        log.write(Group(8, 2, samples), batch=4, fates=("trained", "zero_contribution"))
+        await log.flush()
+
+    run(scene())
     first, second = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     columns = {
         "batch": 4,
@@ -56,88 +67,101 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
     assert (second["fate"], second["finish_reason"]) == ("zero_contribution", "length")
 
 
-def test_any_text_makes_one_line(tmp_path):
-    reason = "lone surrogate \ud800,\nnew line, \u2028 separator, é"
-    sample = make_sample(VERSION, verdict=make_verdict(0.0, reason=reason))
-    log = SampleLog(tmp_path / "samples.jsonl")
-    log.write(Group(0, 0, (sample,)), batch=0, fates=("trained",))
-    (line,) = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")[:-1]
-    assert json.loads(line)["reason"] == reason
-    assert "é" in line
+class Recorder:
+    """Answers what the test says, when the test lets it."""
+
+    def __init__(self):
+        self.calls, self.free, self.answer = [], asyncio.Event(), (0, ())
+
+    async def write(self, writer, next_ordinal, groups):
+        self.calls.append((writer, next_ordinal, len(groups)))
+        await self.free.wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
 
-def test_without_a_path_nothing_is_written(tmp_path):
-    SampleLog(None).write(Group(0, 0, (make_sample(VERSION),)), batch=0, fates=("trained",))
-    assert not list(tmp_path.iterdir())
+def test_groups_that_finish_while_the_recorder_writes_travel_together():
+    async def scene():
+        recorder = Recorder()
+        log = SampleLog(Handle(recorder), next_ordinal=7)
+        write(log, 7)
+        await asyncio.sleep(0)
+        write(log, 8)
+        write(log, 9)
+        recorder.free.set()
+        await log.flush()
+        ((writer, _, _), _) = recorder.calls
+        assert recorder.calls == [(writer, 7, 1), (writer, 7, 2)]
+
+    run(scene())
 
 
-def test_samples_of_slots_that_are_sampled_again_are_removed(tmp_path):
-    """Also the half line of a process that was killed; the others keep their order and bytes."""
-    path = tmp_path / "samples.jsonl"
-    kept = [
-        b'{"batch": 0, "ordinal": 9, "output": "\\"ordinal\\": 12"}\n',
-        b'{"batch": 0, "ordinal": 2, "attempt": 0}\n',
-    ]
-    again = [b'{"batch": 1, "ordinal": 10, "attempt": 0}\n', b'{"batch": 0, "ordinal": 3, "out']
-    path.write_bytes(kept[0] + again[0] + kept[1] + again[1])
-    SampleLog(path, next_ordinal=10)
-    assert path.read_bytes() == b"".join(kept)
-    assert [file.name for file in tmp_path.iterdir()] == ["samples.jsonl"]
+def test_a_step_waits_a_moment_for_a_recorder_that_is_stuck_and_no_longer():
+    async def scene():
+        log = SampleLog(Handle(Recorder()))
+        write(log, 0)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        await log.flush()
+        assert clock() - started == FLUSH_TIMEOUT_S
+
+    run(scene())
 
 
-def write_groups(log, ordinals):
-    """One sample a group; lines of one length."""
-    for ordinal in ordinals:
-        group = Group(ordinal, 0, (make_sample(VERSION, ordinal=ordinal),))
-        log.write(group, batch=0, fates=("trained",))
+def test_what_does_not_fit_in_the_queue_is_counted_and_said_once():
+    async def scene():
+        recorder = Recorder()
+        log = SampleLog(Handle(recorder), max_queued_bytes=1500)
+        for ordinal in range(5):
+            await asyncio.sleep(0)
+            write(log, ordinal, *[make_sample(VERSION, ordinal=ordinal) for _ in range(3)])
+        assert log.num_lost == 6  # one group is under way, two wait
+        (notice,) = log.take_notices()
+        assert notice.startswith("the run's recorder is slower than the run: the run goes on, and ")
+        recorder.free.set()
+        await log.flush()
+        assert [number for _, _, number in recorder.calls] == [1, 2]
+        write(log, 9)
+        await log.flush()
+        assert (log.num_lost, len(recorder.calls)) == (6, 3)
+
+    run(scene())
 
 
-def ordinals_by_file(path):
-    return {
-        file.name: [json.loads(line)["ordinal"] for line in file.read_text().splitlines()]
-        for file in dump_files(path)
-    }
+def test_a_recorder_that_is_lost_costs_the_samples_that_it_was_sent():
+    async def scene():
+        recorder = Recorder()
+        recorder.answer = ProcessLostError("the run's recorder died")
+        recorder.free.set()
+        log = SampleLog(Handle(recorder))
+        for ordinal in (0, 1):
+            write(log, ordinal)
+            await log.flush()
+        assert log.num_lost == 2
+        assert log.take_notices() == (
+            "the run's recorder died: the run goes on, and counts the samples that are missing "
+            "from the dump",
+        )
+
+    run(scene())
 
 
-def test_full_files_are_numbered_and_the_oldest_goes_with_a_word(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    write_groups(SampleLog(path), [100])
-    log = SampleLog(path, max_bytes=4 * 3 * path.stat().st_size)  # three lines a file
-    (tmp_path / "samples.old.jsonl").touch()  # not one of them
-    write_groups(log, range(100, 111))
-    assert log.take_notices() == ()
-    write_groups(log, range(111, 115))
-    assert ordinals_by_file(path) == {
-        "samples.2.jsonl": [103, 104, 105],
-        "samples.3.jsonl": [106, 107, 108],
-        "samples.4.jsonl": [109, 110, 111],
-        "samples.jsonl": [112, 113, 114],
-    }
-    (told,) = log.take_notices()
-    assert told == f"{tmp_path}/samples.1.jsonl was removed, so that --dump-max-gib is kept"
-    assert log.take_notices() == ()
-    SampleLog(path, next_ordinal=108)
-    assert ordinals_by_file(path) == {
-        "samples.2.jsonl": [103, 104, 105],
-        "samples.3.jsonl": [106, 107],
-        "samples.4.jsonl": [],
-        "samples.jsonl": [],
-    }
+def test_the_samples_that_a_disk_refuses_are_among_the_lost():
+    async def scene():
+        recorder = Recorder()
+        recorder.answer = (3, ("the disk is full",))
+        recorder.free.set()
+        log = SampleLog(Handle(recorder))
+        write(log, 0)
+        await log.flush()
+        assert (log.num_lost, log.take_notices()) == (3, ("the disk is full",))
+
+    run(scene())
 
 
-def test_a_full_disk_costs_samples_of_the_dump_and_is_told_once(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    log = SampleLog(path)
-    write_groups(log, [0, 2, 1])
-    with no_file_beyond(path.stat().st_size + 9):
-        write_groups(log, [3, 4])
-    assert ordinals_by_file(path) == {"samples.jsonl": [0, 2, 1]}
-    assert log.num_lost == 2
-    (told,) = log.take_notices()
-    assert told.startswith(f"{path} cannot be written (File too large): the run goes on, and count")
-    with no_file_beyond(9):
-        log = SampleLog(path, next_ordinal=2)
-    (told,) = log.take_notices()
-    assert told.startswith(f"{path} could not be cut back to what was trained (File too large): ")
-    assert [file.name for file in tmp_path.iterdir()] == ["samples.jsonl"]
-    assert ordinals_by_file(path) == {"samples.jsonl": [0, 2, 1]}
+def test_without_a_recorder_nothing_is_sent():
+    log = SampleLog(None)
+    write(log, 0)
+    run(log.flush())
+    assert log.num_lost == 0

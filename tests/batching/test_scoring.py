@@ -1,10 +1,4 @@
-"""Which samples the reference sees, and when.
-
-Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- masked before advantages -> with_k1_every_sample_is_scored
-- every sample scored for the loss -> only_samples_that_will_be_trained
-"""
+"""Which samples the reference sees, and when."""
 
 import numpy as np
 import pytest

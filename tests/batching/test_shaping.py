@@ -1,10 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- the punishment starts at max_tokens instead of before the buffer -> follows_equation_13
-- masked tokens counted in the KL, or its sign turned -> is_k1_of_the_unmasked_tokens
-- the penalty written into the verdict -> the_verifiers_reward_stays
-"""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

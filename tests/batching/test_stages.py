@@ -1,6 +1,3 @@
-"""Seen to fail: `_advance` called after the count has changed, idle time of a stage that was busy,
-and integrals that are not cleared when taken."""
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,10 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- sums added in order of arrival -> test_the_order_of_arrival_changes_nothing_not_even_a_last_bit
-- replaced groups added to the others' sums -> test_replaced_groups_are_counted_apart
-- lag of the newest token instead of the oldest -> test_lag_is_counted_a_sample_and_a_token
-"""
-
 import random
 
 import pytest

@@ -1,6 +1,7 @@
 """Small checkpoints in a folder of a test."""
 
-from async_grpo.checkpoint.disk import Disk
+from replaced_disk import Disk, used
+
 from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.manifest import Manifest
 
@@ -8,12 +9,13 @@ SHARD = "model-00001.safetensors"
 
 
 def save(root, batches, *, keep=2, content=b"weights", disk=None):
-    folder = CheckpointFolder(root, keep=keep, disk=disk or Disk())
-    temporary = folder.begin(batches)
-    (temporary / SHARD).write_bytes(content)
-    (temporary / "reference").mkdir()
-    (temporary / "reference" / SHARD).write_bytes(b"reference")
-    return folder.commit(temporary, a_manifest(batches))
+    folder = CheckpointFolder(root, keep=keep)
+    with used(disk or Disk()):
+        temporary = folder.begin(batches)
+        (temporary / SHARD).write_bytes(content)
+        (temporary / "reference").mkdir()
+        (temporary / "reference" / SHARD).write_bytes(b"reference")
+        return folder.commit(temporary, a_manifest(batches))
 
 
 def a_manifest(batches):

@@ -1,13 +1,4 @@
-"""A checkpoint that is not as it was written.
-
-Broken on purpose, in a copy -> what failed:
-
-- the hashes of shards not compared -> flipped, short, no flipped bit
-- the manifest's not compared with the marker's -> edited, no flipped bit
-- files missing, or more of them, let through -> missing, foreign file
-- links followed -> linked shard
-- names not looked at -> leads outside; any format read -> later format
-"""
+"""A checkpoint that is not as it was written."""
 
 import hashlib
 import json

@@ -1,18 +1,4 @@
-"""Checkpoints on the real disk; crashes are in tests/faults, damage in test_checkpoint_damage.
-
-Broken on purpose, in a copy -> what failed:
-
-- one checkpoint fewer kept -> rotation, and all that count folders
-- the newest not spared by rotation -> rotation; when it reads as damaged -> whatever it reads
-- no reading back -> gives back other bytes; rotation before it -> the same
-- the order of saves by batches -> further back; by the clock alone -> a clock that goes back
-- futures undone kept like other checkpoints -> further back
-- a name in use given again -> saved again
-- an error of the disk taken for damage -> cannot be read for now
-- a link, or a folder without a manifest, removed -> what is not ours stays
-- leftovers kept -> leftovers; the temporary folder of a failed save kept -> a full disk
-- the final name removed after any failure -> takes the name meanwhile
-"""
+"""Checkpoints on the real disk; crashes are in tests/faults, damage in test_checkpoint_damage."""
 
 import errno
 import hashlib
@@ -20,8 +6,8 @@ import os
 
 import pytest
 from checkpoints_on_disk import SHARD, a_manifest, names, newest, save
+from replaced_disk import Disk, used
 
-from async_grpo.checkpoint.disk import Disk
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.manifest import from_json
 from async_grpo.errors import CheckpointError
@@ -163,7 +149,8 @@ def test_a_checkpoint_that_cannot_be_read_for_now_is_not_removed(tmp_path):
         save(tmp_path, batches)
     save(tmp_path, 3, disk=ScratchedDisk())
     assert names(tmp_path) == ["batch_1", "batch_2", "batch_3"]
-    found = CheckpointFolder(tmp_path, keep=2, disk=ScratchedDisk()).newest()
+    with used(ScratchedDisk()):
+        found = newest(tmp_path)
     assert found.path.name == "batch_3"
     [(path, reason)] = found.passed_over
     assert path.name == "batch_2" and "batch_2 must be readable: [Errno 5]" in reason
@@ -193,7 +180,7 @@ class FadingDisk(ForgetfulDisk):
 
     def sha256(self, paths):
         self.readings += 1
-        return Disk.sha256(self, paths)
+        return Disk.sha256(paths)
 
     def read(self, path):
         return b"" if self.readings > 1 else super().read(path)

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from async_grpo.checkpoint.disk import Disk, make_tree, remove_tree
+from async_grpo.checkpoint import disk
 
 
 def test_files_are_hashed_piece_by_piece(tmp_path):
@@ -14,7 +14,7 @@ def test_files_are_hashed_piece_by_piece(tmp_path):
         file.truncate(64 << 20)
     tracemalloc.start()
     try:
-        [digest] = Disk().sha256([path])
+        [digest] = disk.sha256([path])
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -27,26 +27,26 @@ def test_hashes_come_in_the_order_of_the_files(tmp_path):
     for path in paths:
         path.write_text(path.name)
     expected = [hashlib.sha256(path.name.encode()).hexdigest() for path in paths]
-    assert Disk().sha256(paths) == expected
+    assert disk.sha256(paths) == expected
 
 
 def test_a_tree_goes_without_what_its_links_lead_to(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "file").write_bytes(b"")
-    make_tree(Disk(), tmp_path / "a" / "b" / "c")
-    make_tree(Disk(), tmp_path / "a" / "b" / "c")
+    disk.make_tree(tmp_path / "a" / "b" / "c")
+    disk.make_tree(tmp_path / "a" / "b" / "c")
     (tmp_path / "a" / "b" / "folder").symlink_to(kept)
     (tmp_path / "a" / "file").symlink_to(kept / "file")
-    remove_tree(Disk(), tmp_path / "a")
+    disk.remove_tree(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert (kept / "file").exists()
 
 
 def test_a_file_is_never_written_over(tmp_path):
-    Disk().write(tmp_path / "file", b"first")
+    disk.write(tmp_path / "file", b"first")
     with pytest.raises(FileExistsError):
-        Disk().write(tmp_path / "file", b"second")
+        disk.write(tmp_path / "file", b"second")
     assert (tmp_path / "file").read_bytes() == b"first"
 
 
@@ -57,9 +57,9 @@ def test_a_file_system_that_cannot_sync_folders_is_excused_for_folders_only(tmp_
     monkeypatch.setattr("os.fsync", refuse)
     (tmp_path / "file").write_bytes(b"")
     code = errno.EINVAL
-    Disk().sync(tmp_path)
+    disk.sync(tmp_path)
     with pytest.raises(OSError, match="Invalid argument"):
-        Disk().sync(tmp_path / "file")
+        disk.sync(tmp_path / "file")
     code = errno.EIO
     with pytest.raises(OSError, match="Input/output error"):
-        Disk().sync(tmp_path)
+        disk.sync(tmp_path)

@@ -1,15 +1,4 @@
-"""Where a command line begins: what is gone on from, what is refused, and what is said of it.
-
-Mutations seen to fail:
-- only --objective must be the same -> options_that_define_the_order
-- other contents pass -> other_contents_are_refused; hash_data forgets columns, or where a record
-  ends -> any_change_of_a_question, the_order_and_the_border_of_records
-- --overwrite counts in torchrun's restart too -> torchruns_restart_goes_on
-- no good checkpoint means a new run -> never_silently_begun_again, another_run_is_not_lost
-- --resume PATH begins at PATH again -> gone_on_from_in_a_new_folder_and_again
-- a run is finished one batch later -> a_finished_run_says_how_to_go_on
-- references are not looked for -> a_moved_reference_that_was_not_saved_is_refused
-"""
+"""Where a command line begins: what is gone on from, what is refused, and what is said of it."""
 
 import dataclasses
 import json

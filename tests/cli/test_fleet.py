@@ -1,12 +1,4 @@
-"""A dispatcher's workers, on a node of fakes: started, admitted, lost, replaced, drained.
-
-Mutations seen to fail (the package copied, one line broken):
-- a worker that joins again goes on with old requests -> test_a_registry_that_has_forgotten...
-- the registry's death counts as the worker's -> test_a_registry_that_dies_while...
-- a first start is tried again -> test_a_worker_that_cannot_start_ends_the_dispatcher_at_once
-- PLACEMENT_TIMEOUT_S is ignored -> test_a_worker_for_which_ray_has_no_place...
-- no pause before a restart -> test_a_worker_that_is_lost_too_often...
-"""
+"""A dispatcher's workers, on a node of fakes: started, admitted, lost, replaced, drained."""
 
 import logging
 import os

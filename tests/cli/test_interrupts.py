@@ -1,8 +1,4 @@
-"""Ctrl-C and SIGTERM, answered by a process of its own, in every state of its main thread.
-
-Mutations seen to fail: no wakeup descriptor (Python's handlers alone); a second signal that always
-counts as deliberate, or never; `stop` set while nobody honours it; no `end_with_agent`.
-"""
+"""Ctrl-C and SIGTERM, answered by a process of its own, in every state of its main thread."""
 
 import contextlib
 import os

@@ -1,7 +1,4 @@
-"""A lease is dead when no token came for it for long enough, however long its output is.
-
-Mutations seen to fail: see each test.
-"""
+"""A lease is dead when no token came for it for long enough, however long its output is."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,9 +41,6 @@ PULSES = st.lists(
 
 @given(PULSES)
 def test_a_lease_is_dead_after_as_many_pulses_without_progress_as_make_up_its_limit(pulses):
-    """Mutations seen to fail: time counted from the grant; others' tokens keep a running request
-    alive; a waiting request killed while others get tokens; one kept that waits for nobody.
-    """
     worker, num_silent = Worker(), 0
     for pulse in pulses:
         is_dead = worker.pulse(**pulse) != ""
@@ -72,7 +66,6 @@ def test_the_reason_tells_a_lost_request_from_a_worker_that_makes_nothing():
 
 
 def test_a_request_that_the_worker_has_not_got_is_no_waiting_one():
-    """Mutation seen to fail: UNKNOWN waits."""
     watch = TokenWatch()
     watch.granted(LEASE, limit_s=LIMIT_S)
     for num_tokens in (10, 20, 30, 40):
@@ -81,7 +74,6 @@ def test_a_request_that_the_worker_has_not_got_is_no_waiting_one():
 
 
 def test_a_sequence_that_ends_takes_its_tokens_along_and_is_progress():
-    """Mutation seen to fail: only more tokens are progress."""
     watch = TokenWatch()
     watch.granted(LEASE, limit_s=LIMIT_S)
     for made, unfinished in enumerate((100, 90, 80, 70, 60, 50)):
@@ -91,7 +83,6 @@ def test_a_sequence_that_ends_takes_its_tokens_along_and_is_progress():
 
 
 def test_a_worker_that_computes_on_an_update_is_not_judged():
-    """Mutation seen to fail: a pulse that tells nothing counts as silence."""
     worker = Worker()
     for _ in range(100):
         assert worker.watch.heard(Pulse("0.1"), seconds=INTERVAL_S) == 0
@@ -99,7 +90,6 @@ def test_a_worker_that_computes_on_an_update_is_not_judged():
 
 
 def test_a_lease_that_has_ended_is_forgotten():
-    """Mutation seen to fail: nothing is forgotten."""
     worker = Worker()
     worker.watch.granted(9, limit_s=LIMIT_S)
     worker.watch.keep((9,))

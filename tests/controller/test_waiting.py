@@ -85,7 +85,6 @@ def test_a_lease_is_never_given_to_who_has_left():
 
 
 def test_who_waits_while_anything_moves_keeps_its_place():
-    """Mutation seen to fail: the timeout is the longest wait."""
 
     async def scenario():
         line, num_tokens = WaitingLine(), itertools.count()

@@ -16,11 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.errors import CheckpointError
 from faults.failing_disk import FailingDisk
 from faults.power_cut import Image, MemoryDisk, cuts, random_cut
-from faults.saves import KEEP, number_of, save
+from faults.saves import KEEP, newest_on, number_of, save
 
 ROOT = Path("/run/checkpoints")
 SCHEDULE = (10, 20, 30, 40, 30, 40, 40, 50)  # twice resumed from further back
@@ -56,7 +55,7 @@ def outcome(image: Image, *, last: int) -> str:
     `last`: the last save that had returned. `newer`: the one after, complete. Else there is a bug.
     """
     disk = MemoryDisk(image)
-    number = number_of(CheckpointFolder(ROOT, keep=KEEP, disk=disk).newest(), disk=disk)
+    number = number_of(newest_on(disk, ROOT), disk=disk)
     if number is None:
         return "broken"
     if number not in (last, last + 1):
@@ -69,7 +68,7 @@ def outcome(image: Image, *, last: int) -> str:
 def _saves_again(disk: MemoryDisk, number: int) -> bool:
     """The next save succeeds, is the newest, and leaves no litter."""
     path = save(disk, number, 30, root=ROOT)
-    newest = CheckpointFolder(ROOT, keep=KEEP, disk=disk).newest()
+    newest = newest_on(disk, ROOT)
     names = disk.entries(ROOT)
     is_tidy = len(names) <= KEEP and not any(name.startswith(".") for name in names)
     return newest.path == path and newest.passed_over == () and is_tidy
@@ -105,7 +104,7 @@ def history(rng: random.Random, *, num_cuts: int) -> Counter[str]:
         image = recorded.disk.cut(after, random_cut(recorded.disk, after, rng=rng))
         expected = recorded.last(after) if after >= recorded.ends[0] else last
         disk = MemoryDisk(image)
-        found = number_of(CheckpointFolder(ROOT, keep=KEEP, disk=disk).newest(), disk=disk)
+        found = number_of(newest_on(disk, ROOT), disk=disk)
         allowed = {expected: "last", recorded.last(after) + 1: "newer"}
         outcomes["broken" if found is None else allowed.get(found, "lost")] += 1
         last = expected if found is None else found
@@ -141,7 +140,7 @@ def damages(image: Image, *, stride: int = 1) -> Counter[str]:
     """Outcomes of each bit flipped, and each file cut short, in the newest of two checkpoints."""
     outcomes: Counter[str] = Counter()
     disk = MemoryDisk(image)
-    newest = CheckpointFolder(ROOT, keep=KEEP, disk=disk).newest()
+    newest = newest_on(disk, ROOT)
     last = number_of(newest, disk=disk)
     assert newest.path is not None and last is not None
     for file in disk.files(newest.path):

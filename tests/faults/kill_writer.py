@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from async_grpo.checkpoint.disk import DISK
+from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.folder import CheckpointFolder
 from faults.saves import KEEP, number_of, save
 
@@ -23,7 +23,7 @@ def write_forever(root: Path, *, first: int) -> None:
     print(first - 1, flush=True)
     number = first
     while True:
-        save(DISK, number, number, root=root, size=SIZE_BYTES)
+        save(disk, number, number, root=root, size=SIZE_BYTES)
         print(number, flush=True)
         number += 1
 
@@ -39,10 +39,10 @@ def kill_writers(root: Path, *, num_kills: int, seed: int) -> Counter[str]:
     number = -1
     for _ in range(num_kills):
         reported = _killed_after(root, first=number + 1, life_s=rng.uniform(0, LONGEST_LIFE_S))
-        is_litter = root.exists() and any(name.startswith(".") for name in DISK.entries(root))
+        is_litter = root.exists() and any(name.startswith(".") for name in disk.entries(root))
         outcomes["in the middle"] += is_litter
         newest = CheckpointFolder(root, keep=KEEP).newest()
-        found = number_of(newest, disk=DISK)
+        found = number_of(newest, disk=disk)
         outcomes[{None: "broken", reported: "last", reported + 1: "newer"}.get(found, "lost")] += 1
         number = reported if found is None else max(found, reported)
     return outcomes

@@ -14,7 +14,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
-from async_grpo.batching.sample_files import dump_files
+from async_grpo.telemetry.sample_dump import dump_files
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import MODEL, SERVICE_VARIABLES, write_puzzles

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from async_grpo.checkpoint.disk import Disk, Kind
+from async_grpo.checkpoint.disk import Kind
 
 TOP = 0  # the number of the folder "/"
 MAX_EXHAUSTIVE = 6  # names not yet synced of which every subset is tried
@@ -62,7 +62,7 @@ class Cut:
     contents: tuple[tuple[int, bytes], ...]
 
 
-class MemoryDisk(Disk):
+class MemoryDisk:
     """Logs every change; `cut` gives the disk as the next start finds it."""
 
     def __init__(self, image: Image | None = None) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from async_grpo.checkpoint.disk import Disk
+from replaced_disk import used
+
 from async_grpo.checkpoint.folder import CheckpointFolder, Newest
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.errors import CheckpointError
@@ -15,10 +17,14 @@ NAMES = ("model-00001.safetensors", "reference/model-00001.safetensors")
 
 
 def save(
-    disk: Disk, number: int, batches: int, *, root: Path, keep: int = KEEP, size: int = 24
+    disk: Any, number: int, batches: int, *, root: Path, keep: int = KEEP, size: int = 24
 ) -> Path:
-    """A save from its first to its last operation, as the trainer does it."""
-    folder = CheckpointFolder(root, keep=keep, disk=disk)
+    """A save to `disk`, from its first to its last operation, as the trainer does it."""
+    with used(disk):
+        return _save(disk, number, batches, folder=CheckpointFolder(root, keep=keep), size=size)
+
+
+def _save(disk: Any, number: int, batches: int, *, folder: CheckpointFolder, size: int) -> Path:
     temporary = folder.begin(batches)
     try:
         disk.make_folder(temporary / "reference")
@@ -43,7 +49,13 @@ def shards(number: int, *, size: int = 24) -> Mapping[str, bytes]:
     return {name: (f"{name[:5]} {number}, " * size).encode()[:size] for name in NAMES}
 
 
-def number_of(newest: Newest, *, disk: Disk) -> int | None:
+def newest_on(disk: Any, root: Path) -> Newest:
+    """The newest checkpoint that a start on this disk finds."""
+    with used(disk):
+        return CheckpointFolder(root, keep=KEEP).newest()
+
+
+def number_of(newest: Newest, *, disk: Any) -> int | None:
     """Which save this is, if its files are what that save wrote; -1 where nothing was found."""
     if newest.path is None or newest.manifest is None:
         return -1

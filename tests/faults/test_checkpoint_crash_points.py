@@ -7,8 +7,8 @@ import pytest
 from effort import FULL, histories
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replaced_disk import Disk
 
-from async_grpo.checkpoint.disk import Disk
 from faults.crash_points import (
     ROOT,
     SCHEDULE,

@@ -1,9 +1,4 @@
-"""Workers that come and go in mid-run, in a clock that jumps: real batcher, real registry.
-
-Seen to fail: a newcomer that is admitted without its version -> the run gets faster too late;
-`drain` that does nothing -> the drained worker goes on; `drain` that removes the worker -> its
-groups are generated twice; leases beyond the capacity -> one worker takes everything.
-"""
+"""Workers that come and go in mid-run, in a clock that jumps: real batcher, real registry."""
 
 import asyncio
 from collections import Counter

@@ -1,10 +1,4 @@
-"""The whole loop as users start it: two vLLM workers, two logprob workers, two trainer ranks.
-
-Seen to fail:
-- a tied head whose packed copy is not renewed -> both tests of agreement, by 0.1 and 1.1 nats
-- caches that outlive their weights -> the agreement of the run ahead
-- a reference that acknowledges new weights and keeps its first -> test_a_moving_reference_...
-"""
+"""The whole loop as users start it: two vLLM workers, two logprob workers, two trainer ranks."""
 
 import signal
 from collections import Counter

@@ -61,7 +61,7 @@ STEP = "async_grpo.training.learner:Learner.update"
 MINIBATCH = "async_grpo.training.learner:Learner.accumulate"
 PUBLISH = "async_grpo.run.weights:WeightSync.publish"
 SHARDS = "async_grpo.checkpoint.saving:save_tensors"
-RENAME = "async_grpo.checkpoint.disk:Disk.rename"
+RENAME = "async_grpo.checkpoint.disk:rename"
 WRITE_SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"
 
 

@@ -2,14 +2,6 @@
 
 One torchrun trains them all: real registries, batcher, pipeline, streams, learners, weight syncs
 and exports; completions, rewards, reference scores and latencies are scripted.
-
-Seen to fail:
-- rounds that go out before their step is complete -> both tests of bits
-- metric sums added up in order of arrival -> test_latencies_change_not_a_bit
-- `behaviour` that compares with the policy itself -> [behaviour] update and ratios
-- a correction without truncation; no weights kept of the batch's start -> [decoupled] the same
-- a lag of 0 recorded for every sample -> test_the_recorded_lag_is_the_one_that_was_forced
-- a learning rate of at least 1e-7 -> test_a_learning_rate_of_0_keeps_every_bit
 """
 
 import hashlib

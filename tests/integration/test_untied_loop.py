@@ -1,10 +1,4 @@
-"""A real DAPO run one batch ahead of itself, whose model has a head of its own.
-
-Seen to fail:
-- another upper clip in the preset -> test_a_preset_is_spelt_out
-- replaced samples dumped as trained -> test_replaced_groups_are_counted_and_dumped_...
-- caches that outlive their weights -> test_engine_and_trainer_agree_after_every_update_...
-"""
+"""A real DAPO run one batch ahead of itself, whose model has a head of its own."""
 
 from collections import Counter
 

@@ -1,14 +1,4 @@
-"""Chunked log-probabilities against the plain log_softmax.
-
-Seen to fail, each after one change of `model/logprobs.py`:
-  the temperature forgotten in the backward pass, a gradient of entropy without `+ entropy`, the
-  bias forgotten -> test_values_and_gradients_equal_log_softmax_for_any_chunk
-  the whole of the logits at once -> test_no_tensor_is_larger_than_one_chunk_...
-  `clamp_` left out, forward or backward -> test_a_bias_of_minus_infinity_excludes_a_token
-  logits made in bf16 -> test_logits_of_low_precision_are_float32
-  an unused output taken for one whose gradient is 1
-      -> test_each_output_can_be_used_without_the_other
-"""
+"""Chunked log-probabilities against the plain log_softmax."""
 
 import itertools
 

@@ -1,9 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- the embedding counted in an untied model, or the head forgotten in a tied one -> test_parameters
-- hidden size taken for the width of attention -> test_attention
-"""
-
 import pytest
 from oracle import tiny_config, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel

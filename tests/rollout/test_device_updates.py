@@ -2,14 +2,6 @@
 
 Run here is everything but NCCL itself, for which `devices_on_cpu` stands:
 rendezvous, the four calls, loading into a paused model, the canary, acknowledgement, failures.
-
-Mutations seen to fail:
-- the tied head is not packed again, or is missed among what was loaded -> the first test
-- caches are kept over the pause -> `test_requests_in_flight_...`
-- `_serve` acknowledges the announcement anew -> the first test (transport, canary)
-- `expect_weights` is not asked -> `test_another_models_weights_...` (the worker dies)
-- `begin_update` is not told that a load changed nothing -> `test_weights_that_are_not_newer_...`
-- `receive` has no deadline -> `test_a_trainer_that_vanishes_midway_...`
 """
 
 import tempfile

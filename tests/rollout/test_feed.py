@@ -1,8 +1,4 @@
-"""The hand-over from the trainer's calls to a load.
-
-Mutations seen to fail: `put` returns when the update is taken rather than loaded; a load that ends
-before it wants anything is waited for.
-"""
+"""The hand-over from the trainer's calls to a load."""
 
 import asyncio
 

@@ -1,7 +1,4 @@
-"""Weights wait for what ends soon, for nothing else, and never for long.
-
-Mutations seen to fail: see each test.
-"""
+"""Weights wait for what ends soon, for nothing else, and never for long."""
 
 import asyncio
 
@@ -62,30 +59,26 @@ def waited(clock, patient, *, began, ends):
 
 
 def test_weights_wait_until_half_of_the_sequences_have_ended(clock, patient):
-    """Mutations seen to fail: no wait; a wait for all."""
     seconds = waited(clock, patient, began=[-7, -7, -7], ends=[0.5, 1, 1.5, 2, 3, 4])
     assert seconds == pytest.approx(1.5, abs=0.03)
 
 
 def test_the_wait_is_bounded_by_the_time_since_the_last_update(clock, patient):
-    """Mutation seen to fail: no deadline."""
     assert waited(clock, patient, began=[-7], ends=[60] * 4) == pytest.approx(5.0, abs=0.03)
 
 
 def test_the_wait_is_bounded_absolutely(clock, patient):
-    """Mutation seen to fail: `MAX_WAIT_S` left out."""
     clock.now += 1000.0
     assert waited(clock, patient, began=[-7], ends=[600] * 4) == pytest.approx(20.0, abs=0.03)
 
 
 def test_sequences_that_have_just_begun_are_not_waited_for(clock, patient):
-    """They take eight seconds, five may be waited. Mutation seen to fail: ages left out."""
+    """They take eight seconds, five may be waited."""
     assert waited(clock, patient, began=[-7, -2, -2], ends=[1] * 6) == 0.0
     assert waited(clock, patient, began=[-7, -4, -2], ends=[1] * 6) > 0.0
 
 
 def test_a_line_of_others_means_that_nothing_is_gained(clock, patient):
-    """Mutation seen to fail: the line left out."""
     assert waited(clock, patient, began=[-7] * 3, ends=[1] * (MAX_NUM_SEQS + 1)) == 0.0
 
 
@@ -94,7 +87,6 @@ def test_an_engine_that_stands_still_is_not_waited_for(clock, patient):
 
 
 def test_what_an_update_interrupted_says_nothing_of_how_long_requests_take(clock):
-    """Mutation seen to fail: every request recorded."""
     patient = Patience(max_num_seqs=MAX_NUM_SEQS)
     began_at, clock.now = clock.now, clock.now + 5.0
     patient.updated()

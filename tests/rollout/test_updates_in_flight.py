@@ -1,12 +1,4 @@
-"""A real engine takes new weights while it serves, and is caught when it serves anything else.
-
-Seen to fail (the package copied, one line broken):
-- `clear_cache=False` in `Engine._apply` -> test_every_token..., test_no_prefix_cache...
-- `_forget_packed` does nothing, so that a tied head keeps its copy -> test_every_token... of the
-  tied model, by its canary
-- the canary queued after the engine has resumed -> test_a_full_engine_replays_the_canary_at_once
-- `cached_tokens` counts the last token of an output -> test_what_an_update_throws_away...
-"""
+"""A real engine takes new weights while it serves, and is caught when it serves anything else."""
 
 import asyncio
 import dataclasses

@@ -1,8 +1,6 @@
 """Holding outputs back loses, doubles and reorders nothing, and names the weights as they were.
 
 A scripted scheduler takes the place of vLLM's; test_updates_in_flight.py has the real one.
-
-Mutations seen to fail: see each test.
 """
 
 from collections import defaultdict
@@ -127,9 +125,6 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_all_that_was_sampled_is_sent_once_in_order_under_its_version(history):
-    """Mutations seen to fail: a pause that does not wait, or does not send; the last output sent
-    without what was held; what was sent held on; an aborted sequence kept; one client for all.
-    """
     run = Run()
     for number in range(6):
         run.scheduler.add(str(number))
@@ -154,7 +149,6 @@ def test_all_that_was_sampled_is_sent_once_in_order_under_its_version(history):
 
 
 def test_nothing_is_sent_before_the_end_unless_somebody_reads_it():
-    """Mutations seen to fail: everything sent at once; everything held back."""
     run = Run()
     run.scheduler.add("0")
     run.scheduler.add("1", kind=RequestOutputKind.DELTA)
@@ -167,7 +161,6 @@ def test_nothing_is_sent_before_the_end_unless_somebody_reads_it():
 
 
 def test_the_scheduler_tells_of_tokens_that_it_has_not_sent():
-    """Mutations seen to fail: only what is sent is counted; who waits is said to run."""
     run = Run()
     for name in ("0", "1"):
         run.scheduler.add(name)
@@ -182,7 +175,6 @@ def test_the_scheduler_tells_of_tokens_that_it_has_not_sent():
 
 
 def test_what_an_output_carries_beside_tokens_is_sent_at_once_with_what_came_before():
-    """Mutation seen to fail: such an output held back."""
     run = Run()
     run.scheduler.add("0")
     run.step([run.sample("0", 2)])
@@ -191,7 +183,6 @@ def test_what_an_output_carries_beside_tokens_is_sent_at_once_with_what_came_bef
 
 
 def test_the_first_outputs_statistics_are_told_with_the_last():
-    """Mutation seen to fail: `prefill_stats` of the last output alone."""
     scheduler = Scheduler()
     scheduler.add("0")
     stats = SimpleNamespace(num_cached_tokens=16)

@@ -1,7 +1,4 @@
-"""Ranks that lose their batcher: what is forgotten, what is asked again, and when it is enough.
-
-Read with the mutations of tests/integration/test_scripted_loop.py, which kills real batchers.
-"""
+"""Ranks that lose their batcher: what is forgotten, what is asked again, and when it is enough."""
 
 import itertools
 import threading
@@ -164,7 +161,7 @@ def test_a_request_to_stop_breaks_off_an_evaluation(monkeypatch):
 
 
 def test_an_evaluation_may_take_as_long_as_it_moves(monkeypatch):
-    """And the other ranks hear of it. Mutations seen to fail: a deadline; nobody is told."""
+    """And the other ranks hear of it."""
     world, told, tokens = World(monkeypatch, [end(0)]), [], itertools.count()
     ready = iter([False] * 100 + [True])
     monkeypatch.setattr(recovery, "STOP_POLL_S", 0.0)

@@ -1,12 +1,4 @@
-"""What the trainer announces, to whom and when; on two real FSDP2 ranks over gloo.
-
-Seen to fail (the package copied, one line broken):
-- the canary is scored at another temperature -> test_the_canary_is_scored...
-- `iter_full_tensors` does not reshard -> test_the_canary_is_scored...
-- `changed` is always true -> test_unchanged_weights_are_neither_scored_nor_gathered_again
-- `_announce` gives the reference the newest weights -> test_the_reference_gets_its_weights_late
-- `_tell_of` drops complaints -> test_a_worker_that_serves_something_else_is_named
-"""
+"""What the trainer announces, to whom and when; on two real FSDP2 ranks over gloo."""
 
 import logging
 from types import SimpleNamespace

@@ -285,7 +285,6 @@ def test_aborted_requests_end_and_later_ones_are_served(worker):
 
 
 def test_pulses_tell_of_who_has_no_answer_and_work_that_is_given_up_is_not_done(worker):
-    """Mutations seen to fail: a request is never forgotten; who has gone is scored all the same."""
     kept = dataclasses.replace(make_request(0, version=SECOND), lease_id=5)
     given_up = dataclasses.replace(make_request(1, version=SECOND), lease_id=6)
 

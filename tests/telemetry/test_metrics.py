@@ -1,10 +1,3 @@
-"""Mutations that these tests were seen to catch (what was broken -> which test fails):
-
-- means of the ranks' effective sizes, or the square left out -> of_all_ranks_tokens_together
-- lag bins left out of the row, or every `lag_` key let in -> carried_as_a_histogram
-- `_max` keys added up -> merged_by_maximum, lag_merges_over_parts
-"""
-
 import json
 import math
 from functools import reduce

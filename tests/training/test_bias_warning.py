@@ -12,7 +12,6 @@ from async_grpo.types import EndOfStep
 
 
 def test_the_first_outputs_that_take_too_long_are_warned_of(tmp_path, caplog):
-    """Mutations seen to fail: never; at every step; where nothing was dropped."""
     config = make_config(
         output_dir=str(tmp_path), trackers="", num_training_batches=3, generation_timeout_s=60.0
     )

@@ -2,20 +2,6 @@
 
 Held fixed: samples, weights, options. Free: the number of ranks, who has which sample in which
 round, and whether each minibatch or only a closing one reduces gradients.
-
-Seen to fail, each after one change:
-  fsdp: `_reduce_by_sum` left out (2 ranks) -> all tests against the oracle
-  fsdp: `reduce_dtype` bf16 -> test_deferral_gives_the_default_s_gradient[bf16]
-  fsdp: `drop_local_gradients` does nothing -> test_nothing_of_a_skipped_step_is_left[deferred]
-  fsdp: `reshard` left out of `iter_full_tensors` -> test_rank_0_receives_whole_parameters...
-  step: no closing pass, or the gradients never deferred -> test_deferral_..., or
-      test_deferral_gives_the_default_s_gradient
-  fsdp: `keep_gathered` not passed on -> test_a_learner_keeps_layers_gathered...
-  held_out: `reshard` or the sum over ranks left out -> test_the_held_out_loss_is_exact...
-  learner: the option not passed on -> test_a_learner_defers_when_the_run_asks_for_it
-  step: bad losses not summed over ranks -> test_all_ranks_skip_together...
-  step: zero gradients taken for no gradients -> test_all_advantages_zero_is_a_step
-  logprobs: one chunk for all tokens -> test_no_tensor_of_tokens_by_vocabulary_lives_on_a_rank
 """
 
 import functools

@@ -7,19 +7,6 @@ a minibatch share their prompt, and the chunks of the head; samples that contrib
 counted and not sent. float32 is compared away from the cuts of clip and mask, where a rounded ratio
 may fall on the other side, and both types where the terms do not cancel, which would leave nothing
 but their rounding.
-
-Broken on purpose, each of these fails the first test:
-- the loss divided by its minibatch's samples; L_i counts masked tokens; the sequence ratio averaged
-  over the minibatch, or a sum; the sequence correction a mean, or engine over trainer
-- upper clip at 1 + clip_low; maximum for minimum; dual clip dropped, or for every advantage;
-  CISPO's weight with gradient, or without a lower bound
-- sg(lp) with gradient; decoupled ignores the batch's start; behaviour compares with itself
-- correction dropped, truncated below, a mask that truncates
-- k3 with lp and ref exchanged, k2 without its half, k3_iw's ratio detached, KL or entropy without
-  w_i, entropy's sign, entropy without gradient, k1 in the loss, k1 of masked tokens
-- positions that start again with every output that shares its prompt
-- the population's deviation in `grpo`; no punishment of length; cut outputs trained; samples
-  without advantage not sent though KL or entropy is on
 """
 
 from dataclasses import replace

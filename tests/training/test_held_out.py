@@ -1,9 +1,6 @@
 """The loss on held-out pairs, and the gradient of plain text, against one plain forward a pair.
 
-`test_fsdp.py` has several ranks. Seen to fail, each after one change:
-  questions: the first token of a text trained too, or its second left out
-      -> test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first
-  held_out: minibatches averaged, or the last pairs left out -> test_the_loss_is_a_mean_over...
+`test_fsdp.py` has several ranks.
 """
 
 import json

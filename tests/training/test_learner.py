@@ -1,11 +1,4 @@
-"""What a learner makes of the ends of steps, and what the run's metrics then tell.
-
-Seen to fail, each after one change:
-  learner: the clock of samples counts D -> test_tokens_are_divided_by_and_samples_counted
-  learner: D is always the samples -> the same
-  report: skipped steps counted as taken, or under the other reason; the folder of an earlier run
-      left -> test_metrics_tell_which_steps_were_skipped_and_why
-"""
+"""What a learner makes of the ends of steps, and what the run's metrics then tell."""
 
 import json
 

@@ -1,9 +1,4 @@
-"""The loss terms and metric sums against numbers and against what they estimate.
-
-Broken on purpose -> what fails: dual clip dropped: test_a_dual_clip_counts_as_clipped; maximum
-for minimum: test_metric_sums_by_hand; upper clip at 1 + clip_low:
-test_clipped_tokens_are_those_whose_gradient_was_cut. `test_gradient.py` has the list.
-"""
+"""The loss terms and metric sums against numbers and against what they estimate."""
 
 import numpy as np
 import pytest

@@ -1,14 +1,4 @@
-"""Ratios, clips and corrections at numbers worked out by hand.
-
-Broken on purpose -> what fails (`test_gradient.py` has the other mutations, most fail here too):
-- upper clip at 1 + clip_low, minimum -> maximum: test_the_clip_cuts_on_the_side_that_gains
-- dual clip dropped, or for every advantage: test_the_dual_clip_bounds_negative_advantages
-- CISPO's weight with gradient, or not bounded below: test_cispo_clips_the_weight_...
-- sequence ratio a sum, or over the minibatch: test_gspo_has_one_ratio_a_sample
-- a mask that excludes its bounds: test_the_bounds_of_a_mask_belong_to_what_is_kept (alone)
-- sequence correction a mean: test_a_sequence_correction_multiplies_its_tokens_ratios
-- the log-ratio unbounded: test_a_ratio_beyond_floats_is_cut_not_lost (alone)
-"""
+"""Ratios, clips and corrections at numbers worked out by hand."""
 
 import math
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""The decoupled ratio compares with the policy at the start of the batch, also after steps of it.
-
-Seen to fail: without `before_update`, with `begin_batch` left out, with the exchange done once, and
-(ranks) without the reshard.
-"""
+"""The decoupled ratio compares with the policy at the start of the batch, after steps of it too."""
 
 import copy
 import dataclasses

@@ -59,7 +59,6 @@ def test_a_slow_pipeline_that_moves_is_waited_for(monkeypatch):
 
 
 def test_an_output_whose_tokens_come_is_waited_for_without_end(monkeypatch):
-    """Mutation seen to fail: answers alone count."""
     monkeypatch.setattr(standstill.time, "monotonic", itertools.count().__next__)
     batcher = ScriptedBatcher(
         monkeypatch, delay=200, answers=itertools.repeat(4), tokens=itertools.count()

@@ -1,14 +1,4 @@
-"""What made a step impossible comes back from its file, and makes it impossible again.
-
-Seen to fail, each after one change:
-  `suspects` ignored, or minibatches not forgotten -> test_only_the_suspects_of_the_step_are_kept
-  behaviour and reference exchanged, spans or masks lost, advantages as float32
-      -> test_a_file_gives_back_what_the_loss_reads
-  no bound -> test_a_rank_keeps_a_bounded_number_of_files
-  OSError not caught -> test_a_disk_that_refuses_costs_the_file_only
-  allow_pickle=True -> test_nothing_is_unpickled
-  step counted from 0, or by batches -> test_a_kept_minibatch_makes_the_step_not_finite_again
-"""
+"""What made a step impossible comes back from its file, and makes it impossible again."""
 
 from dataclasses import replace
 from pathlib import Path

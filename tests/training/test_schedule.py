@@ -1,14 +1,4 @@
-"""The learning rate over a run, on either clock.
-
-Seen to fail, each after one change of `training/schedule.py`:
-  warm-up from the step's start (`position / num_warmup`)
-      -> test_every_real_step_learns_and_none_exceeds_the_peak
-  warm-up not capped -> test_a_step_may_reach_beyond_the_warm_up
-  clock of samples advanced by 1, or by the other clock -> test_both_clocks_give_the_same_curve
-  samples_per_question forgotten, or counted for pairs -> test_the_run_s_length
-  the rate set in one parameter group, or after the optimizer's step
-      -> test_the_optimizer_steps_with_the_rate_of_the_clock
-"""
+"""The learning rate over a run, on either clock."""
 
 import pytest
 import torch

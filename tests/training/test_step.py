@@ -1,19 +1,4 @@
-"""A gradient step: one division, one clip, one update, or none at all.
-
-Seen to fail, each after one change of `training/step.py`:
-  D counted by the minibatches, clipping before the division
-      -> test_update_equals_clipped_adamw_on_the_oracle_gradient
-  bad losses not counted -> test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is
-  scheduler moved before the decision, or by skipped steps -> test_skipped_steps_move_no_clock
-  suspects: always all, or always those with a bad loss
-      -> test_suspects_are_the_minibatches_with_a_bad_loss_else_all
-  bad gradients not looked for -> the same
-  `discard` keeps gradients, sums or losses -> test_discarding_forgets_gradients_and_metrics and
-      test_a_non_finite_gradient_is_skipped_and_leaves_no_trace
-  each loss tested when it comes (`isfinite().item()`)
-      -> test_no_number_is_read_before_the_step_ends
-  gradients of untouched parameters left None -> test_a_zero_gradient_with_samples_is_a_step
-"""
+"""A gradient step: one division, one clip, one update, or none at all."""
 
 import math
 from dataclasses import replace

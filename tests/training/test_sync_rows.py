@@ -1,8 +1,4 @@
-"""Every line of metrics tells of the latest sync that has finished.
-
-Seen to fail (the package copied, one line broken): `synced` forgets the report -> the first test;
-a fact is renamed in `SyncReport` or missing in the schema -> the second.
-"""
+"""Every line of metrics tells of the latest sync that has finished."""
 
 import dataclasses
 import json

@@ -18,14 +18,6 @@ Where they do not define the same thing, a test shows that they differ, and how:
 - `*_truncate` may also have a lower bound; ours has none.
 - A group without variance is found by TRL after rounding: (x - mean) / 1e-4 may be 1e-12 instead
   of 0; ours is exactly 0.
-
-Broken on purpose -> what fails:
-- upper clip at 1 + clip_low, minimum -> maximum: test_the_clipped_loss_with_k3_is_trl_s_...
-- dual clip dropped, or for every advantage: test_delta_is_the_dual_clip_...
-- sequence ratio a sum: test_the_sequence_ratio_is_trl_s
-- CISPO's weight with gradient, or without a lower bound: test_cispo_is_trl_s_without_a_lower_bound
-- k3_iw's ratio detached: test_importance_weighted_k3_is_trl_s_bias_correction
-- correction dropped, turned round, a mean, truncated below: test_the_engine_correction_is_trl_s
 """
 
 import math

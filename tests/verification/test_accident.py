@@ -1,5 +1,3 @@
-"""Mutations seen to fail: any SIGKILL blamed on the text; starvation taken for an overrun."""
-
 import signal
 
 import pytest

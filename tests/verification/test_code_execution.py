@@ -1,8 +1,4 @@
-"""Generated programs that fight back: what they reach, and whether they can pass unearned.
-
-Mutations seen to fail: the jail keeps the network, the old root, or a writable root; the exit code
-is ignored; the output is unbounded; any builtin may be the program's; no refusal without a jail.
-"""
+"""Generated programs that fight back: what they reach, and whether they can pass unearned."""
 
 import os
 import socket

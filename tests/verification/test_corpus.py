@@ -1,8 +1,4 @@
-"""No text earns what it does not deserve, breaks a grader, holds it up, or is run by it.
-
-Mutations seen to fail: nothing is refused for its cost; the prompt's repetitions stay in the
-output; no bound on the length of what mathd's expressions see.
-"""
+"""No text earns what it does not deserve, breaks a grader, holds it up, or is run by it."""
 
 import asyncio
 import os

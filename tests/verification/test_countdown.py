@@ -1,8 +1,4 @@
-"""Countdown answers against golden rows, brute force and whatever a model writes instead.
-
-Mutations seen to fail: values are compared as floats; numbers of the data are taken as they are; a
-number counts once however often it is used.
-"""
+"""Countdown answers against golden rows, brute force and whatever a model writes instead."""
 
 import itertools
 import random

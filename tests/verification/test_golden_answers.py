@@ -4,11 +4,6 @@ The formats are those that math-verify documents. A row is (expected, given, ver
 1 (right), 0 (wrong), - (unscorable) for mathd, sympy and math_verify, `given` being in a box. Where
 a verdict is a mistake that is left as it is, the comment above says so: mistakes that cost a reward
 are accepted, mistakes that give one are not, unless nobody can use them without the answer.
-
-Mutations seen to fail: quotients, or sums, count as worked out; words are multiplied letters; the
-library's closeness is trusted; its arguments are swapped; it may try other parts of an answer; the
-base of a number, words between mathematics, or the name of the variable are overlooked; several
-answers without a box are not one; an open box is no box.
 """
 
 import pytest

@@ -45,7 +45,6 @@ def framed(message):
     [((LIVED,), "error", "exit code 3"), ((), "lost", "ended from outside")],
 )
 def test_a_report_is_read_although_its_keeper_has_gone(last_words, status, reason):
-    """Mutation seen to fail: the report not read once the order to end cannot be sent."""
     slot = Slot(VerifierConfig(reward_names=("mine",)), Players(*last_words))
     outcome = slot.grade("mine", {"kind": "any"})
     assert outcome.status == status

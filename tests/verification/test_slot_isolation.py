@@ -1,9 +1,4 @@
-"""What a verifier process that has been taken over can reach, and what becomes of it.
-
-Mutations seen to fail: the environment passed on whole; credential files left visible; descriptors
-kept open; capabilities kept; `no_new_privs` left out; processor time limited once; descendants not
-killed by the keeper; no rule on the number of processes; a dead process taken for a live one.
-"""
+"""What a verifier process that has been taken over can reach, and what becomes of it."""
 
 import asyncio
 import os

@@ -1,7 +1,3 @@
-"""Mutations seen to fail: the id not compared; `isfinite` left out; `bool` let through as a number;
-a column that has no plain value raised instead of left out.
-"""
-
 import datetime
 from decimal import Decimal
 

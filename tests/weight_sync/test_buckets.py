@@ -1,7 +1,4 @@
-"""Bytes in a bucket are the tensors that went in, or an error.
-
-Mutations seen to fail: gaps of reused memory are not zeroed; `buffer` is not used.
-"""
+"""Bytes in a bucket are the tensors that went in, or an error."""
 
 import dataclasses
 

@@ -1,10 +1,4 @@
-"""The canary: what is rounding, what is not, and what is never taken for agreement.
-
-Seen to fail (the package copied, one line broken):
-- differences without the absolute value, or NaN passed through -> the first three tests
-- the larger of both bounds replaced by the smaller -> test_the_coarser_type_decides_the_bound
-- acknowledgements without scores counted as agreement -> test_only_workers_that_replayed_count
-"""
+"""The canary: what is rounding, what is not, and what is never taken for agreement."""
 
 import numpy as np
 import pytest

@@ -1,15 +1,4 @@
-"""Sending ahead of the object store: who is reached, who is not, and that nobody waits for others.
-
-Mutations seen to fail:
-- links are sent to one after another -> `test_a_worker_that_hangs_holds_up_no_other`
-- a link that failed is kept -> `test_a_link_that_failed_is_made_anew_and_no_other_is`
-- links are kept by name alone -> `test_a_worker_that_came_back_under_its_name_gets_its_own_link`
-- `on_failure` is not heeded -> `test_a_refusal_ends_the_wait_though_the_sender_still_hangs`
-- the object store gets no time of its own -> `test_a_worker_that_hangs_holds_up_no_other`
-- a slot is free with the thread, not with the outcome -> `test_senders_that_hang_for_ever_...`
-- renamed weights are sent -> `test_weights_that_only_have_a_new_name_are_not_sent`
-- no bound on senders -> `test_a_device_holds_the_tensors_of_few_senders_at_a_time`
-"""
+"""Sending ahead of the object store: who is reached, who is not; nobody waits for others."""
 
 import threading
 import time

@@ -1,5 +1,3 @@
-"""Mutation seen to fail: a disabled communicator is accepted."""
-
 from types import SimpleNamespace
 
 import pytest

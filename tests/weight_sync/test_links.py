@@ -1,8 +1,4 @@
-"""The trainer's calls to one worker: their order is vLLM's, and each has the update's deadline.
-
-Mutations seen to fail: `on_failure` is not called; every call gets the whole time anew; the
-version's snapshot is not handed over.
-"""
+"""The trainer's calls to one worker: their order is vLLM's, and each has the update's deadline."""
 
 import time
 from types import SimpleNamespace

@@ -1,0 +1,65 @@
+"""Writes what a run leaves behind sample by sample, beside rank 0, so that the controller need not.
+
+consumes:     lines of samples, from the run's batcher
+produces:     the dump of samples
+waits for:    nothing: each call is written before the next one begins
+unblocked by: –
+
+It ends with the trainer's process, and Ray says so at once: its death is the trainer's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from async_grpo import cluster
+from async_grpo.config.train import TrainConfig
+from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump
+
+
+class RunRecorder:
+    """Takes the lines of one writer after the other: each batcher of the run is one."""
+
+    def __init__(self, path: str, *, max_bytes: float = UNLIMITED) -> None:
+        self._dump = SampleDump(Path(path), max_bytes=max_bytes)
+        self._writer = ""
+        self._earlier: set[str] = set()
+
+    async def write(
+        self, writer: str, next_ordinal: int, groups: Sequence[bytes]
+    ) -> tuple[int, tuple[str, ...]]:
+        """Append groups of lines; samples lost so far, and sentences for people.
+
+        The first call of a writer cuts the dump back to `next_ordinal`, from where it goes on;
+        what an earlier writer had sent by then and comes late is sampled again.
+        """
+        if writer in self._earlier:
+            return 0, ()
+        if writer != self._writer:
+            self._earlier.add(self._writer)
+            self._writer = writer
+            self._dump.cut_back(next_ordinal)
+        for group in groups:
+            self._dump.write(pickle.loads(group))
+        return self._dump.num_lost, self._dump.take_notices()
+
+    async def until_death(self) -> None:
+        """Never return: whoever waits for it hears of the process' death as Ray's error."""
+        await asyncio.Event().wait()
+
+
+def start_recorder(config: TrainConfig) -> Any:
+    """The handle of a new recorder, owned by this process and on its node."""
+    import ray
+
+    path = Path(config.output_dir, config.dump_samples_filename).absolute()
+    options = ray.remote(RunRecorder).options(
+        num_cpus=0,
+        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
+        scheduling_strategy=cluster.on_this_node(),
+    )
+    return options.remote(str(path), max_bytes=config.dump_max_gib * 2**30 or UNLIMITED)

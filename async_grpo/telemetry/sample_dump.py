@@ -1,0 +1,136 @@
+"""The dump of samples: the newest lines under the name that the user gave, older files numbered.
+
+samples.1.jsonl  samples.2.jsonl  samples.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_grpo.line_file import LineFile
+
+NUM_FILES = 4  # among which the room for a dump is divided
+UNLIMITED = float("inf")
+
+
+class SampleDump:
+    """Appends one line a sample, a group at once.
+
+    A disk that refuses costs samples of the dump, not the run; `take_notices` says so.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: float = UNLIMITED) -> None:
+        self._path = path
+        self._max_file_bytes = max_bytes / NUM_FILES
+        self._notices: list[str] = []
+        self._lines = LineFile(path, unit="samples", say=self._notices.append)
+
+    @property
+    def num_lost(self) -> int:
+        """Samples that could not be written."""
+        return self._lines.num_lost
+
+    def take_notices(self) -> tuple[str, ...]:
+        """What people should hear of since the last call, in sentences."""
+        notices = tuple(self._notices)
+        self._notices.clear()
+        return notices
+
+    def cut_back(self, first: int) -> None:
+        """Remove what is there of slots from ordinal `first` on: they are sampled again."""
+        try:
+            _drop_from(self._path, first)
+        except OSError as error:
+            self._notices.append(
+                f"{self._path} could not be cut back to what was trained "
+                f"({error.strerror or error}): samples of ordinals from {first} on may be there "
+                "twice"
+            )
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """The samples of one group, as `batching.sample_log` describes them."""
+        text = "".join(
+            json.dumps(line, ensure_ascii=False, default=_plain) + "\n" for line in lines
+        )
+        content = text.encode("utf-8", errors="backslashreplace")
+        self._make_room(len(content))
+        self._lines.append(content, number=len(lines))
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Begin another file when `num_bytes` are too many for the newest."""
+        path = self._path
+        try:
+            size_bytes = path.stat().st_size if path.exists() else 0
+            if size_bytes and size_bytes + num_bytes > self._max_file_bytes:
+                for file in _rotate(path):
+                    self._notices.append(f"{file} was removed, so that --dump-max-gib is kept")
+        except OSError as error:
+            self._max_file_bytes = UNLIMITED  # said once, and not tried again
+            self._notices.append(
+                f"{path} grows beyond --dump-max-gib, for it cannot be renamed: {error}"
+            )
+
+
+def _plain(values: np.ndarray[Any, Any]) -> Any:
+    return values.tolist()
+
+
+def dump_files(path: Path) -> list[Path]:
+    """Those of the dump at `path` that exist, the oldest first."""
+    if not path.parent.is_dir():
+        return []
+    names = re.compile(re.escape(path.stem) + r"\.(\d+)" + re.escape(path.suffix))
+    found = ((names.fullmatch(file.name), file) for file in path.parent.iterdir())
+    numbered = {int(match[1]): file for match, file in found if match}
+    return [numbered[number] for number in sorted(numbered)] + [path] * path.exists()
+
+
+def _rotate(path: Path) -> list[Path]:
+    """Give the newest file a number, so that another begins; the oldest, which were removed."""
+    *older, _ = dump_files(path)
+    last = int(older[-1].stem.rpartition(".")[2]) if older else 0
+    path.rename(path.with_name(f"{path.stem}.{last + 1}{path.suffix}"))
+    removed = older[: max(len(older) + 2 - NUM_FILES, 0)]
+    for file in removed:
+        file.unlink()
+    return removed
+
+
+def _drop_from(path: Path, first: int) -> None:
+    """Remove the lines of slot `first` and of later ones from a dump, in one step a file."""
+    for file in dump_files(path):
+        with file.open("rb") as lines:
+            if all(_is_earlier(line, first) for line in lines):
+                continue
+        _rewrite(file, first)
+
+
+def _rewrite(file: Path, first: int) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with file.open("rb") as old, temporary.open("wb") as new:
+            new.writelines(line for line in old if _is_earlier(line, first))
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _is_earlier(line: bytes, first: int) -> bool:
+    r"""Whether a line is whole, and of a slot before `first`.
+
+    >>> _is_earlier(b'{"batch": 2, "ordinal": 9, "attempt": 0}\n', 10)
+    True
+    >>> _is_earlier(b'{"batch": 2, "ordinal": 10, "attempt": 0}\n', 10)
+    False
+    >>> _is_earlier(b'{"batch": 2, "ordinal": 9, "att', 10)
+    False
+    """
+    found = re.match(rb'\{"batch": \d+, "ordinal": (\d+),', line)
+    return found is not None and line.endswith(b"\n") and int(found[1]) < first
