@@ -75,6 +75,10 @@ class BatcherLostError(ProcessLostError):
     """The experience batcher's process has died: every rank raises it before the same item."""
 
 
+class AuditError(AsyncGrpoError, RuntimeError):
+    """A rank trained other samples than it was sent: the gradient would be wrong."""
+
+
 class CheckpointError(AsyncGrpoError, RuntimeError):
     """A checkpoint that is incomplete or damaged, or that belongs to another run."""
 

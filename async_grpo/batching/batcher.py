@@ -41,7 +41,9 @@ from async_grpo.types import (
     ResumePoint,
     Sample,
     StreamItem,
+    Tally,
     WeightsVersion,
+    tally,
 )
 
 logger = logging.getLogger(__name__)
@@ -94,6 +96,7 @@ class ExperienceBatcher:
         self._samples: dict[tuple[int, int], Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._num_training = 0
+        self._sent = [Tally()] * plan.num_ranks  # of the current step
         self._failures_in_a_row = 0
         # Open batches that have a graded group; of a batch that has begun before, nobody knows.
         self._graded = {first.batch} if first.step_in_batch else set[int]()
@@ -276,13 +279,21 @@ class ExperienceBatcher:
                 await self._news.wait()
 
     def _minibatches(self, formed: Round) -> tuple[Minibatch, ...]:
-        minibatches = []
-        for keys in formed.bins:
+        minibatches, config = [], self._plan.config
+        for rank, keys in enumerate(formed.bins):
             samples = tuple(self._samples.pop(key) for key in keys)
             for sample in samples:
                 self._ledger.settle(sample.ordinal, fate="trained", num_samples=1)
                 self._sums.count_denominator(formed.step, sample)
             self._num_training += len(samples)
+            self._sent[rank] = self._sent[rank].plus(
+                tally(
+                    samples,
+                    incarnation=self._plan.incarnation,
+                    aggregation=config.aggregation,
+                    constant_length=config.constant_length_samples,
+                )
+            )
             minibatches.append(Minibatch(formed.index, samples))
         return tuple(minibatches)
 
@@ -295,12 +306,15 @@ class ExperienceBatcher:
         self._ledger.check()
         self._num_training = 0
         num_samples, num_tokens, sums = self._sums.close(step)
+        sent, self._sent = tuple(self._sent), [Tally()] * self._plan.num_ranks
         return EndOfStep(
             batch=step.batch,
             step_in_batch=step.step_in_batch,
             is_last_of_batch=step.step_in_batch + 1 == self._window.steps_per_batch,
             num_samples=num_samples,
             num_tokens=num_tokens,
+            incarnation=self._plan.incarnation,
+            sent=sent,
             reasons=self._ledger.step_reasons(step),
             fates=self._ledger.close_step(step),
             sums=sums,

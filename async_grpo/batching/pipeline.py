@@ -136,7 +136,15 @@ class SlotPipeline:
         completions = await self.generate(request, oldest=oldest, on_discard=on_discard)
         verdicts = await self.verify(request.ordinal, question, completions)
         samples = tuple(
-            Sample(request.ordinal, index, question, completion, verdict, advantage=0.0)
+            Sample(
+                request.ordinal,
+                index,
+                question,
+                completion,
+                verdict,
+                advantage=0.0,
+                attempt=request.attempt,
+            )
             for index, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True))
         )
         scored = await self._score(

@@ -20,10 +20,12 @@ from async_grpo.types import (
     Question,
     Sample,
     StreamItem,
+    Tally,
     TrainingPair,
     Verdict,
     VersionSpan,
     WeightsVersion,
+    tally,
 )
 
 DEMONSTRATION = Verdict("scored", 1.0, None, "sft", "", 0.0)
@@ -68,9 +70,12 @@ def supervised_stream(
                 for key, n in lengths.items()
             ]
             rounds = pack_rounds(items, num_ranks=num_ranks, max_tokens=max_tokens)
+            sent = [Tally()] * num_ranks
             for index, bins in enumerate(rounds):
-                yield Minibatch(index, tuple(samples[key] for key in bins[rank]))
-            yield _end_of_step(step, list(samples.values()), window.steps_per_batch)
+                parts = [tuple(samples[key] for key in keys) for keys in bins]
+                sent = [old.plus(_tally(part)) for old, part in zip(sent, parts, strict=True)]
+                yield Minibatch(index, parts[rank])
+            yield _end_of_step(step, list(samples.values()), sent, window.steps_per_batch)
 
     return stream()
 
@@ -104,7 +109,13 @@ def _sample(ordinal: int, pair: TrainingPair) -> Sample:
     return Sample(ordinal, 0, question, completion, DEMONSTRATION, advantage=1.0)
 
 
-def _end_of_step(step: StepKey, samples: Sequence[Sample], steps_per_batch: int) -> EndOfStep:
+def _tally(samples: Sequence[Sample]) -> Tally:
+    return tally(samples, incarnation=0, aggregation="token-mean")
+
+
+def _end_of_step(
+    step: StepKey, samples: Sequence[Sample], sent: Sequence[Tally], steps_per_batch: int
+) -> EndOfStep:
     num_output_tokens = sum(sample.num_trained_tokens for sample in samples)
     num_tokens = sum(sample.num_tokens for sample in samples)
     return EndOfStep(
@@ -113,6 +124,7 @@ def _end_of_step(step: StepKey, samples: Sequence[Sample], steps_per_batch: int)
         is_last_of_batch=step.step_in_batch == steps_per_batch - 1,
         num_samples=len(samples),
         num_tokens=num_output_tokens,
+        sent=tuple(sent),
         fates={"trained": len(samples)},
         sums={
             "num_groups": 0.0,

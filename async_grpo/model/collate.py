@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo.types import PackedMinibatch, Sample
+from async_grpo.types import PackedMinibatch, Sample, token_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,28 +95,10 @@ def _row(sample: Sample, aggregation: str, constant_length: int) -> _Row:
         prompt=sample.question.input_token_ids,
         output=completion.token_ids,
         trained=np.flatnonzero(completion.loss_mask),
-        weight=_weight(sample.num_trained_tokens, aggregation, constant_length),
+        weight=token_weight(sample.num_trained_tokens, aggregation, constant_length),
         advantage=sample.advantage,
         behaviour=completion.logprobs,
         reference=sample.reference_logprobs,
-    )
-
-
-def _weight(num_trained: int, aggregation: str, constant_length: int) -> float:
-    """w_i of the design's table.
-
-    >>> [_weight(4, name, 8) for name in ("sample-mean", "token-mean", "constant")]
-    [0.25, 1.0, 0.125]
-    """
-    if aggregation == "sample-mean":
-        return 1.0 / max(num_trained, 1)
-    if aggregation == "token-mean":
-        return 1.0
-    if aggregation == "constant" and constant_length > 0:
-        return 1.0 / constant_length
-    raise ValueError(
-        "aggregation must be sample-mean, token-mean or constant with a positive length, got "
-        f"{aggregation!r} with {constant_length}: see --aggregation"
     )
 
 

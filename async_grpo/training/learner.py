@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +12,7 @@ from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel
+from async_grpo.training.audit import Audit
 from async_grpo.training.fsdp import compute_dtype, shard
 from async_grpo.training.old_policy import BatchStart, needs_batch_start
 from async_grpo.training.ranks import Ranks
@@ -37,6 +38,7 @@ class Learner:
     policy: PolicyModel
     step: GradientStep
     replay: Replay
+    audit: Audit = field(default_factory=Audit)
 
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
@@ -86,6 +88,7 @@ class Learner:
             constant_length=self.config.constant_length_samples,
             share_prompts=self.policy.shares_prompts,
         )
+        self.audit.trained(minibatch, packed)
         self.step.accumulate(to_device(packed, self.device))
         self.step.count(
             num_fillers=not minibatch.samples,
@@ -94,9 +97,13 @@ class Learner:
         )
 
     def update(self, end: EndOfStep) -> StepResult:
-        """Divide by D, once, and step; what made a step impossible is kept for replay."""
-        result = self.step.finish(self.denominator(end), num_samples=end.num_samples)
+        """Divide by D, once, and step; what made a step impossible is kept for replay.
+
+        Raises `AuditError` when a rank has trained other samples than it was sent.
+        """
         step = end.batch * self.config.steps_per_batch + end.step_in_batch + 1
+        self.audit.end_step(end, step=step)
+        result = self.step.finish(self.denominator(end), num_samples=end.num_samples)
         self.replay.end_step(step, suspects=result.suspects)
         if end.is_last_of_batch:
             self.step.begin_batch()
@@ -106,6 +113,7 @@ class Learner:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
         self.replay.discard()
+        self.audit.discard()
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""

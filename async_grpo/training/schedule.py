@@ -91,11 +91,13 @@ class Scheduler:
             smallest=self._smallest,
         )
 
-    def step(self, num_samples: int) -> None:
-        """Take the optimizer's step, over `num_samples` samples, and move both clocks."""
+    def set_rate(self, num_samples: int) -> None:
+        """Set the optimizer's learning rate for a step of `num_samples` samples."""
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate(num_samples)
-        self._optimizer.step()
+
+    def stepped(self, num_samples: int) -> None:
+        """Move both clocks past the step that the optimizer has taken."""
         self.clocks = Clocks(self.clocks.steps + 1, self.clocks.samples + num_samples)
 
 

@@ -212,7 +212,9 @@ class GradientStep:
         limit = self._max_grad_norm
         clip = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
         torch._foreach_mul_(list(self._gradients()), clip / denominator)
-        self._scheduler.step(num_samples)
+        self._scheduler.set_rate(num_samples)
+        self._optimizer.step()
+        self._scheduler.stepped(num_samples)
 
     def _suspects(self, *, is_loss: bool) -> tuple[int, ...]:
         """This rank's minibatches with a bad loss; all of them where only the gradient is bad."""

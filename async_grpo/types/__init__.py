@@ -3,6 +3,7 @@
 A file a subject; everybody imports them from here.
 """
 
+from async_grpo.types.audit import RowKey, Tally, digest_of, tally, token_weight
 from async_grpo.types.canary import (
     CanaryRow,
     canary_complaint,
@@ -76,11 +77,13 @@ __all__ = [
     "RequestPulse",
     "ResumePoint",
     "Role",
+    "RowKey",
     "RunId",
     "Sample",
     "SamplingContract",
     "Standing",
     "StreamItem",
+    "Tally",
     "TensorMeta",
     "TrainingPair",
     "Verdict",
@@ -95,5 +98,8 @@ __all__ = [
     "canary_complaint",
     "canary_differences",
     "canary_tokens",
+    "digest_of",
     "role_of",
+    "tally",
+    "token_weight",
 ]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.types.audit import RowKey
 from async_grpo.types.weights import VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -93,6 +94,7 @@ class Sample:
     reference_logprobs: NDArray[np.float32] | None = None  # [L], None where nobody needs them
     overlong_penalty: float = 0.0  # taken from the reward: see batching/shaping.py
     kl_penalty: float = 0.0
+    attempt: int = 0  # questions that its slot had drawn before this one
 
     @property
     def shaped_reward(self) -> float:
@@ -103,6 +105,11 @@ class Sample:
     def num_tokens(self) -> int:
         """Prompt and output tokens: what the sample costs of a token budget."""
         return len(self.question.input_token_ids) + len(self.completion.token_ids)
+
+    @property
+    def key(self) -> RowKey:
+        """Return the identity that the audit of a step counts."""
+        return self.ordinal, self.attempt, self.index, 0
 
     @property
     def num_trained_tokens(self) -> int:

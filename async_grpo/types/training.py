@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.types.audit import Tally
 from async_grpo.types.samples import Sample
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class EndOfStep:
     is_last_of_batch: bool
     num_samples: int  # D of sample-mean and constant: trained + zero contribution
     num_tokens: int  # D of token-mean: unmasked output tokens of the same samples
+    incarnation: int = 0  # of the run, which makes the digests in `sent` its own
+    # What each rank was given to train, which depends on who was ready when.
+    sent: tuple[Tally, ...] = field(default=(), compare=False)
     fates: Mapping[str, int] = field(default_factory=dict)  # samples by fate, this step
     reasons: Mapping[str, int] = field(default_factory=dict)  # of these, by "fate: reason"
     sums: Mapping[str, float] = field(default_factory=dict)  # numerators and denominators

@@ -22,7 +22,7 @@ from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import compute_dtype, iter_full_tensors, shard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.types import EndOfStep, Minibatch, tally
 from benchmarks.gpu import clock, rows
 from benchmarks.gpu.shapes import Shape, random_policy, step_flops
 from benchmarks.results import Figure, median
@@ -136,7 +136,13 @@ def _num_scored(minibatch: Minibatch) -> int:
 def step(learner: Learner, minibatch: Minibatch) -> None:
     """One gradient step; raises RuntimeError when the trainer would have skipped it."""
     learner.accumulate(minibatch)
-    end = EndOfStep(0, 0, True, len(minibatch.samples), _num_scored(minibatch))
+    sent = tally(
+        minibatch.samples,
+        incarnation=0,
+        aggregation=learner.aggregation,
+        constant_length=learner.config.constant_length_samples,
+    )
+    end = EndOfStep(0, 0, True, sent.num_samples, sent.num_tokens, sent=(sent,))
     result = learner.update(end)
     if result.skipped:
         raise RuntimeError(f"the step was skipped: {result.skipped}")

@@ -13,7 +13,7 @@ from scripted import run
 from scripted_run import INCARNATION, QUESTIONS, Cluster, Run, make_config, split_steps
 
 from async_grpo.batching import batcher
-from async_grpo.types import Minibatch, WeightsVersion
+from async_grpo.types import Minibatch, WeightsVersion, tally
 
 few = st.frozensets(st.integers(0, 30), max_size=6)
 SHAPES = ((2, 0), (2, 1), (4, 0), (4, 2), (4, 1), (6, 3))  # questions a batch, a gradient step
@@ -122,6 +122,7 @@ def test_every_sample_has_one_fate_and_is_counted_once_in_any_history(script):
         assert all(end == ends[0] for end in ends)
         assert len({tuple(m.round_index for m in own[number][0]) for own in ranks}) == 1
         check_end(step, ends[0])
+        check_sent(config, [own[number] for own in ranks], ends[0])
         check_samples(step, samples_of(ranks, number))
     check_books(running, status, expected)
     assert running.cluster.scored_tokens == sum(step.scored_tokens for step in expected)
@@ -131,6 +132,20 @@ def test_every_sample_has_one_fate_and_is_counted_once_in_any_history(script):
         for minibatch in (item for item in own if isinstance(item, Minibatch)):
             num_tokens = sum(sample.num_tokens for sample in minibatch.samples)
             assert num_tokens <= config.max_tokens_per_gpu
+
+
+def check_sent(config, steps, end):
+    """What the audit of the trainer will compare is what each rank was really given."""
+    weighing = {
+        "aggregation": config.aggregation,
+        "constant_length": config.constant_length_samples,
+    }
+    given = [
+        [s for minibatch in minibatches for s in minibatch.samples] for minibatches, _ in steps
+    ]
+    counted = [tally(samples, incarnation=INCARNATION, **weighing) for samples in given]
+    assert [own[:3] for own in end.sent] == [own[:3] for own in counted]
+    assert [own.weight for own in end.sent] == pytest.approx([own.weight for own in counted])
 
 
 def check_end(step, end):

@@ -29,7 +29,7 @@ from async_grpo.run.preparation import plan_run
 from async_grpo.run.report import Report, silent
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.types import EndOfStep, Minibatch, Sample, Verdict
+from async_grpo.types import EndOfStep, Minibatch, Sample, Tally, Verdict, tally
 
 
 def train_synchronously(story, ranks):
@@ -64,8 +64,14 @@ def synchronous_items(story, ranks):
             num_ranks=ranks.world_size,
             max_tokens=config.max_tokens_per_gpu,
         )
+        sent = [Tally()] * ranks.world_size
         for index, bins in enumerate(packed):
-            yield Minibatch(index, tuple(contributing[key] for key in bins[ranks.rank]))
+            parts = [tuple(contributing[key] for key in keys) for keys in bins]
+            sent = [
+                known.plus(tally(part, incarnation=0, aggregation=config.aggregation))
+                for known, part in zip(sent, parts, strict=True)
+            ]
+            yield Minibatch(index, parts[ranks.rank])
         batch, slot = divmod(first, config.batch_size)
         yield EndOfStep(
             batch=batch,
@@ -73,6 +79,7 @@ def synchronous_items(story, ranks):
             is_last_of_batch=slot + config.questions_per_step == config.batch_size,
             num_samples=len(samples),
             num_tokens=sum(sample.num_trained_tokens for sample in samples),
+            sent=tuple(sent),
         )
 
 
@@ -98,6 +105,7 @@ def group(story, plan, ordinal):
             Verdict("scored", told.rewards[index], None, "story", "", 0.0),
             float(advantages[index]),
             told.references[index],
+            attempt=attempt,
         )
 
 

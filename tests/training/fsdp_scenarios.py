@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from effort import FULL
-from oracle import make_sample, oracle_twin, random_samples, tiny_config, tiny_model
+from oracle import make_sample, oracle_twin, random_samples, sent, tiny_config, tiny_model
 from tensor_watchers import LargestTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -74,6 +74,12 @@ def usual_rounds(rank, samples):
         return [samples[:2], samples[2:]]
     nobody = [[]] * (num_ranks - 2)
     return [[samples[:2], *nobody, []][rank], [samples[2:5], *nobody, samples[5:]][rank]]
+
+
+def sent_in_rounds(samples, **options):
+    """What every rank is given by `usual_rounds`."""
+    parts = [usual_rounds(rank, samples) for rank in range(dist.get_world_size())]
+    return sent(*[[s for part in rounds for s in part] for rounds in parts], **options)
 
 
 def empty_rank_rounds(rank, samples):
@@ -234,7 +240,8 @@ def deferring_learner(rank, *, source, target):
     for index, part in enumerate(usual_rounds(rank, samples)):
         learner.accumulate(Minibatch(index, tuple(part)))
     reduced = any(parameter.grad is not None for parameter in learner.policy.parameters())
-    return reduced, learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=0))
+    end = EndOfStep(0, 0, True, num_samples=6, num_tokens=0, sent=sent_in_rounds(samples))
+    return reduced, learner.update(end)
 
 
 def make_ranks(rank):
@@ -253,9 +260,11 @@ def held_out(rank, *, source, target):
     learner = build_learner(rank, config)
     evaluation = HeldOutPairs(make_pairs(7), learner, make_ranks(rank))
     before = evaluation.loss()
-    for index, part in enumerate(usual_rounds(rank, make_samples(tiny_model(tied=True)))):
+    samples = make_samples(tiny_model(tied=True))
+    for index, part in enumerate(usual_rounds(rank, samples)):
         learner.accumulate(Minibatch(index, tuple(part)))
-    learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=300))
+    tallies = sent_in_rounds(samples, aggregation="token-mean")
+    learner.update(EndOfStep(0, 0, True, num_samples=6, num_tokens=300, sent=tallies))
     after = evaluation.loss()
     return {"before": before, "after": after, "weights": whole(learner.policy)}
 

@@ -18,7 +18,16 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import PACKED
-from async_grpo.types import Completion, Question, Sample, Verdict, VersionSpan, WeightsVersion
+from async_grpo.types import (
+    Completion,
+    Question,
+    Sample,
+    Tally,
+    Verdict,
+    VersionSpan,
+    WeightsVersion,
+    tally,
+)
 
 VOCAB_SIZE = 64
 
@@ -103,6 +112,11 @@ def make_sample(
         advantage=advantage,
         reference_logprobs=None if reference is None else np.array(reference, dtype=np.float32),
     )
+
+
+def sent(*ranks, aggregation: str = "sample-mean") -> tuple[Tally, ...]:
+    """What the end of a step tells the audit: samples by rank, of whatever minibatches."""
+    return tuple(tally(samples, incarnation=0, aggregation=aggregation) for samples in ranks)
 
 
 def random_samples(

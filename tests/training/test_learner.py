@@ -4,6 +4,7 @@ import json
 
 import pytest
 from learners import make_learner, make_minibatches
+from oracle import sent
 
 from async_grpo.run.loop import train_steps
 from async_grpo.run.report import METRICS_FILE, Report
@@ -13,9 +14,17 @@ from async_grpo.types import EndOfStep
 GOOD, FILLER, BAD = make_minibatches()
 
 
-def end(step, *, num_samples=3, num_tokens=9):
+def end(step, *minibatches, num_samples=3, num_tokens=9, aggregation="sample-mean"):
     batch, step_in_batch = divmod(step, 2)
-    return EndOfStep(batch, step_in_batch, step_in_batch == 1, num_samples, num_tokens)
+    samples = [sample for minibatch in minibatches for sample in minibatch.samples]
+    return EndOfStep(
+        batch,
+        step_in_batch,
+        step_in_batch == 1,
+        num_samples,
+        num_tokens,
+        sent=sent(samples, aggregation=aggregation),
+    )
 
 
 def test_tokens_are_divided_by_and_samples_counted(tmp_path):
@@ -23,7 +32,9 @@ def test_tokens_are_divided_by_and_samples_counted(tmp_path):
     for num_tokens in (9, 18):
         learner = make_learner(tmp_path, aggregation="token-mean")
         learner.accumulate(GOOD)
-        result = learner.update(end(0, num_samples=2, num_tokens=num_tokens))
+        result = learner.update(
+            end(0, GOOD, num_samples=2, num_tokens=num_tokens, aggregation="token-mean")
+        )
         assert result.clocks == Clocks(steps=1, samples=2)
         norms.append(result.grad_norm)
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-6)
@@ -40,7 +51,7 @@ def test_metrics_tell_which_steps_were_skipped_and_why(tmp_path):
     earlier.touch()
     learner = make_learner(tmp_path, num_training_batches=2)
     nobody = end(2, num_samples=0, num_tokens=0)
-    items = [GOOD, end(0), BAD, end(1), FILLER, nobody, FILLER, GOOD, end(3)]
+    items = [GOOD, end(0, GOOD), BAD, end(1, BAD), FILLER, nobody, FILLER, GOOD, end(3, GOOD)]
     with Report(learner.config) as report:
         train_steps(iter(items), learner, report, NoExports(), after_batch=lambda _: None)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import make_learner, make_minibatches
-from oracle import make_sample
+from oracle import make_sample, sent
 
 from async_grpo.errors import DataError
 from async_grpo.training.replay import MAX_FILES, Replay, load_minibatches, save_minibatches
@@ -86,15 +86,18 @@ def test_a_file_gives_back_what_the_loss_reads(minibatches, tmp_path_factory):
     assert [file.name for file in path.parent.iterdir()] == ["kept.npz"]
 
 
-def end(batch, step_in_batch):
-    return EndOfStep(batch, step_in_batch, step_in_batch == 1, num_samples=3, num_tokens=9)
+def end(batch, step_in_batch, minibatches):
+    samples = [sample for minibatch in minibatches for sample in minibatch.samples]
+    return EndOfStep(
+        batch, step_in_batch, step_in_batch == 1, num_samples=3, num_tokens=9, sent=sent(samples)
+    )
 
 
 def test_a_kept_minibatch_makes_the_step_not_finite_again(tmp_path):
     learner = make_learner(tmp_path)
     for minibatch in make_minibatches():
         learner.accumulate(minibatch)
-    first = learner.update(end(2, 1))
+    first = learner.update(end(2, 1, make_minibatches()))
     assert (first.skipped, first.suspects) == (NON_FINITE, (2,))
 
     (path,) = (tmp_path / "non_finite").iterdir()
@@ -103,7 +106,7 @@ def test_a_kept_minibatch_makes_the_step_not_finite_again(tmp_path):
     (kept,) = load_minibatches(path)
     assert [sample.ordinal for sample in kept.samples] == [2]
     again.accumulate(kept)
-    result = again.update(end(2, 1))
+    result = again.update(end(2, 1, [kept]))
     assert (result.skipped, result.suspects) == (NON_FINITE, (0,))
     assert result.metrics["kl_sum"] == first.metrics["kl_sum"] == np.inf
 
