@@ -9,13 +9,10 @@ import socket
 from pathlib import Path
 
 from async_grpo.errors import ClusterError
-from async_grpo.loopback import is_loopback
 from async_grpo.ray_token import check_token, refused, settle_authentication
 
 logger = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
-# The name tells of systems where this is Ray's default; it works on Linux as well.
-LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 NO_CLUSTER = (
     "start one with `ray start --head --include-dashboard=false`, or name a running one with "
     "--ray-address host:port"
@@ -23,7 +20,7 @@ NO_CLUSTER = (
 
 
 def private_cluster(folder: Path) -> dict[str, str]:
-    """Variables for `ray start` and its clients: a token of its own, and no port to the network.
+    """Variables for `ray start` and its clients: a token of its own, and loopback where Ray can.
 
     The token lies in `folder`, for this user alone.
     """
@@ -35,30 +32,15 @@ def private_cluster(folder: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(token),
         "GLOO_SOCKET_IFNAME": "lo",  # engines' and trainers' groups
         "VLLM_HOST_IP": "127.0.0.1",
-        **LOOPBACK_ONLY,
+        # Ray's default on other systems than Linux, whose name it has.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
 
 
-def settle_loopback(host: str, port: int) -> bool:
-    """Reach a cluster that listens on loopback only: Ray would ask at the machine's own address.
-
-    Whether it does listen there only.
-    """
-    from ray._common.network_utils import node_ip_address_from_perspective
-    from ray._private import ray_constants
-
-    if not is_loopback(host) or not refusal(node_ip_address_from_perspective(), port):
-        return False
-    os.environ.update(LOOPBACK_ONLY)
-    ray_constants.ENABLE_RAY_CLUSTER = False  # the variable was read when Ray was imported
-    return True
-
-
 def find_head(address: str) -> str:
-    """As `locate`; from now on Ray reaches it there, and a cluster open to everyone is told."""
+    """As `locate`; warns of a cluster that lets everyone in."""
     address = locate(address)
-    host, _, port = address.rpartition(":")
-    if not settle_loopback(host, int(port)) and "RAY_AUTH_MODE" not in os.environ:
+    if "RAY_AUTH_MODE" not in os.environ:
         logger.warning(
             "the Ray cluster at %s runs whatever anyone on its network sends to it, for it "
             "asks for no token: run `ray get-auth-token --generate` before `ray start`",

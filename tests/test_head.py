@@ -58,7 +58,6 @@ def test_auto_obeys_ray_address(monkeypatch):
 def a_head(monkeypatch):
     """Something listens, and is taken for Ray's head; yields its port."""
     monkeypatch.setattr(head, "_probe", lambda _: None)
-    monkeypatch.setattr(head, "settle_loopback", lambda *_: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,8 +28,8 @@ class BatcherPlan:
     """The run as the batcher sees it."""
 
     config: TrainConfig
-    questions: tuple[Question, ...]
-    held_out: tuple[Question, ...]  # graded by `evaluate`; may be empty
+    questions: Sequence[Question]  # a `data.table.QuestionTable`: read by index
+    held_out: Sequence[Question]  # graded by `evaluate`; may be empty
     order: Callable[[int], int]  # ordinal -> index of its question
     replacement: Replacement  # asked with dynamic sampling only
     seed_of: SeedOf | None  # None: engines draw their own

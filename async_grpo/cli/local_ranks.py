@@ -1,7 +1,7 @@
 """Trainer ranks of this machine: the command of this process again, once a rank.
 
-What torchrun does on one machine, without its restarts: no torch is imported here, nothing listens
-but on loopback, and what ended the run is said last.
+What torchrun does on one machine, without its restarts: no torch is imported here, and what ended
+the run is said last.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from types import FrameType
 import click
 
 from async_grpo.cli.interrupts import NUMBERS
+from async_grpo.cli.processes import free_port
 
 POLL_INTERVAL_S = 0.05
 LEAVING_S = 5.0  # in which rank 0 ends by itself because another rank has ended
@@ -48,7 +48,7 @@ class LocalRanks:
         for number in NUMBERS:
             signal.signal(number, self._pass_on)
         command = [sys.executable, *sys.orig_argv[1:]]
-        port = _free_port()
+        port = free_port()
         for rank in range(self._num_ranks):
             self._ranks.append(subprocess.Popen(command, env=self._environment(rank, port)))
         if self._asked:  # before there were all of them
@@ -127,10 +127,3 @@ class LocalRanks:
 
     def _cause_of(self, rank: int) -> Path:
         return self._folder / f"rank_{rank}.json"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from async_grpo import __version__
+from async_grpo.cli.launch_file import launch
 from async_grpo.cli.plot import main as plot
 from async_grpo.cli.quickstart import quickstart
 from async_grpo.cli.train import main as train
@@ -18,6 +19,10 @@ def main() -> None:
 
 
 main.add_command(quickstart)
-main.add_command(worker, "worker")
-main.add_command(train, "train")
+main.add_command(launch)
+main.add_command(worker)
+main.add_command(train)
 main.add_command(plot, "plot")
+
+if __name__ == "__main__":
+    main(prog_name="async-grpo")

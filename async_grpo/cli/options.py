@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from async_grpo.cli.run_file import table_of
 from async_grpo.config.option import flag, groups_of
 
 Config = TypeVar("Config")
@@ -24,20 +25,25 @@ CONTEXT = {
 class OptionsCommand(click.Command):
     """A command whose `--help` shows its options under the headings that they declare.
 
-    Its switches also take a value, as scripts write it: `--deterministic True`.
+    Its switches also take a value, as scripts write it: `--deterministic True`. What its table in
+    the file of `--config` says is its default.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options = [param for param in self.params if isinstance(param, click.Option)]
         switches = {option.opts[0]: option.secondary_opts[0] for option in options
                     if option.is_bool_flag and option.secondary_opts}  # fmt: skip
-        return super().parse_args(ctx, list(without_truth_values(args, switches=switches)))
+        args = list(without_truth_values(args, switches=switches))
+        typed = self.make_parser(ctx).parse_args(list(args))[0]
+        if isinstance(file := typed.get("config"), str):
+            ctx.default_map = table_of(file, command=self, mode=typed.get("mode"))
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and isinstance(parameter, click.Option):
                 group = getattr(parameter, "group", "") or "Other options"
                 groups.setdefault(group, []).append(record)
         for group, records in groups.items():
@@ -84,12 +90,11 @@ def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def given_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of a running command's `options` that the user typed."""
-    context = click.get_current_context()
+def given_options(context: click.Context) -> dict[str, Any]:
+    """Those of a command's options that its user typed, or wrote into the file of the run."""
     return {
         name: value
-        for name, value in options.items()
+        for name, value in context.params.items()
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
 
@@ -121,11 +126,11 @@ class _OrNone(click.ParamType):
 
     def __init__(self, parsed_as: click.ParamType, off: Any) -> None:
         self.name = parsed_as.name
-        self._parsed_as = parsed_as
+        self.parsed_as = parsed_as
         self._off = off
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._off if value == "None" else self._parsed_as.convert(value, param, ctx)
+        return self._off if value == "None" else self.parsed_as.convert(value, param, ctx)
 
 
 class _Choice(click.ParamType):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.options import OptionsCommand
+from async_grpo.cli.run_file import config_option
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
 
 
-@main.command()
+@main.command(cls=OptionsCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("-n", "--name", "names", multiple=True, help="Name of each PATH, in order.")
 @click.option(
@@ -55,6 +57,7 @@ def main() -> None:
               help="Picture to write: .svg, .png or .pdf.")  # fmt: skip
 @click.option("--title", default="", help="Title of the picture.")
 @click.option("-r", "--remote", default="", metavar="ALIAS", help=REMOTE_HELP)
+@config_option
 @command_boundary()
 def plot(
     paths: Sequence[str], names: Sequence[str], variables: Sequence[str], x: str, smooth: bool,

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,14 @@ from async_grpo.errors import DeadlineError, WorkerError
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
 TAIL_LINES = 5
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Process:
@@ -87,13 +96,22 @@ class Process:
 
     def wait(self, *, watched: Sequence[Process] = ()) -> None:
         """Until the child ends well. Raises when it fails, or when one of `watched` ends."""
+        if self.exit_code(watched=watched):
+            raise WorkerError(self.failure)
+
+    def exit_code(self, *, watched: Sequence[Process] = ()) -> int:
+        """How the child has ended, once it has. Raises when one of `watched` ends before."""
         while (code := self._child.poll()) is None:
             for other in watched:
                 if other._child.poll() is not None:
                     raise WorkerError(f"{other.name} ended early: {other._last_words()}")
             time.sleep(POLL_INTERVAL_S)
-        if code != 0:
-            raise WorkerError(f"{self.name} failed with exit code {code}: {self._last_words()}")
+        return code if code >= 0 else 128 - code  # as shells have it
+
+    @property
+    def failure(self) -> str:
+        """One sentence on a child that has failed."""
+        return f"{self.name} failed with exit code {self._child.poll()}: {self._last_words()}"
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -18,6 +18,7 @@ from async_grpo.cli.interrupts import RankInterrupts
 from async_grpo.cli.local_ranks import run_ranks
 from async_grpo.cli.options import CONTEXT, GroupedOption, given_options, options_of
 from async_grpo.cli.predecessor import predecessor_options
+from async_grpo.cli.run_file import config_option
 from async_grpo.cli.torchrun import (
     RankCommand,
     end_with_agent,
@@ -45,7 +46,7 @@ QUIET = {
 }
 
 
-@click.command(cls=RankCommand, context_settings=CONTEXT)
+@click.command("train", cls=RankCommand, context_settings=CONTEXT)
 @options_of(TrainConfig)
 @click.option(
     "--nproc-per-node",
@@ -56,9 +57,10 @@ QUIET = {
     help="trainer ranks on this machine; on several machines torchrun starts them",
 )
 @predecessor_options
+@config_option
 @command_boundary()
 @one_voice()
-def main(*, nproc_per_node: int, **options: Any) -> None:
+def main(*, nproc_per_node: int, **_: Any) -> None:
     """Train a causal language model with GRPO (or SFT) on this machine.
 
     On several machines: `torchrun ... trainer_core.py` on each of them, with the same options.
@@ -66,7 +68,7 @@ def main(*, nproc_per_node: int, **options: Any) -> None:
     \b
     e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
     """
-    config = TrainConfig.from_options(given_options(options))
+    config = config_of(click.get_current_context())
     if "RANK" not in os.environ and nproc_per_node > 1:
         sys.exit(run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
@@ -87,6 +89,13 @@ def main(*, nproc_per_node: int, **options: Any) -> None:
         logging.disable(logging.WARNING)
     with ends_at_once(stop), command_boundary(), one_voice(), interrupts.told(config.output_dir):
         run(config, stop=stop)
+
+
+def config_of(context: click.Context) -> TrainConfig:
+    """The options of a command line, and those of its `--config`."""
+    given = given_options(context)
+    given.pop("nproc_per_node", None)
+    return TrainConfig.from_options(given)
 
 
 def resolved(config: TrainConfig) -> TrainConfig:

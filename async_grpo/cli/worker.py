@@ -20,6 +20,7 @@ from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.fleet import Fleet
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
+from async_grpo.cli.run_file import config_option
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.model.folder import check_files, check_tokenizer_files, stated_positions
@@ -30,8 +31,9 @@ WATCH_INTERVAL_S = 0.5
 ENDING_S = 5.0
 
 
-@click.command(cls=OptionsCommand, context_settings=CONTEXT)
+@click.command("worker", cls=OptionsCommand, context_settings=CONTEXT)
 @options_of(WorkerConfig)
+@config_option
 @command_boundary()
 def main(**options: Any) -> None:
     """Start workers on this node and serve until Ctrl-C or the end of the Ray cluster.

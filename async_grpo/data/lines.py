@@ -43,8 +43,8 @@ class RawLine:
 
 def load_records(
     path: str, *, split: str, config: str = "", build: Callable[[Mapping[str, Any]], Record]
-) -> tuple[Record, ...]:
-    """Every line of the source through `build`, in order.
+) -> Iterator[Record]:
+    """Every line of the source through `build`, in order, one at a time.
 
     `split` and `config`: of a source that `datasets` reads; a file has no config. `build` raises
     `MalformedLine`. Raises `DataError` naming the first few malformed lines, or when the source is
@@ -61,7 +61,7 @@ def check_source(path: str, *, option: str, build: Callable[[Mapping[str, Any]],
     _require_source(path, option=option)
     source = Path(path)
     if source.is_file() and source.suffix in JSON_SUFFIXES:
-        _build_all(islice(_read_json(source, path=path), 1), path=path, build=build)
+        list(_build_all(islice(_read_json(source, path=path), 1), path=path, build=build))
 
 
 def describe(value: object) -> str:
@@ -72,13 +72,13 @@ def describe(value: object) -> str:
 
 def _build_all(
     lines: Iterator[RawLine], *, path: str, build: Callable[[Mapping[str, Any]], Record]
-) -> tuple[Record, ...]:
-    records: list[Record] = []
+) -> Iterator[Record]:
     places: dict[str, list[str]] = {}  # what is wrong -> where
-    num_errors = 0
+    num_records = num_errors = 0
     for line in lines:
         try:
-            records.append(build(_as_row(line.value)))
+            yield build(_as_row(line.value))
+            num_records += 1
         except MalformedLine as error:
             places.setdefault(str(error), []).append(line.place)
             num_errors += 1
@@ -88,9 +88,8 @@ def _build_all(
         errors = "\n".join(f"{_first(where)}, {error}" for error, where in places.items())
         stopped = f" (reading stopped at {num_errors})" if num_errors == MAX_REPORTED_ERRORS else ""
         raise DataError(f"{errors}: correct or remove{stopped}")
-    if not records:
+    if not num_records:
         raise DataError(f"{path} must hold at least one line, got none: give a file with data")
-    return tuple(records)
 
 
 def _first(places: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from async_grpo.data.columns import Columns
 from async_grpo.data.lines import MalformedLine, load_records
+from async_grpo.data.table import PairTable, QuestionTable
 from async_grpo.data.tokenisation import (
     chat_token_ids,
     completion_token_ids,
@@ -37,7 +38,7 @@ def load_questions(
     tokenizer: Any = None,
     vocab_size: int | None = None,
     max_prompt_tokens: int | None = None,
-) -> tuple[Question, ...]:
+) -> QuestionTable:
     """The questions of a JSONL file, or of anything that `datasets.load_dataset` reads.
 
     A line has `input_token_ids`, or `input` or `messages` that `tokenizer` tokenises; `answer` and
@@ -58,7 +59,7 @@ def load_questions(
             columns=row,
         )
 
-    return load_records(path, split=split, config=config, build=build)
+    return QuestionTable.of(load_records(path, split=split, config=config, build=build))
 
 
 def load_pairs(
@@ -70,7 +71,7 @@ def load_pairs(
     tokenizer: Any = None,
     vocab_size: int | None = None,
     max_pair_tokens: int | None = None,
-) -> tuple[TrainingPair, ...]:
+) -> PairTable:
     """Prompts with demonstrated completions, for supervised training.
 
     A prompt is given as in `load_questions`; beside it `completion`, whose tokens are closed by
@@ -95,7 +96,7 @@ def load_pairs(
             completion_token_ids=np.asarray(completion, dtype=np.int32),
         )
 
-    return load_records(path, split=split, config=config, build=build)
+    return PairTable.of(load_records(path, split=split, config=config, build=build))
 
 
 def _prompt_ids(columns: Columns, *, tokenizer: Any, vocab_size: int) -> list[int]:

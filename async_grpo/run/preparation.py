@@ -28,6 +28,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_questions
 from async_grpo.data.stream import QuestionStream, sampling_seed
+from async_grpo.data.table import QuestionTable
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.model.size import read_size
@@ -75,23 +76,22 @@ class Run:
 def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
     """Check everything that can be wrong, find the workers, start the batcher; in this order."""
     facts = check_model_folder(config.model_name_or_path)
-    plan = plan_run(config, facts, num_ranks=num_ranks)
-    logger.info("%d questions to train on, %d ranks", len(plan.questions), num_ranks)
-    warn_of_few(config, len(plan.questions))
-    hashes = hash_contents(config, facts, plan.questions, start=start)
-    plan = replace(plan, resume=start.point)
+    questions, held_out = load_data(config, facts)
+    logger.info("%d questions to train on, %d ranks", len(questions), num_ranks)
+    warn_of_few(config, len(questions))
+    hashes = hash_contents(config, facts, questions, start=start)
+    plan = plan_run(config, facts, questions, held_out, num_ranks=num_ranks, resume=start.point)
     cluster.connect(config.ray_address, namespace=config.namespace)
-    prompts = (len(question.input_token_ids) for question in plan.questions + plan.held_out)
     services = find_services(
         Demand(
             config,
             vocab_size=facts.vocab_size,
             tokenizer_hash=facts.tokenizer_hash,
-            longest_prompt=max(prompts),
+            longest_prompt=max(questions.longest_prompt, held_out.longest_prompt),
             device=device_id(),
         )
     )
-    try_rewards(services.verifiers, plan.questions[0], config)
+    try_rewards(services.verifiers, questions[0], config)
     recorder = start_recorder(plan.config)
     return Run(plan, services, recorder, start_batcher(plan, services, recorder), hashes)
 
@@ -128,10 +128,22 @@ def hash_contents(
     return hashes
 
 
-def plan_run(config: TrainConfig, facts: ModelFacts, *, num_ranks: int) -> BatcherPlan:
-    """Load and check all questions."""
-    questions = _load(config, facts, config.data)
-    held_out = _load(config, facts, config.held_out) if config.held_out else ()
+def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
+    """What is trained on and what is held out, all of it checked."""
+    held_out = _load(config, facts, config.held_out) if config.held_out else QuestionTable.of(())
+    return _load(config, facts, config.data), held_out
+
+
+def plan_run(
+    config: TrainConfig,
+    facts: ModelFacts,
+    questions: QuestionTable,
+    held_out: QuestionTable,
+    *,
+    num_ranks: int,
+    resume: ResumePoint | None = None,
+) -> BatcherPlan:
+    """The run as the batcher sees it."""
     seed = config.infinite_sampler_seed
     order = QuestionStream(len(questions), seed=seed)
     return BatcherPlan(
@@ -150,6 +162,7 @@ def plan_run(config: TrainConfig, facts: ModelFacts, *, num_ranks: int) -> Batch
         # weights for ours.
         incarnation=time.time_ns() // 1_000_000,
         attention_ratio=read_attention_ratio(config),
+        resume=resume,
     )
 
 
@@ -163,7 +176,7 @@ def read_attention_ratio(config: TrainConfig) -> float:
     )
 
 
-def _load(config: TrainConfig, facts: ModelFacts, source: DataSource) -> tuple[Question, ...]:
+def _load(config: TrainConfig, facts: ModelFacts, source: DataSource) -> QuestionTable:
     room = min(config.max_tokens_per_gpu, facts.max_positions) - config.max_generation_tokens
     if room < 1:
         raise ConfigError(

@@ -20,6 +20,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_pairs
 from async_grpo.data.stream import QuestionStream
+from async_grpo.data.table import PairTable
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.loop import evaluation_is_due, train_steps
@@ -32,7 +33,6 @@ from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep, StreamItem, TrainingPair
 
 logger = logging.getLogger(__name__)
-Pairs = tuple[TrainingPair, ...]
 
 
 def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:
@@ -123,14 +123,14 @@ def _check(config: TrainConfig, start: Start, *, num_ranks: int) -> Future[Mappi
     return hash_contents(config, facts, pairs, start=start)
 
 
-def _load(config: TrainConfig) -> tuple[Pairs, Pairs, ModelFacts]:
+def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
     """What is trained and what is held out.
 
     Every rank reads the files itself; rank 0 checks them first, with everything else.
     """
     facts = check_model_folder(config.model_name_or_path)
 
-    def load(source: DataSource) -> Pairs:
+    def load(source: DataSource) -> PairTable:
         return load_pairs(
             source.path,
             split=source.split,
@@ -141,4 +141,5 @@ def _load(config: TrainConfig) -> tuple[Pairs, Pairs, ModelFacts]:
             max_pair_tokens=min(config.max_tokens_per_gpu, facts.max_positions),
         )
 
-    return load(config.data), load(config.held_out) if config.held_out else (), facts
+    held_out = load(config.held_out) if config.held_out else PairTable.of(())
+    return load(config.data), held_out, facts

@@ -46,7 +46,7 @@ class HeldOutPairs:
         self._learner = learner
         self._minibatches: list[Minibatch] = []
         for first in range(0, len(pairs), PACKED_TOGETHER):
-            some = pairs[first : first + PACKED_TOGETHER]
+            some = [pairs[i] for i in range(first, min(first + PACKED_TOGETHER, len(pairs)))]
             step = supervised_stream(
                 some,
                 stream_index=int,

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_grpo.errors import AsyncGrpoError, RankLostError
-from async_grpo.loopback import keep_stores_to_loopback
 
 T = TypeVar("T")
 STORE_TIMEOUT_S = 300.0  # in which all ranks have started
@@ -57,7 +56,6 @@ class Ranks:
         """
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT="0")
-        keep_stores_to_loopback()
         device = torch.device("cpu")
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

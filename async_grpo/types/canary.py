@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +41,8 @@ def canary_tokens(prompts: Iterable[NDArray[np.int32]]) -> tuple[NDArray[np.int3
     >>> [len(row) for row in rows]
     [64, 3, 2, 9]
     """
-    rows: list[NDArray[np.int32]] = []
-    for prompt in prompts:
-        if len(prompt) >= 2 and len(rows) < NUM_ROWS:
-            rows.append(prompt[:MAX_ROW_TOKENS])
-    return tuple(rows)
+    rows = (prompt[:MAX_ROW_TOKENS] for prompt in prompts if len(prompt) >= 2)
+    return tuple(islice(rows, NUM_ROWS))
 
 
 def canary_differences(

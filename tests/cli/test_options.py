@@ -140,7 +140,7 @@ def test_the_usual_ten_come_first_and_no_option_is_without_a_heading():
     found = headings(CliRunner().invoke(train, ["--help"]).stdout)
     first = next(iter(found.items()))
     assert (first[0], len(first[1])) == ("Usual options", 10)
-    assert found["Other options"] == ["--help"]
+    assert found["Other options"] == ["--config", "--help"]
 
 
 def test_options_of_one_role_of_workers_stand_apart():

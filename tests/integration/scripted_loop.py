@@ -25,7 +25,7 @@ from async_grpo.checkpoint.exports import Exports
 from async_grpo.model.folder import check_model_folder
 from async_grpo.run import recovery
 from async_grpo.run.loop import train_grpo, train_steps
-from async_grpo.run.preparation import plan_run
+from async_grpo.run.preparation import load_data, plan_run
 from async_grpo.run.report import Report, silent
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -49,7 +49,7 @@ def synchronous_items(story, ranks):
     """What one rank trains: all of a step's samples, known before its first round is packed."""
     config = story.config
     facts = check_model_folder(config.model_name_or_path)
-    plan = plan_run(config, facts, num_ranks=ranks.world_size)
+    plan = plan_run(config, facts, *load_data(config, facts), num_ranks=ranks.world_size)
     num_questions = config.num_training_batches * config.batch_size
     for first in range(0, num_questions, config.questions_per_step):
         ordinals = range(first, first + config.questions_per_step)

@@ -10,7 +10,7 @@ from tiny_models import load_model, make_model
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.folder import check_model_folder
-from async_grpo.run.preparation import plan_run
+from async_grpo.run.preparation import load_data, plan_run
 from async_grpo.types import Completion, VersionSpan, WeightsVersion
 
 NAMESPACE = "scripted-loop"
@@ -49,7 +49,8 @@ class World:
 
     def prompt(self, config):
         """Token ids of a slot's question at an attempt."""
-        plan = plan_run(config, check_model_folder(self.model), num_ranks=2)
+        facts = check_model_folder(self.model)
+        plan = plan_run(config, facts, *load_data(config, facts), num_ranks=2)
         return lambda ordinal, attempt: plan.draw(ordinal, attempt=attempt)[0].input_token_ids
 
     def prompts(self, config):

@@ -33,7 +33,8 @@ def private(tmp_path_factory):
 
 def connect(address, folder, *, first="", **variables):
     """Of a client whose home is `folder`: exit code, last line."""
-    env = environment() | {"HOME": str(folder)} | variables
+    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # as whoever launched the run has it
+    env = environment() | loopback | {"HOME": str(folder)} | variables
     if not variables.get("RAY_AUTH_MODE"):
         env.pop("RAY_AUTH_MODE")
     done = subprocess.run(

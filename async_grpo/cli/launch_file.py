@@ -1,0 +1,248 @@
+"""`async-grpo launch run.toml`: a whole run on this machine, from its data to its picture.
+
+A Ray head of its own (or the cluster of --ray-address), a dispatcher for each [[worker]], the ranks
+of [train], the picture of [plot]; whatever it has started ends with it. Without workers, as for
+supervised fine-tuning, no head is started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from async_grpo import head
+from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.interrupts import Interrupted, interrupt_once, where_to_go_on
+from async_grpo.cli.options import CONTEXT, OptionsCommand
+from async_grpo.cli.plot import plot
+from async_grpo.cli.processes import Process, free_port
+from async_grpo.cli.run_file import flags_of, read_tables, values_of
+from async_grpo.cli.train import config_of
+from async_grpo.cli.train import main as train
+from async_grpo.cli.worker import main as worker
+from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import DeadlineError, WorkerError
+
+logger = logging.getLogger(__name__)
+READY_TIMEOUT_S = 300.0
+SCRIPT_TIMEOUT_S = 3600.0  # data may be large
+TRAINER_ENDING_S = 30.0  # the ranks' own time of grace, and the launcher's end
+COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """A run of one machine as command lines, checked before anything is started."""
+
+    prepare: tuple[str, ...]
+    workers: tuple[tuple[WorkerConfig, tuple[str, ...]], ...]  # and the options of its dispatcher
+    train: TrainConfig
+    train_options: tuple[str, ...]
+    plot_options: tuple[str, ...]  # empty: no picture
+    num_cpus: int
+    ray_address: str  # empty: a head of its own
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.train.output_dir)
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+
+@click.command(
+    "launch",
+    cls=OptionsCommand,
+    context_settings={**CONTEXT, "ignore_unknown_options": True},
+)
+@click.argument("config", metavar="FILE")
+@click.argument("train_options", metavar="[TRAIN OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--prepare", default="", help="command to run first, such as one that makes the data")
+@click.option("--num-cpus", default=0, help="CPUs that Ray counts; 0: this machine's")
+@click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
+@command_boundary()
+def launch(**options: Any) -> None:
+    """Run FILE on this machine: its data, workers, trainer and picture; then end what was started.
+
+    Options of `async-grpo train` behind FILE go before those of its [train] table.
+
+    \b
+    e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
+    """
+    run_here(planned(**options))
+
+
+def planned(
+    *, config: str, train_options: Sequence[str], prepare: str, num_cpus: int, ray_address: str
+) -> LocalRun:
+    """The run of a file, from the options of `launch`; raises what its commands would refuse."""
+    shared, tables = read_tables(config)
+    workers = []
+    for table in tables.get("worker", []):
+        values = values_of(table, command=worker, where=f"{config}: [worker]")
+        flags = flags_of(values, command=worker)
+        workers.append((WorkerConfig(**worker.make_context("worker", flags).params), tuple(flags)))
+    values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
+    flags = [*flags_of(values, command=train), *train_options]
+    trained = config_of(train.make_context("train", list(flags)))
+    picture = values_of(tables.get("plot", [{}])[0], command=plot, where=f"{config}: [plot]")
+    if picture:
+        own = {"paths": [trained.output_dir], "output": f"{trained.output_dir}/reward.svg"}
+        picture = {**own, **picture}
+    return LocalRun(
+        prepare=tuple(shlex.split(prepare)),
+        workers=tuple(workers),
+        train=trained,
+        train_options=tuple(flags),
+        plot_options=tuple(flags_of(picture, command=plot)),
+        num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each, _ in workers)),
+        ray_address=ray_address,
+    )
+
+
+def run_here(run: LocalRun) -> None:
+    """Carry the run out; exits with the trainer's code where that is not 0."""
+    logging.basicConfig(level="INFO", format="%(message)s")
+    interrupt_once()
+    started = time.monotonic()
+    run.logs.mkdir(parents=True, exist_ok=True)
+    if run.prepare:
+        logger.info("preparing: %s", " ".join(run.prepare[:2]))
+        python = (sys.executable,) if run.prepare[0] == "python" else run.prepare[:1]
+        _finish(*python, *run.prepare[1:])
+    try:
+        _train(run)
+    except KeyboardInterrupt as interrupt:
+        if run.train.overwrite:
+            raise
+        number = getattr(interrupt, "number", signal.SIGINT)
+        raise Interrupted(number, where_to_go_on(run.folder)) from None
+    if run.plot_options:
+        _finish(*COMMAND, "plot", *run.plot_options)
+    _conclude(run, seconds=time.monotonic() - started)
+
+
+def _train(run: LocalRun) -> None:
+    with contextlib.ExitStack() as stack:
+        environment = stack.enter_context(_cluster(run))
+        modes = [config.mode for config, _ in run.workers]
+        logger.info("starting workers (%s) and the trainer ...", ", ".join(modes))
+        workers = [
+            stack.enter_context(_dispatcher(run, number, environment))
+            for number in range(len(run.workers))
+        ]
+        # At once: it waits for them itself, and what takes it longest is to import.
+        trainer = Process(
+            "the trainer",
+            [*COMMAND, "train", *run.train_options],
+            log=run.logs / "trainer.log",
+            environment=environment,
+            shows_output=True,
+            stop_timeout_s=TRAINER_ENDING_S,
+        )
+        code = stack.enter_context(trainer).exit_code(watched=workers)
+    if code:
+        click.echo(f"error: {trainer.failure}", err=True)
+        sys.exit(code)
+
+
+def _dispatcher(run: LocalRun, number: int, environment: Mapping[str, str]) -> Process:
+    config, options = run.workers[number]
+    modes = [other.mode for other, _ in run.workers]
+    name = config.mode if modes.count(config.mode) == 1 else f"{config.mode}_{number}"
+    command = [*COMMAND, "worker", *options]
+    log = run.logs / f"{name}.log"
+    return Process(f"the {name} worker", command, log=log, environment=environment)
+
+
+@contextlib.contextmanager
+def _cluster(run: LocalRun) -> Iterator[dict[str, str]]:
+    """The environment that leads to the run's cluster, which ends with the `with` block."""
+    common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    if run.ray_address or not run.workers:
+        yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {})
+        return
+    port = free_port()
+    # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as session:
+        environment = common | head.private_cluster(Path(session))
+        environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+        environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
+        command = [
+            *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
+            *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
+            *("--num-cpus", str(run.num_cpus), "--ray-client-server-port", str(free_port())),
+            *("--include-dashboard=false", "--disable-usage-stats"),
+        ]
+        logger.info("starting Ray ...")
+        ray_head = Process(
+            "the Ray head",
+            command,
+            log=run.logs / "ray.log",
+            environment=environment,
+            stop_signal=signal.SIGTERM,
+        )
+        try:
+            with ray_head:
+                ray_head.wait_for("Ray runtime started", timeout_s=READY_TIMEOUT_S)
+                yield environment
+        finally:
+            _keep_logs(Path(session), run.logs / "ray")
+
+
+def _keep_logs(session: Path, target: Path) -> None:
+    """Ray's folder is deleted with the run; what its workers said may be needed."""
+    shutil.rmtree(target, ignore_errors=True)
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
+
+
+def _conclude(run: LocalRun, *, seconds: float) -> None:
+    """What a person wants to know, as far as the run has written it."""
+    folder, lines = run.folder, [f"\n{seconds / 60:.1f} minutes in all"]
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        rows = (folder / "evaluation_metrics.jsonl").read_text().splitlines()
+        first, last = json.loads(rows[0]), json.loads(rows[-1])
+        lines[0] = (
+            f"\nheld-out accuracy {first['eval_accuracy']:.0%} before, {last['eval_accuracy']:.0%} "
+            f"after {run.train.num_training_batches} batches "
+            f"({last['total_samples_accumulated']} samples), {seconds / 60:.1f} minutes in all"
+        )
+    models = sorted((folder / "hf_format").glob("*"), key=os.path.getmtime)
+    for what, file in (
+        ("reward curve", folder / "reward.svg"),
+        ("metrics", folder / "training_metrics.jsonl"),
+        ("samples", folder / run.train.dump_samples_filename),
+        *(("model", model) for model in models[-1:]),
+    ):
+        if file.exists() and file != folder:
+            lines.append(f"{what:<14} {file}")
+    click.echo("\n".join(lines))
+
+
+def _finish(*command: str) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=SCRIPT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"{command[1]} was not done within {SCRIPT_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        raise WorkerError(f"{command[1]} failed: {done.stderr.strip() or done.stdout.strip()}")

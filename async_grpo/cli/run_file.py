@@ -1,0 +1,155 @@
+"""One TOML file for a run: a table for each command, whose keys are the command's options.
+
+    [cluster]                # what all commands share
+    namespace = "mine"
+
+    [[worker]]               # `async-grpo worker`; several tables are several dispatchers
+    mode = "generation"
+    max_num_seqs = 256
+
+    [train]                  # `async-grpo train`
+    nproc_per_node = 2
+
+`--config FILE` makes a command read [cluster] and its own table; the command line goes before the
+file. Paths are relative to the folder of the command, as they are on its command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+SHARED = "cluster"
+SHARED_OPTIONS = ("ray_address", "namespace")
+TABLES = (SHARED, "worker", "train", "plot", "launch")
+Table = Mapping[str, Any]
+
+
+def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
+    """[cluster], and {name of another table: those in the file, each with [cluster] below it}."""
+    try:
+        content = tomllib.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--config {file} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise click.UsageError(f"--config {file} is no TOML: {error}") from None
+    found: dict[str, list[Table]] = {}
+    for name, value in content.items():
+        tables = value if isinstance(value, list) else [value]
+        if not all(isinstance(table, dict) for table in tables):
+            remedy = "write [train] or another above it"
+            raise click.UsageError(f"{file}: {name} must stand in a table, got {value!r}: {remedy}")
+        if name not in TABLES:
+            raise _unknown(f"{file}: [{name}]", "is no table of a run", name, TABLES)
+        if len(tables) > 1 and name != "worker":
+            raise click.UsageError(
+                f"{file}: [{name}] must stand once, got {len(tables)}: only [[worker]] may repeat"
+            )
+        found[name] = tables
+    [shared] = found.pop(SHARED, [{}])
+    for key in shared:
+        if key not in SHARED_OPTIONS:
+            raise _unknown(f"{file}: [{SHARED}] {key}", "is not shared", key, SHARED_OPTIONS)
+    return shared, {name: [{**shared, **each} for each in found[name]] for name in found}
+
+
+def table_of(file: str, *, command: click.Command, mode: object) -> dict[str, Any]:
+    """{parameter of `command`: value} of its own table; `mode` chooses among [[worker]] tables."""
+    name = str(command.name)
+    shared, found = read_tables(file)
+    tables = found.get(name, [shared])
+    if len(tables) > 1:
+        default = next(p.default for p in command.params if p.name == "mode")
+        modes = [table.get("mode", default) for table in tables]
+        tables = [table for table, its in zip(tables, modes, strict=True) if its == mode]
+        if len(tables) != 1:
+            raise click.UsageError(
+                f"{file} has {len(modes)} [[worker]] tables: choose one with --mode, of "
+                f"{', '.join(modes)}; of one mode there may be one, or use `async-grpo launch`"
+            )
+    return values_of(tables[0], command=command, where=f"{file}: [{name}]")
+
+
+def values_of(table: Table, *, command: click.Command, where: str) -> dict[str, Any]:
+    """{parameter of `command`: value}; raises `click.UsageError` that names what is wrong."""
+    known = {key: each for each in command.params if each.expose_value for key in _keys(each)}
+    values = {}
+    for key, value in table.items():
+        parameter = known.get(key.replace("-", "_"))
+        if parameter is not None:
+            values[str(parameter.name)] = _checked(parameter, value, where=f"{where} {key}")
+        elif key not in SHARED_OPTIONS:  # which not every command has
+            rule = f"is no option of `async-grpo {command.name}`"
+            raise _unknown(f"{where} {key}", rule, key, known)
+    return values
+
+
+def flags_of(values: Mapping[str, Any], *, command: click.Command) -> list[str]:
+    """The command line that gives `command` these values."""
+    flags: list[str] = []
+    for parameter in command.params:
+        value = values.get(str(parameter.name))
+        if value is None:
+            continue
+        if isinstance(parameter, click.Argument):
+            flags += value if isinstance(value, list) else [str(value)]
+        elif isinstance(value, bool):
+            names = parameter.opts if value else parameter.secondary_opts
+            flags += names[:1]
+        else:
+            name = max(parameter.opts, key=len)
+            flags += [f"{name}={each}" for each in (value if isinstance(value, list) else [value])]
+    return flags
+
+
+def config_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that gives a click command `--config`, which `OptionsCommand` reads."""
+    return click.option(
+        "--config",
+        metavar="FILE",
+        expose_value=False,
+        help="TOML file with this command's options as keys of its table; those typed win",
+    )(function)
+
+
+def _keys(parameter: click.Parameter) -> Iterable[str]:
+    """What a file may call it: its names on the command line, with underscores."""
+    long = [name for name in parameter.opts if name.startswith("--")]
+    return [name.removeprefix("--").replace("-", "_") for name in long] or [str(parameter.name)]
+
+
+def _checked(parameter: click.Parameter, value: Any, *, where: str) -> Any:
+    if parameter.multiple or parameter.nargs == -1:
+        if not isinstance(value, list):
+            raise click.UsageError(f"{where} must be a list, got {value!r}: write [{value!r}]")
+        return [_converted(parameter, each, where=where) for each in value]
+    return _converted(parameter, value, where=where)
+
+
+def _converted(parameter: click.Parameter, value: Any, *, where: str) -> Any:
+    kind = getattr(parameter.type, "parsed_as", parameter.type)  # of one that may be None
+    if getattr(parameter, "is_flag", False):
+        wanted, fits = "true or false", isinstance(value, bool)
+    elif isinstance(kind, click.types.IntParamType):
+        wanted, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
+    elif isinstance(kind, click.types.FloatParamType):
+        wanted, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        wanted, fits = "a text", isinstance(value, str)
+    if not fits:
+        remedy = 'write text as "text", numbers and true or false without quotes'
+        raise click.UsageError(f"{where} must be {wanted}, got {value!r}: {remedy}")
+    try:
+        return parameter.type.convert(value, parameter, None)
+    except click.BadParameter as error:
+        raise click.UsageError(f"{where}: {error.message}") from None
+
+
+def _unknown(what: str, rule: str, name: str, known: Iterable[str]) -> click.UsageError:
+    [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return click.UsageError(f"{what} {rule}, the nearest is {nearest}: correct or remove it")

@@ -1,0 +1,241 @@
+"""A run of one machine from one file: what is started, what ends it, and with which code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli import launch_file
+from async_grpo.cli.launch_file import launch, planned
+from async_grpo.cli.quickstart import quickstart
+
+REPOSITORY = Path(__file__).parents[2]
+FILE = """
+[launch]
+ray_address = "elsewhere:1"
+
+[[worker]]
+model_path = "m"
+
+[[worker]]
+model_path = "m"
+mode = "logprob"
+num_workers = 3
+
+[train]
+model_name_or_path = "m"
+data_path = "d"
+output_dir = "{folder}/run"
+learning_rate = 1e-5
+deterministic = true
+max_staleness = 0
+"""
+# In the place of `async-grpo`: workers wait to be interrupted, the trainer does what a test wants.
+COMMAND = """
+import os, signal, sys, time
+command, *options = sys.argv[1:]
+def note(word):
+    with open("notes", "a") as file:
+        file.write(f"{word} {os.getpid()} {' '.join(options)}\\n")
+def stopped(*_):
+    note(f"{command} stopped")
+    sys.exit(130)
+signal.signal(signal.SIGINT, stopped)
+note(command)
+if command == "train":
+    exec(open("trainer.py").read())
+elif command == "worker" and not os.path.exists("no_workers"):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(FILE.format(folder=tmp_path))
+    return str(path)
+
+
+def plan(*arguments):
+    return planned(**launch.make_context("launch", list(arguments)).params)
+
+
+def test_each_table_becomes_a_command_line(file, tmp_path):
+    run = plan(file)
+    assert [options for _, options in run.workers] == [
+        ("--model-path=m",), ("--model-path=m", "--mode=logprob", "--num-workers=3"),
+    ]  # fmt: skip
+    assert set(run.train_options) == {
+        "--model-name-or-path=m", "--data-path=d", f"--output-dir={tmp_path}/run",
+        "--learning-rate=1e-05", "--deterministic", "--max-staleness=0",
+    }  # fmt: skip
+    assert (run.ray_address, run.plot_options) == ("elsewhere:1", ())
+
+
+def test_ray_counts_a_cpu_for_each_worker_at_least(file):
+    assert plan(file, "--num-cpus", "2").num_cpus == 4
+    assert plan(file, "--num-cpus=9").num_cpus == 9
+
+
+def test_options_behind_the_file_go_before_those_in_it(file):
+    run = plan(file, "--num-training-batches", "3", "--no-deterministic", "--ray-address", "x:2")
+    assert (run.train.num_training_batches, run.train.deterministic) == (3, False)
+    assert run.train_options[-3:] == ("--num-training-batches", "3", "--no-deterministic")
+    assert run.ray_address == "x:2"
+
+
+@pytest.mark.parametrize(
+    ("typed", "change", "sentence"),
+    [
+        (("--learning-rat", "1"), "", "No such option '--learning-rat'"),
+        ((), "[plot]\nvariables = []\n", "[plot] variables is no option of `async-grpo plot`"),
+        ((), "[[worker]]\nmodel_path = 'm'\nnum_workers = 0\n", "--num-workers must be at least"),
+        ((), "batch_size = 0\n", "--batch-size must be positive"),
+    ],
+)  # fmt: skip
+def test_what_a_command_would_refuse_is_refused_before_anything_starts(
+    typed, change, sentence, file, tmp_path
+):
+    with open(file, "a") as run:
+        run.write(change)
+    result = CliRunner().invoke(launch, [file, *typed])
+    assert result.exit_code != 0 and sentence in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_quick_start_s_file_is_a_run(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    run = plan("examples/quickstart.toml")
+    assert [config.mode for config, _ in run.workers] == ["generation", "logprob"]
+    assert run.train.data_path in run.prepare and run.train.eval_data_path in run.prepare
+    assert f"--output={run.folder}/reward.svg" in run.plot_options
+
+
+def test_options_of_the_quick_start_reach_the_data_and_the_trainer(monkeypatch, tmp_path):
+    runs = []
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr("async_grpo.cli.quickstart.run_here", runs.append)
+    folder = tmp_path / "first"
+    typed = f"--num-batches 7 --seed 5 --num-ranks 1 --max-staleness 0 --output-dir {folder}"
+    assert CliRunner().invoke(quickstart, typed.split(), catch_exceptions=False).exit_code == 0
+    [run] = runs
+    assert run.prepare[-3:] == (
+        "--seed=5", f"--output={folder}/questions.jsonl",
+        f"--held-out-output={folder}/held_out.jsonl",
+    )  # fmt: skip
+    assert (run.train.num_training_batches, run.train.max_staleness) == (7, 0)
+    assert (run.train.infinite_sampler_seed, run.folder) == (5, folder)
+    assert run.train.data_path == f"{folder}/questions.jsonl"
+    assert "--nproc-per-node=1" in run.train_options
+
+
+def test_the_quick_start_replaces_no_folder_that_is_not_its_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    result = CliRunner().invoke(quickstart, ["--output-dir", str(tmp_path)])
+    assert result.exit_code == 1 and "exists and is not a quick start's" in result.stderr
+
+
+@pytest.fixture
+def started(file, tmp_path):
+    """Starts `async-grpo launch` with a stand-in for the commands that it starts itself."""
+    (tmp_path / "command.py").write_text(COMMAND)
+    code = (
+        "import sys; from async_grpo.cli import launch_file\n"
+        "launch_file.COMMAND = (sys.executable, 'command.py')\n"
+        "launch_file.launch(prog_name='launch')"
+    )
+
+    def start(trainer):
+        (tmp_path / "trainer.py").write_text(trainer)
+        return subprocess.Popen(
+            [sys.executable, "-c", code, file],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def notes(folder):
+    """{word: process} of what the commands have noted."""
+    path = folder / "notes"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.split()[:2] if "stopped" not in line else line.split()[:3] for line in lines]
+
+
+def has_ended(pid):
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("trainer", "code", "said"),
+    [
+        ("time.sleep(1)", 0, ""),
+        ("sys.exit('error: no luck')", 1, "the trainer failed with exit code 1: no luck (all of"),
+        ("sys.exit(7)", 7, "the trainer failed with exit code 7"),
+        ("os.kill(os.getpid(), 9)", 137, "the trainer failed with exit code -9"),
+    ],
+)
+def test_the_code_is_the_trainer_s_and_the_workers_end_with_it(
+    trainer, code, said, started, tmp_path
+):
+    child = started(f"time.sleep(1)\n{trainer}")
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == code and said in err
+    assert all(has_ended(line[-1]) for line in notes(tmp_path))
+    assert [line[:-1] for line in notes(tmp_path)].count(["worker", "stopped"]) == 2
+
+
+@pytest.mark.integration
+def test_a_worker_that_ends_early_ends_the_run_and_is_named(started, tmp_path):
+    (tmp_path / "no_workers").touch()
+    child = started("time.sleep(600)")
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1 and "worker ended early" in err
+    assert ["train", "stopped"] in [line[:-1] for line in notes(tmp_path)]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_the_trainer_first_and_says_where_to_go_on(
+    number, code, started, tmp_path
+):
+    child = started("time.sleep(600)")
+    deadline = time.monotonic() + 30
+    while len(notes(tmp_path)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    checkpoint = tmp_path / "run" / "checkpoints" / "batch_4"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMMITTED").touch()
+    child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == code
+    assert "interrupted; the same command goes on after batch 4" in err
+    ends = [line[0] for line in notes(tmp_path) if "stopped" in line]
+    assert ends == ["train", "worker", "worker"]
+    assert launch_file.TRAINER_ENDING_S > 25  # a rank's time of grace
+
+
+@pytest.mark.integration
+def test_without_workers_no_head_is_started(started, file, tmp_path):
+    Path(file).write_text(
+        '[train]\nobjective = "sft"\nmodel_name_or_path = "m"\ndata_path = "d"\n'
+        f'output_dir = "{tmp_path}/run"\n'
+    )
+    child = started("print('trained')")
+    out, err = child.communicate(timeout=60)
+    assert child.returncode == 0, err
+    assert "trained" in out and "starting Ray" not in err

@@ -1,0 +1,67 @@
+import datetime
+import pickle
+
+import numpy as np
+import pytest
+
+from async_grpo.checkpoint.fingerprints import hash_data
+from async_grpo.data.table import PairTable, QuestionTable
+from async_grpo.types import Question, TrainingPair
+
+ROW = {"input": "lone \ud800 é", "n": [1, {"x": None}], "when": datetime.date(2026, 1, 2)}
+QUESTIONS = [
+    Question(np.array([5, 2**31 - 1, 0], np.int32), "lone \ud800 é", "4", ROW),
+    Question(np.array([], np.int32), "", None, {}),
+    Question(np.array([7], np.int32), "a", "", {"input": "a"}),
+]
+
+
+def same(first, second):
+    values = [(q.input_token_ids.tolist(), q.input, q.answer, q.columns) for q in (first, second)]
+    return values[0] == values[1] and first.input_token_ids.dtype == np.int32
+
+
+def carried(table):
+    """As Ray carries it: the arrays beside the pickle, read-only and not copied."""
+    buffers = []
+    content = pickle.dumps(table, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(content, buffers=[bytes(buffer.raw()) for buffer in buffers]), content
+
+
+def test_a_question_comes_back_as_it_was_whatever_its_line_holds():
+    table = QuestionTable.of(iter(QUESTIONS))
+    assert len(table) == 3
+    assert all(map(same, table, QUESTIONS))
+    assert table.longest_prompt == 3 and QuestionTable.of(()).longest_prompt == 0
+
+
+def test_the_hash_of_a_table_is_that_of_its_records():
+    assert hash_data(QuestionTable.of(QUESTIONS)) == hash_data(QUESTIONS)
+
+
+@pytest.mark.parametrize("index", [3, -1])
+def test_an_index_outside_is_an_error(index):
+    with pytest.raises(IndexError, match=f"a table of 3 records has none at {index}"):
+        QuestionTable.of(QUESTIONS)[index]
+
+
+def test_what_is_pickled_of_a_table_does_not_grow_with_it():
+    table, content = carried(QuestionTable.of(QUESTIONS * 1000))
+    assert len(content) < 1000
+    assert same(table[2999], QUESTIONS[2])
+
+
+def test_token_ids_are_a_view_of_the_table():
+    table, _ = carried(QuestionTable.of(QUESTIONS))
+    assert not table[0].input_token_ids.flags.owndata
+    assert not table[0].input_token_ids.flags.writeable
+
+
+def test_pairs_come_back_as_they_were():
+    pairs = [([1, 2], [3]), ([4], [5, 6, 7])]
+    table = PairTable.of(
+        TrainingPair(np.array(prompt, np.int32), np.array(completion, np.int32))
+        for prompt, completion in pairs
+    )
+    found = [(p.prompt_token_ids.tolist(), p.completion_token_ids.tolist()) for p in table]
+    assert found == pairs and hash_data(table) == hash_data(list(table))
