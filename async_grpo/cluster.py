@@ -109,12 +109,15 @@ class Owner:
 
 def owner_of(name: str) -> Owner | None:
     """Whose the living actor of that name is, in this namespace; None when nobody knows."""
+    actor = find_actor(name)
+    return None if actor is None else driver_of(actor)
+
+
+def driver_of(actor: Any) -> Owner | None:
+    """The driver that an actor ends with; None when nobody knows."""
     import ray
     from ray._private import state
 
-    actor = find_actor(name)
-    if actor is None:
-        return None
     row = state.actors(actor._actor_id.hex())
     job = next((job for job in state.jobs() if job["JobID"] == row.get("JobID")), None)
     if job is None:

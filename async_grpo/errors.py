@@ -33,6 +33,10 @@ class DeadlineError(AsyncGrpoError, TimeoutError):
     """Another process did not answer in time; the message names it."""
 
 
+class NoWorkerError(DeadlineError):
+    """Nobody was free for a piece of work while nothing moved; the message says what is missing."""
+
+
 class WorkerError(AsyncGrpoError, RuntimeError):
     """A worker could not do what it was asked; the cause is in the message."""
 
@@ -54,6 +58,7 @@ class LossCause(StrEnum):
     UPDATE = "update"  # the worker could not load new weights
     LEFT = "left"  # the worker was taken out of its registry
     RUN_ENDED = "run ended"  # or was begun again
+    OWNER = "owner lost"  # the lease under which the work was asked for
 
 
 class LeaseLost(AsyncGrpoError, RuntimeError):

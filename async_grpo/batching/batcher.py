@@ -13,15 +13,15 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
-from async_grpo.batching.draws import Draws
 from async_grpo.batching.evaluation import evaluate
 from async_grpo.batching.grading import VERIFICATION, nothing_graded
 from async_grpo.batching.groups import GroupRules
-from async_grpo.batching.leased_work import Reason, SlotFailed
+from async_grpo.batching.leased_work import QUARANTINE, Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
@@ -30,7 +30,6 @@ from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
 from async_grpo.batching.sample_log import SampleLog
-from async_grpo.batching.services import Services
 from async_grpo.batching.statistics import StepSums
 from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import (
@@ -38,6 +37,7 @@ from async_grpo.types import (
     Group,
     Minibatch,
     PipelineStatus,
+    Question,
     ResumePoint,
     Sample,
     StreamItem,
@@ -45,34 +45,46 @@ from async_grpo.types import (
     WeightsVersion,
     tally,
 )
+from async_grpo.types.roles import GENERATION, REFERENCE
+
+if TYPE_CHECKING:
+    from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.02  # while trainers stand still beside samples: the fill asked for falls
 MAX_SEQUENTIAL_FAILURES = 32
+NUM_SHOWN = 80  # characters of a question's beginning
 RESTART = "restart"  # why work of later steps is done again: of the run, or of its batcher
 
 
 class ExperienceBatcher:
     """Thin: admission, ledger, rounds and sums decide, this moves things between them."""
 
-    def __init__(self, plan: BatcherPlan, services: Services, recorder: Any = None) -> None:
-        """`recorder`: the handle of the run's `RunRecorder`; None: samples are not dumped."""
+    def __init__(
+        self,
+        plan: BatcherPlan,
+        registry_of: Callable[[str], WorkerRegistry],
+        recorder: Any = None,
+    ) -> None:
+        """`registry_of` gives the registry of a role, by its name.
+
+        `recorder`: the handle of the run's `RunRecorder`; None: samples are not dumped.
+        """
         config = plan.config
         resume = plan.resume
         first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)
         self._plan = plan
-        self._services = services
+        self._registry_of = registry_of
         self._rules = GroupRules(config)
-        quarantine = Quarantine(resume.quarantined if resume else ())
+        self._quarantine = Quarantine(resume.quarantined if resume else ())
         self._pipeline = SlotPipeline(
-            services,
+            registry_of,
             rules=self._rules,
             timeout_s=config.stall_timeout_s,
             generation_timeout_s=config.generation_timeout_s,
             max_staleness=config.max_staleness,
-            quarantine=quarantine,
+            quarantine=self._quarantine,
         )
-        self._draws = Draws(plan, self._pipeline, quarantine)
         self._window = AdmissionWindow(
             config.batch_size,
             questions_per_step=config.questions_per_step,
@@ -91,6 +103,7 @@ class ExperienceBatcher:
             deterministic=config.deterministic,
             first_step=first,
         )
+        self._roles = (GENERATION, REFERENCE)[: 1 + config.needs_reference]
         self._outbox = Outbox(plan.num_ranks)
         self._sums = StepSums(max_staleness=config.max_staleness)
         self._samples: dict[tuple[int, int], Sample] = {}
@@ -118,14 +131,17 @@ class ExperienceBatcher:
         if version.batches > self._window.batches_published:
             self._window.batch_published(version.batches)
         for ordinal in self._window.admissible():
-            self._start_slot(ordinal)
+            step = self._admit(ordinal)
+            slot = asyncio.create_task(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
+            self._slots.add(slot)
+            slot.add_done_callback(self._slots.discard)
+            slot.add_done_callback(self._stop_on_failure)
         if self._pump is None:
             self._pump = asyncio.create_task(self._send_rounds(), name="rounds")
             self._pump.add_done_callback(self._stop_on_failure)
 
     async def next_item(self, rank: int, index: int) -> StreamItem:
         """Item `index` of a rank's stream; asking for it again gives it again."""
-        self._pipeline.trainer_heard()
         return await self._outbox.take(rank, index)
 
     async def hungry(self, rank: int, index: int) -> None:
@@ -133,9 +149,11 @@ class ExperienceBatcher:
         self._outbox.mark_hungry(rank, index)
         self._news.set()
 
-    async def abort(self, reason: str) -> None:
-        """End the run: every rank that waits for an item gets `reason` as its error."""
-        self._outbox.fail(WorkerError(reason))
+    def close(self, error: Exception) -> None:
+        """End all work; every rank that asks for an item gets `error`."""
+        self._outbox.fail(error)
+        for task in (*self._slots, *([self._pump] if self._pump else [])):
+            task.cancel()
 
     async def evaluate(self) -> EvaluationResult:
         """Sample and grade the held-out questions with the published weights."""
@@ -143,11 +161,11 @@ class ExperienceBatcher:
             raise WorkerError("weights must be published before an evaluation")
         return await evaluate(self._plan, self._pipeline, version=self._newest)
 
-    async def status(self) -> PipelineStatus:
+    def status(self) -> PipelineStatus:
         """What every stage is doing right now."""
-        self._pipeline.trainer_heard()
         stages, progress = self._pipeline.stages.counts, self._sums.current_reward()
-        counts, roles = self._ledger.counts(), await self._pipeline.roles()
+        counts = self._ledger.counts()
+        roles = {role: self._registry_of(role).status for role in self._roles}
         return PipelineStatus(
             batch=self._window.batches_published,
             generating=stages["generating"],
@@ -166,17 +184,15 @@ class ExperienceBatcher:
             warnings=self._pipeline.warnings,
         )
 
-    def _start_slot(self, ordinal: int) -> None:
+    def _admit(self, ordinal: int) -> StepKey:
+        """Begin to account for a slot; its step."""
         step = self._window.step_of(ordinal)
         self._window.start(ordinal)
         num_samples = self._plan.config.samples_per_question
         if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
             self._ledger.admit(ordinal, num_samples=num_samples, step=step)
         self._unsettled.setdefault(step, self._plan.config.questions_per_step)
-        slot = asyncio.create_task(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
-        self._slots.add(slot)
-        slot.add_done_callback(self._slots.discard)
-        slot.add_done_callback(self._stop_on_failure)
+        return step
 
     async def _run_slot(self, ordinal: int, step: StepKey) -> None:
         try:
@@ -196,15 +212,41 @@ class ExperienceBatcher:
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
         """The group that the slot trains; those that it replaces are counted on the way."""
         oldest = self._window.oldest_weights(ordinal)
+        period = self._plan.config.num_batches_per_ref_model_update
+        reference = oldest._replace(batches=oldest.batches // period * period)
         for attempt in itertools.count():
-            group = await self._draws.group(
-                ordinal, attempt, oldest=oldest, on_discard=partial(self._discard, ordinal)
-            )
+            index = self._plan.index(ordinal, attempt=attempt)
+            if index in self._quarantine:
+                raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
+            question, request = self._plan.draw(ordinal, attempt=attempt)
+            try:
+                group = await self._pipeline.run(
+                    question,
+                    request,
+                    oldest=oldest,
+                    reference=reference,
+                    on_discard=partial(self._discard, ordinal),
+                )
+            except SlotFailed as failure:
+                if failure.stage == QUARANTINE:
+                    self._exclude(index, question, failure)
+                raise
             self._receive(group, step)
             if not group.is_replaced:
-                break
+                return group
             self._replace(group, step)
-        return group
+        raise AssertionError("attempts are counted without end")
+
+    def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
+        """The question kills workers: it is not asked any more in this run."""
+        if index in self._quarantine:
+            return
+        self._quarantine.exclude(index)
+        shown = question.input[:NUM_SHOWN]
+        logger.error(
+            "question %d is not asked any more in this run: %s; it begins with %r",
+            index, failure, shown,
+        )  # fmt: skip
 
     def _discard(self, ordinal: int, reason: Reason) -> None:
         """The samples of a slot are lost, and sampled again."""
@@ -328,7 +370,7 @@ class ExperienceBatcher:
         first = self._rounds.current_step
         ledger = self._ledger.rolled_back(first=first, reason=RESTART)
         return ResumePoint(
-            first.batch, first.step_in_batch, ledger.state(), self._draws.quarantined
+            first.batch, first.step_in_batch, ledger.state(), self._quarantine.questions
         )
 
     def _stop_on_failure(self, task: asyncio.Task[None]) -> None:

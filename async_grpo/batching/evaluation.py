@@ -10,7 +10,7 @@ from async_grpo.batching.grading import nothing_graded
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
-from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.errors import NoWorkerError, WorkerError
 from async_grpo.types import GenerationRequest, Question, Verdict, WeightsVersion
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ async def _grade(
     try:
         completions = await pipeline.generate(request, oldest=version, slot=("held out", number))
         return await pipeline.verify(number, question, completions)
-    except (SlotFailed, DeadlineError) as error:
+    except (SlotFailed, NoWorkerError) as error:
         logger.warning("held-out question %d is not counted: %s", number, error)
         return error if isinstance(error, SlotFailed) else SlotFailed("deadline", str(error))
 

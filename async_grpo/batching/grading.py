@@ -2,32 +2,39 @@
 
 consumes:     outputs to grade
 produces:     a verdict for each; the first failure of each kind, for people
-waits for:    the verifier pool, and whatever a reward is connected to, up to the stall timeout
+waits for:    verifiers, and whatever a reward is connected to, up to the stall timeout
 unblocked by: verdicts; a connection that is back
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from async_grpo.batching.leased_work import Progress, SlotFailed
-from async_grpo.batching.services import Service, pauses
-from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import Verdict, VerificationRequest
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]
 VERIFICATION = "verification"  # the stage that loses what cannot be graded
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 MAX_KINDS = 50  # told; a reward that fails in ever new ways is told often enough by then
 
 
 class Grading:
-    """Asks the pool; only a connection that fails is asked again, all else the pool has tried."""
+    """Asks verifiers; only a connection that fails is asked again, all else they have tried."""
 
-    def __init__(self, verifiers: Service, *, timeout_s: float, progress: Progress) -> None:
-        self._verifiers = verifiers
+    def __init__(
+        self,
+        ask: Callable[[Requests], Awaitable[tuple[Verdict, ...]]],
+        *,
+        timeout_s: float,
+        progress: Progress,
+    ) -> None:
+        """`ask` has any verifier grade, and raises `SlotFailed` when none can."""
+        self._ask = ask
         self._timeout_s = timeout_s
         self._progress = progress
         self._warnings: dict[tuple[str, ...], str] = {}
@@ -42,7 +49,7 @@ class Grading:
         clock = asyncio.get_running_loop().time
         started = clock()
         verdicts = list(await self._ask(requests))
-        for pause_s in pauses():
+        for pause_s in _pauses():
             self._tell(verdicts)
             away = [n for n, verdict in enumerate(verdicts) if verdict.cause == "connection"]
             if not away or clock() + pause_s - started > self._timeout_s:
@@ -55,17 +62,7 @@ class Grading:
         for verdict in verdicts:
             if verdict.status == "error":
                 raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
-        self._progress.moved()
         return tuple(verdicts)
-
-    async def _ask(self, requests: Requests) -> tuple[Verdict, ...]:
-        try:
-            verdicts: tuple[Verdict, ...] = await self._verifiers.call(
-                "verify", requests, timeout_s=self._timeout_s, patience_s=self._timeout_s
-            )
-        except AsyncGrpoError as error:
-            raise SlotFailed(VERIFICATION, str(error)) from error
-        return verdicts
 
     def _tell(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
@@ -95,3 +92,9 @@ def nothing_graded(of: str, failure: SlotFailed) -> str:
         f"at least one sample must be graded, but none of {of} could be: {failure}; once that is "
         "mended, the same command goes on from the last checkpoint, or begins again"
     )
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between tries: 0.25, 0.5, 1, ... 5, 5, 5."""
+    for number in itertools.count():
+        yield min(FIRST_PAUSE_S * 2 ** min(number, 10), LONGEST_PAUSE_S)

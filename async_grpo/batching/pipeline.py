@@ -10,35 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from async_grpo import cluster
 from async_grpo.batching.answers import Scores, check_completions, check_scores
-from async_grpo.batching.grading import Grading
+from async_grpo.batching.grading import VERIFICATION, Grading, Requests
 from async_grpo.batching.groups import GroupRules, Samples, with_scores
-from async_grpo.batching.leased_work import LeasedWork, Progress, Reason, SlotFailed
+from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
-from async_grpo.batching.services import Service, Services
 from async_grpo.batching.stages import StageClock
-from async_grpo.errors import AsyncGrpoError, DeadlineError
+from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
 from async_grpo.types import (
     Completion,
     GenerationRequest,
     Group,
-    Lease,
     LogprobRequest,
     Question,
-    RegistryStatus,
     Sample,
     Verdict,
     VerificationRequest,
     WeightsVersion,
 )
+from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
 
-COUNT_TIMEOUT_S = 5.0  # less than a rank waits for the status that the count is part of
+if TYPE_CHECKING:
+    from async_grpo.controller.leases import Lease
+    from async_grpo.controller.registry import WorkerRegistry
+
+logger = logging.getLogger(__name__)
+STAGES = {GENERATION: "generation", REFERENCE: "reference", VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
 
@@ -48,7 +51,7 @@ class SlotPipeline:
 
     def __init__(
         self,
-        services: Services,
+        registry_of: Callable[[str], WorkerRegistry],
         *,
         rules: GroupRules,
         timeout_s: float,
@@ -57,6 +60,7 @@ class SlotPipeline:
         quarantine: Quarantine | None = None,
     ) -> None:
         """`timeout_s` without progress; `generation_timeout_s` for an answer, 0: no limit."""
+        self._registry_of = registry_of
         self._generation_timeout_s = generation_timeout_s
         self._max_staleness = max_staleness
         self._batches_published = 0
@@ -64,26 +68,10 @@ class SlotPipeline:
         self._rules = rules
         self._timeout_s = timeout_s
         self._quarantine = quarantine or Quarantine()
-        self._verifiers = Service(
-            "the verifier pool", services.verifiers, name=cluster.VERIFIER_POOL
-        )
-        self._registries = {"generation": Service.registry("generation", services.generation)}
-        if services.reference is not None:
-            self._registries["logprob"] = Service.registry("logprob", services.reference)
+        self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
         self._progress = Progress()
-        self._grading = Grading(self._verifiers, timeout_s=timeout_s, progress=self._progress)
-        self._workers = {
-            role: LeasedWork(
-                registry,
-                stage="reference" if role == "logprob" else role,
-                timeout_s=timeout_s,
-                progress=self._progress,
-                quarantine=self._quarantine,
-            )
-            for role, registry in self._registries.items()
-        }
+        self._grading = Grading(self._verify, timeout_s=timeout_s, progress=self._progress)
         self._num_scored_again = 0  # samples
-        self._trainer_heard_s = 0.0
         self.stages = StageClock(time.monotonic())
 
     @property
@@ -105,15 +93,10 @@ class SlotPipeline:
         """Seconds by stage since the last call, and what was done again in that time."""
         sums = self.stages.take(time.monotonic())
         sums["reference_retries"], self._num_scored_again = self._num_scored_again, 0
-        services = (self._verifiers, *self._registries.values())
-        sums["service_retries"] = sum(service.num_retries for service in services)
-        for service in services:
-            service.num_retries = 0
         return sums
 
     async def published(self, version: WeightsVersion) -> None:
         """The trainer has completed another batch, and whatever was due with it is served."""
-        self.trainer_heard()
         async with self._has_published:
             self._batches_published = version.batches
             self._has_published.notify_all()
@@ -170,12 +153,11 @@ class SlotPipeline:
         `slot` tells requests apart that share an ordinal; the ordinal by default.
         """
 
-        async def work(lease: Lease) -> tuple[Completion, ...]:
+        async def work(worker: Lease) -> tuple[Completion, ...]:
+            limit_s = self._generation_timeout_s or None
             try:
-                completions: tuple[Completion, ...] = await cluster.work(
-                    lease.handle.generate.remote(replace(request, lease_id=lease.lease_id)),
-                    timeout_s=self._generation_timeout_s or None,
-                    who=f"generation worker {lease.worker_id}",
+                completions: tuple[Completion, ...] = await worker.call(
+                    "generate", request, timeout_s=limit_s
                 )
             except DeadlineError as error:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
@@ -184,7 +166,7 @@ class SlotPipeline:
 
         with self._in_stage("generating", request.num_samples):
             found: tuple[Completion, ...] = await self._leased(
-                "generation",
+                GENERATION,
                 work,
                 cost=request.num_samples,
                 version=oldest,
@@ -217,12 +199,8 @@ class SlotPipeline:
             version,
         )
 
-        async def work(lease: Lease) -> tuple[Scores, ...]:
-            scores: tuple[Scores, ...] = await cluster.work(
-                lease.handle.logprobs.remote(replace(request, lease_id=lease.lease_id)),
-                timeout_s=None,
-                who=f"logprob worker {lease.worker_id}",
-            )
+        async def work(worker: Lease) -> tuple[Scores, ...]:
+            scores: tuple[Scores, ...] = await worker.call("logprobs", request)
             check_scores(request, scores)
             return scores
 
@@ -232,7 +210,7 @@ class SlotPipeline:
         with self._in_stage("in_reference", len(samples)):
             await self._until_reference_is_due(version)
             scores = await self._leased(
-                "logprob",
+                REFERENCE,
                 work,
                 cost=request.num_tokens,
                 version=version,
@@ -244,43 +222,67 @@ class SlotPipeline:
             for sample, score in zip(samples, scores, strict=True)
         )
 
-    async def _leased(self, role: str, work: Any, *, slot: Hashable, **options: Any) -> Any:
-        """The answer of a worker; the deaths that a slot met are forgotten with its answer."""
+    async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
+        async def work(worker: Lease) -> tuple[Verdict, ...]:
+            verdicts: tuple[Verdict, ...] = await worker.call(
+                "verify", requests, worker.lease_id, timeout_s=self._timeout_s
+            )
+            return verdicts
+
+        verdicts: tuple[Verdict, ...] = await self._leased(VERIFIER, work, cost=len(requests))
+        return verdicts
+
+    async def _leased(
+        self,
+        role: str,
+        work: Callable[[Lease], Awaitable[Any]],
+        *,
+        cost: float,
+        version: WeightsVersion | None = None,
+        slot: Hashable = None,
+        on_retry: OnDiscard = lambda reason: None,
+    ) -> Any:
+        """The answer to `work`, on another worker when the first could not give a good one.
+
+        The deaths of workers count against `slot`, until its work is done. Raises `SlotFailed` when
+        the tries are used up, or workers keep dying of it; `NoWorkerError` when nothing moves.
+        """
+        stage, registry = STAGES[role], self._registry_of(role)
+        attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
         try:
-            return await self._workers[role].do(work, slot=slot, **options)
+            while True:
+                is_suspect = self._quarantine.is_on_probation(slot)
+                turn = self._probation if is_suspect else contextlib.nullcontext()
+                lease = registry.lease(
+                    cost, version=version, timeout_s=self._timeout_s, moves=lambda: self.answers
+                )
+                try:
+                    async with turn, lease as worker:
+                        answer = await work(worker)
+                except (SlotFailed, NoWorkerError):
+                    raise
+                except AsyncGrpoError as error:
+                    self._progress.problem = f"{stage}: {error}"
+                    logger.warning("%s attempt failed: %s", stage, error)
+                    reason, pause_s = attempts.pause_after(error)
+                else:
+                    self._progress.moved()
+                    return answer
+                on_retry(reason)
+                await asyncio.sleep(pause_s)
         finally:
-            self._quarantine.forget(slot)
+            if slot is not None:
+                self._quarantine.forget(slot)
 
     async def _until_reference_is_due(self, version: WeightsVersion) -> None:
         """Version v comes when v + S batches are completed: older batches need the one before.
 
-        What it waits for is the trainer, which needs nothing of this slot for these batches and may
-        compute for as long as it likes, but not be silent for as long as that: rank 0 asks for the
-        status every second. Raises `DeadlineError` when it is.
+        What it waits for is the trainer, which may compute for as long as it likes; one that is
+        silent ends the run, and this with it.
         """
         due = version.batches + self._max_staleness if version.batches else 0
-        while self._batches_published < due:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timeout_s), self._has_published:
-                    await self._has_published.wait()
-            silent_s = asyncio.get_running_loop().time() - self._trainer_heard_s
-            if self._batches_published < due and silent_s >= self._timeout_s:
-                raise DeadlineError(
-                    f"the trainer has asked for nothing for {silent_s:g} s, and published none of "
-                    f"the batches that reference weights {version} wait for"
-                )
-
-    def trainer_heard(self) -> None:
-        """A rank has asked for something, or told of something."""
-        self._trainer_heard_s = asyncio.get_running_loop().time()
-
-    async def roles(self) -> dict[str, RegistryStatus]:
-        """What the registries know now, by role; a silent one is left out."""
-        found = {}
-        for role, registry in self._registries.items():
-            with contextlib.suppress(AsyncGrpoError):  # it is lost: whoever needs it says so
-                found[role] = await registry.try_call("status", timeout_s=COUNT_TIMEOUT_S)
-        return found
+        async with self._has_published:
+            await self._has_published.wait_for(lambda: self._batches_published >= due)
 
     @contextlib.contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Least-loaded leases over the workers of one role. Pure; who waits in line is the actor's.
+"""Least-loaded leases over the workers of one role. Pure; who waits in line is the registry's.
 
 A worker takes work while its load is *below* capacity + overhead, so that one large group may
 overshoot: otherwise it would never fit anywhere. Decisions are one vector operation over the
@@ -7,6 +7,8 @@ workers, which a thousand of them do not slow down.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,12 +57,13 @@ class _Worker:
 
 
 class Balancer:
-    """Grants, counts and revokes leases. Lease ids are never used twice."""
+    """Grants, counts and revokes leases."""
 
-    def __init__(self, *, first_lease_id: int = 0) -> None:
+    def __init__(self, *, lease_ids: Iterator[int] | None = None) -> None:
+        """`lease_ids` gives each id once; the default serves a balancer that is alone."""
         self._workers: dict[str, _Worker] = {}
         self._holders: dict[int, _Worker] = {}  # lease id -> worker
-        self._next_lease_id = first_lease_id
+        self._lease_ids = lease_ids or itertools.count()
         self._by_slot: list[_Worker | None] = []
         self._free_slots: list[int] = []
         # One entry a slot; a free slot has infinite pressure, so it is never chosen.
@@ -122,11 +125,13 @@ class Balancer:
         """Workers that get no new leases because somebody wants them empty."""
         return sum(worker.draining for worker in self._workers.values())
 
-    def try_acquire(self, cost: float, version: WeightsVersion | None) -> LeaseGrant | None:
+    def try_acquire(
+        self, cost: float, version: WeightsVersion | None, prefer: str | None = None
+    ) -> LeaseGrant | None:
         """A lease on the least-loaded worker that may take it; None when all must be waited for.
 
         A worker qualifies with weights of the same incarnation that are at least as new as
-        `version`; None takes any weights.
+        `version`; None takes any weights. One that is preferred and qualifies is taken first.
 
         >>> balancer, first = Balancer(), WeightsVersion(0, 0)
         >>> balancer.add_worker("small", capacity=2, overhead=0, version=first)
@@ -137,15 +142,26 @@ class Balancer:
         """
         if not cost > 0:
             raise ValueError(f"the cost of a lease must be positive, got {cost}")
-        worker = self._least_loaded(version)
-        if worker is None or worker.version is None:
+        if not self._by_slot:
             return None
-        lease_id = self._next_lease_id
-        self._next_lease_id += 1
+        favourite = self._workers.get(prefer) if prefer else None
+        slot = favourite.slot if favourite else int(self._pressure_W.argmin())
+        if not self._may_take(slot, version):
+            pressure_W = self._pressure_W
+            if version is not None:
+                newer_W = self._batches_W >= version.batches
+                serves_W = newer_W & (self._incarnation_W == version.incarnation)
+                pressure_W = np.where(serves_W, pressure_W, np.inf)
+            slot = int(pressure_W.argmin())
+            if pressure_W[slot] == np.inf:
+                return None
+        worker = self._by_slot[slot]
+        assert worker is not None and worker.version is not None, "its pressure is infinite"
+        lease_id = next(self._lease_ids)
         worker.leases[lease_id] = cost
         worker.load += cost
         self._holders[lease_id] = worker
-        self._pressure_W[worker.slot] = worker.pressure
+        self._pressure_W[slot] = worker.pressure
         return LeaseGrant(lease_id, worker.worker_id, worker.version)
 
     def release(self, lease_id: int) -> bool:
@@ -178,21 +194,11 @@ class Balancer:
             for w in self._workers.values()
         )
 
-    def _least_loaded(self, version: WeightsVersion | None) -> _Worker | None:
-        if not self._by_slot:
-            return None
-        pressure_W = self._pressure_W
-        slot = int(pressure_W.argmin())
-        if version is not None and not self._serves(slot, version):
-            newer_W = self._batches_W >= version.batches
-            serves_W = newer_W & (self._incarnation_W == version.incarnation)
-            pressure_W = np.where(serves_W, pressure_W, np.inf)
-            slot = int(pressure_W.argmin())
-        return self._by_slot[slot] if pressure_W[slot] < np.inf else None
-
-    def _serves(self, slot: int, version: WeightsVersion) -> bool:
-        same_run = self._incarnation_W[slot] == version.incarnation
-        return bool(same_run and self._batches_W[slot] >= version.batches)
+    def _may_take(self, slot: int, version: WeightsVersion | None) -> bool:
+        if self._pressure_W[slot] == np.inf:
+            return False
+        same_run = version is None or self._incarnation_W[slot] == version.incarnation
+        return bool(same_run and (version is None or self._batches_W[slot] >= version.batches))
 
     def _take_slot(self) -> int:
         if self._free_slots:

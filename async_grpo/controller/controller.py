@@ -8,9 +8,24 @@ unblocked by: a registration, an answer, a request of every rank
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
+import ray
+
+from async_grpo import cluster
+from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.controller.heartbeat import until_gone
+from async_grpo.controller.leases import Lease
+from async_grpo.controller.registry import PING_INTERVAL_S, WorkerRegistry
+from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 from async_grpo.types import (
     PipelineStatus,
     PublishReport,
@@ -22,7 +37,34 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
+    role_of,
 )
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, T]]
+TICK_S = 1.0
+# Counted in ticks: time in which this process itself stood still is nobody's silence.
+IDLE_TICKS = 120  # without members and run, after which the controller ends itself
+SILENT_TICKS = 60  # of a trainer, after which its run is ended
+TAKEOVER_TICKS, TAKEOVER_TICK_S = (
+    150,
+    0.1,
+)  # in which a run may end that stands in the way of another
+NUM_ENDINGS_KEPT = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """The run of this moment."""
+
+    id: RunId
+    batcher: ExperienceBatcher
+    stall_timeout_s: float
+    trainer: str  # for people
+    watch: asyncio.Task[None] | None = None  # of the recorder
+    silent_ticks: int = 0
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class Controller:
@@ -31,106 +73,158 @@ class Controller:
     Every call of a run names it with its epoch; one of another raises `RunLost` at once.
     """
 
-    def __init__(self, code: str) -> None:
+    def __init__(
+        self,
+        code: str,
+        *,
+        ping_interval_s: float = PING_INTERVAL_S,
+        kill: Callable[[Any], None] = ray.kill,
+    ) -> None:
         """`code`: the hash of the package that this process runs."""
         self._code = code
+        self._ping_interval_s = ping_interval_s
+        self._kill = kill
+        self._registries: dict[str, WorkerRegistry] = {}
+        # Neither lease nor epoch is ever that of an earlier controller.
+        self._lease_ids = itertools.count(time.time_ns())
+        self._epochs = itertools.count(time.time_ns() // 1_000_000)
+        self._run: _Run | None = None
+        self._beginning = asyncio.Lock()
+        self._endings: dict[RunId, str] = {}
+        self._idle_ticks = 0
+        self._ticking = asyncio.create_task(self._tick(), name="tick")
 
     async def hello(self, code: str) -> None:
         """A dispatcher or a trainer of this `code` lives; this controller goes on for a while.
 
         Raises `ConfigError` when workers or a run of other code use it; unused, it ends itself.
         """
-        raise NotImplementedError
+        self._idle_ticks = 0
+        if code == self._code:
+            return
+        if users := self._users():
+            raise ConfigError(
+                "the controller, its workers and its trainer must run the same source of "
+                f"async-grpo, and this command runs another: stop {users} first, or give this "
+                "command another --namespace"
+            )
+        await self._end_process("a command of another source has come")
 
     async def register(self, info: WorkerInfo, handle: Any) -> None:
         """Admit a worker once it serves the weights of its role, if there are any yet.
 
         Raises what the worker raised when it cannot load them, `WorkerError` when it is lost.
         """
-        raise NotImplementedError
+        self._idle_ticks = 0
+        await self.registry_of(info.role).register(info, handle)
 
     async def deregister(self, role: str, worker_id: str) -> None:
         """Forget a worker; its leases are revoked."""
-        raise NotImplementedError
+        self.registry_of(role).deregister(worker_id)
 
     async def drain(self, role: str, worker_id: str, draining: bool = True) -> None:
         """Give a worker no new work, in this run and later ones, until it is told otherwise."""
-        raise NotImplementedError
+        self.registry_of(role).drain(worker_id, draining=draining)
 
     async def standing(self, role: str, worker_ids: tuple[str, ...]) -> dict[str, Standing]:
         """How each of these workers is seen here; a sign of life too."""
-        raise NotImplementedError
+        self._idle_ticks = 0
+        run = self._run.id.incarnation if self._run else 0
+        return self.registry_of(role).standing(worker_ids, run=run)
 
     async def roles(self) -> tuple[str, ...]:
         """The names of the roles that have had a worker."""
-        raise NotImplementedError
+        known = self._registries.items()
+        return tuple(name for name, registry in known if registry.status.counts.get("registered"))
 
     async def members(self, role: str) -> tuple[WorkerInfo, ...]:
         """Everyone admitted."""
-        raise NotImplementedError
+        return tuple(member.info for member in self.registry_of(role).members)
 
     async def receivers(self, role: str) -> tuple[tuple[WorkerInfo, Any], ...]:
         """Everyone admitted, with its handle: weights that come over devices go there directly."""
-        raise NotImplementedError
+        return tuple((member.info, member.handle) for member in self.registry_of(role).members)
 
     async def fenced(self, role: str) -> dict[str, str]:
         """The latest workers that were excluded, with the reason."""
-        raise NotImplementedError
+        return self.registry_of(role).fenced
 
     async def registry_status(self, role: str) -> RegistryStatus:
         """What there is of a role, and how often what has happened."""
-        raise NotImplementedError
+        return self.registry_of(role).status
 
     async def history(self, role: str) -> tuple[RegistryEvent, ...]:
         """The newest events of a role."""
-        raise NotImplementedError
+        return self.registry_of(role).history
 
     async def begin_run(self, plan: BatcherPlan, recorder: Any) -> int:
         """The epoch of a run that begins, or goes on, with this plan.
 
-        `recorder`: an actor that dies with the run's trainer. The same incarnation again takes the
+        `recorder`: the run's `RunRecorder`, which dies with its trainer. The same incarnation again takes the
         place of what is here. Raises `ConfigError` when another run lives, after a while in which
         it may end.
         """
-        raise NotImplementedError
+        async with self._beginning:
+            owner = await asyncio.to_thread(cluster.driver_of, recorder)
+            trainer = f"process {owner.pid} on {owner.address}" if owner else "unknown process"
+            await self._until_free(plan.incarnation)
+            if self._run is not None:
+                self._end(self._run, f"trainer {trainer} has begun it again")
+            run = RunId(plan.incarnation, next(self._epochs))
+            for registry in self._registries.values():
+                registry.begin_run()
+            batcher = ExperienceBatcher(plan, self.registry_of, recorder)
+            self._run = _Run(run, batcher, plan.config.stall_timeout_s, trainer)
+            self._run.watch = asyncio.create_task(
+                self._end_with(recorder, self._run), name="end-with-trainer"
+            )
+            logger.info("run %s of trainer %s begins", run, trainer)
+            return run.epoch
 
     async def end_run(self, run: RunId) -> None:
         """Forget the run and its weights, revoke its leases, end its requests."""
-        raise NotImplementedError
+        self._end(self._current(run), "its trainer has ended it")
 
     async def heard(self, run: RunId) -> None:
         """The trainer lives; said every second, from a thread."""
-        raise NotImplementedError
+        self._current(run).silent_ticks = 0
 
     async def publish(
         self, run: RunId, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float
     ) -> dict[str, PublishReport]:
         """Have every member of these roles serve `snapshot`; reports by role."""
-        raise NotImplementedError
+
+        async def update() -> list[PublishReport]:
+            registries = map(self.registry_of, roles)
+            return await asyncio.gather(
+                *(r.publish(snapshot, timeout_s=timeout_s) for r in registries)
+            )
+
+        return dict(zip(roles, await self._while_it_lasts(run, update), strict=True))
 
     async def published(self, run: RunId, version: WeightsVersion) -> None:
         """Weights are out: the staleness window moves, and slots start."""
-        raise NotImplementedError
+        await self._current(run).batcher.published(version)
 
     async def next_item(self, run: RunId, rank: int, index: int) -> StreamItem:
         """Item `index` of a rank's stream; asking for it again gives it again."""
-        raise NotImplementedError
+        return await self._current(run).batcher.next_item(rank, index)
 
     async def hungry(self, run: RunId, rank: int, index: int) -> None:
         """The rank has nothing left to compute while it waits for item `index`."""
-        raise NotImplementedError
+        await self._current(run).batcher.hungry(rank, index)
 
     async def evaluate(self, run: RunId) -> EvaluationResult:
         """Sample and grade the held-out questions with the published weights."""
-        raise NotImplementedError
+        return await self._while_it_lasts(run, self._current(run).batcher.evaluate)
 
     async def status(self, run: RunId) -> PipelineStatus:
         """What every stage is doing right now."""
-        raise NotImplementedError
+        return self._current(run).batcher.status()
 
     async def abort(self, run: RunId, reason: str) -> None:
-        """Every rank that waits for an item gets `reason` as its error."""
-        raise NotImplementedError
+        """End all work; every rank that waits for an item gets `reason` as its error."""
+        self._current(run).batcher.close(WorkerError(reason))
 
     async def ask(
         self,
@@ -149,4 +243,125 @@ class Controller:
         `prefer`: a worker's id, a hint. `owner`: the lease under which the asker works itself; the
         work ends with it. Raises `LeaseLost` when the worker was lost, or the asker's own lease.
         """
-        raise NotImplementedError
+
+        async def answer() -> Any:
+            lease = self.registry_of(role).lease(
+                cost, version=version, prefer=prefer, timeout_s=self._current(run).stall_timeout_s
+            )
+            async with lease as worker:
+                return await worker.call(method, request)
+
+        work = answer if owner is None else partial(_under, self._lease(owner), answer)
+        return await self._while_it_lasts(run, work)
+
+    def registry_of(self, role: str) -> WorkerRegistry:
+        """The registry of a role; raises `ConfigError` when there is no such role."""
+        if role not in self._registries:
+            self._registries[role] = WorkerRegistry(
+                role_of(role),
+                lease_ids=self._lease_ids,
+                ping_interval_s=self._ping_interval_s,
+                kill=self._kill,
+            )
+        return self._registries[role]
+
+    def _lease(self, lease_id: int) -> Lease | None:
+        found = (registry.find_lease(lease_id) for registry in self._registries.values())
+        return next(filter(None, found), None)
+
+    def _current(self, run: RunId) -> _Run:
+        if self._run is None or self._run.id != run:
+            why = self._endings.get(run, "it is not known here, for this controller is a new one")
+            raise RunLost(f"the controller does not serve run {run}: {why}")
+        return self._run
+
+    async def _while_it_lasts(self, run: RunId, work: Work[T]) -> T:
+        """What `work` returns; `RunLost` when the run ends first, which ends the work."""
+        calls = self._current(run).calls
+        task = asyncio.ensure_future(work())
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+        try:
+            return await task
+        except (asyncio.CancelledError, LeaseLost):
+            self._current(run)
+            raise
+
+    def _end(self, run: _Run, why: str) -> None:
+        """The one end of a run, whoever brings it about."""
+        if self._run is not run:
+            return
+        logger.info("run %s ends: %s", run.id, why)
+        self._run = None
+        self._endings[run.id] = why
+        if len(self._endings) > NUM_ENDINGS_KEPT:
+            del self._endings[next(iter(self._endings))]
+        run.batcher.close(RunLost(f"the controller does not serve run {run.id}: {why}"))
+        for call in tuple(run.calls):
+            call.cancel()
+        if run.watch is not None and run.watch is not asyncio.current_task():
+            run.watch.cancel()
+        for registry in self._registries.values():
+            registry.end_run()
+
+    async def _end_with(self, recorder: Any, run: _Run) -> None:
+        reason = await until_gone(recorder.until_death.remote, who=f"trainer {run.trainer}")
+        self._end(run, reason)
+
+    async def _until_free(self, incarnation: int) -> None:
+        """No other run is here; raises `ConfigError` when one stays."""
+        for _ in range(TAKEOVER_TICKS):
+            if self._run is None or self._run.id.incarnation == incarnation:
+                return
+            await asyncio.sleep(TAKEOVER_TICK_S)
+        if self._run is not None and self._run.id.incarnation != incarnation:
+            raise ConfigError(
+                f"another trainer ({self._run.trainer}) uses these workers: wait for it, or start "
+                "workers and trainer with another --namespace, the trainer with another "
+                "--output-dir too"
+            )
+
+    def _users(self) -> str:
+        """Who would have to be stopped for the controller to be unused; empty when it is."""
+        users = [f"the trainer ({self._run.trainer})"] if self._run else []
+        for name, registry in self._registries.items():
+            users += [
+                f"the dispatcher of {name} worker {member.info.worker_id} (process "
+                f"{member.info.pid} on node {member.info.node_id})"
+                for member in registry.members
+            ]
+        return ", ".join(users)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if (run := self._run) is not None:
+                run.silent_ticks += 1
+                if run.silent_ticks > SILENT_TICKS:
+                    self._end(run, f"trainer {run.trainer} has been silent for {SILENT_TICKS} s")
+            is_used = run is not None or any(r.members for r in self._registries.values())
+            self._idle_ticks = 0 if is_used else self._idle_ticks + 1
+            if self._idle_ticks > IDLE_TICKS:
+                await self._end_process("it has no workers and no run")
+
+    async def _end_process(self, why: str) -> None:
+        logger.info("the controller ends: %s", why)
+        # exit_actor() ends an actor from its methods only, not from a task of its own.
+        self._kill(ray.get_runtime_context().current_actor)
+        await asyncio.Future()  # whoever has called hears of the end instead of an answer
+
+
+async def _under(owner: Lease | None, work: Work[T]) -> T:
+    """What `work` returns; raises `LeaseLost` when the lease ends first, which ends the work."""
+    lost = LeaseLost(LossCause.OWNER, "the lease under which the asker works has ended")
+    if owner is None:
+        raise lost
+    task = asyncio.ensure_future(work())
+    waited: set[asyncio.Future[Any]] = {task, owner.ended}
+    try:
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not owner.is_valid:
+            raise lost
+        return task.result()
+    finally:
+        task.cancel()

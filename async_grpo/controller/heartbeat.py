@@ -1,4 +1,4 @@
-"""How a registry learns that somebody is gone: dead, frozen or unreachable.
+"""How the controller learns that a process is gone: dead, frozen or unreachable.
 
 A worker answers a ping only after the interval, so that one call is always under way: the end of
 its process ends the call at once, and a process that is frozen lets its lease run out.
@@ -7,25 +7,25 @@ its process ends the call at once, and a process that is frozen lets its lease r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from async_grpo import cluster
-from async_grpo.errors import AsyncGrpoError, DeadlineError, ProcessLostError
+from async_grpo.errors import AsyncGrpoError, LossCause, ProcessLostError
 from async_grpo.types import Pulse
 
-# A deadline is counted in ticks instead of measured: a registry that was itself frozen, or starved
-# of its CPU, finds the answers that have come meanwhile before it has counted another tick.
+# A deadline is counted in ticks instead of measured: a controller that was itself frozen, or
+# starved of its CPU, finds the answers that came meanwhile before it has counted another tick.
 TICKS = 10
 GONE_INTERVAL_S = 1.0
-GONE_TIMEOUT_S = 30.0
 GONE_TRIES = 2  # the network may fail once
 
 
 class Loss(NamedTuple):
-    """Why somebody counts as lost."""
+    """Why a worker counts as lost."""
 
-    cause: str  # "died", "silent"
+    cause: LossCause
     reason: str
 
 
@@ -41,44 +41,42 @@ async def until_lost(
         started = clock()
         ping = asyncio.create_task(_ping(handle, interval_s, who), name=f"ping-{who}")
         try:
-            if not await _in_ticks(ping, limit_s=interval_s + lease_s):
-                return Loss("silent", f"{who} has not answered for {lease_s:g} s")
+            if not await in_ticks(ping, limit_s=interval_s + lease_s):
+                return Loss(LossCause.SILENT, f"{who} has not answered for {lease_s:g} s")
             heard(ping.result())
             # A worker that answers at once, against the rules, is not asked without a pause.
             await asyncio.sleep(started + interval_s - clock())
         except ProcessLostError as error:
-            return Loss("died", str(error))
+            return Loss(LossCause.DIED, str(error))
         except AsyncGrpoError as error:
-            return Loss("silent", str(error))
+            return Loss(LossCause.SILENT, str(error))
         finally:
             ping.cancel()
 
 
-async def until_gone(handle: Any, *, who: str) -> Loss:
-    """Return when the process of an actor has ended; one that is slow or frozen is not gone."""
-    failures = 0
-    while True:
-        try:
-            await cluster.call(handle.__ray_ready__.remote(), timeout_s=GONE_TIMEOUT_S, who=who)
-            failures = 0
-        except DeadlineError:
-            continue
-        except AsyncGrpoError as error:
-            failures += 1
-            if failures == GONE_TRIES:
-                return Loss("died", str(error))
+async def until_gone(call: Callable[[], Awaitable[object]], *, who: str) -> str:
+    """Why the process that a `call` which never returns was made to has ended, once it has."""
+    for _ in range(GONE_TRIES - 1):
+        with contextlib.suppress(AsyncGrpoError):
+            await cluster.call(call(), timeout_s=None, who=who)
         await asyncio.sleep(GONE_INTERVAL_S)
+    try:
+        await cluster.call(call(), timeout_s=None, who=who)
+    except AsyncGrpoError as error:
+        return str(error)
+    return f"{who} has ended"
+
+
+async def in_ticks(awaited: asyncio.Future[Any], *, limit_s: float) -> bool:
+    """Whether it is done within `limit_s`, in which time that this process stood still is none."""
+    for _ in range(TICKS):
+        done, _pending = await asyncio.wait({awaited}, timeout=limit_s / TICKS)
+        if done:
+            return True
+    return False
 
 
 async def _ping(handle: Any, interval_s: float, who: str) -> Pulse:
     # Its own deadline is the caller's count of ticks.
     pulse: Pulse = await cluster.call(handle.ping.remote(interval_s), timeout_s=None, who=who)
     return pulse
-
-
-async def _in_ticks(task: asyncio.Task[Pulse], *, limit_s: float) -> bool:
-    for _ in range(TICKS):
-        done, _pending = await asyncio.wait({task}, timeout=limit_s / TICKS)
-        if done:
-            return True
-    return False

@@ -10,7 +10,13 @@ from typing import Any
 
 from async_grpo import cluster
 from async_grpo.controller.heartbeat import Loss
-from async_grpo.errors import AsyncGrpoError, ProcessLostError, SnapshotLostError, WorkerError
+from async_grpo.errors import (
+    AsyncGrpoError,
+    LossCause,
+    ProcessLostError,
+    SnapshotLostError,
+    WorkerError,
+)
 from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -35,7 +41,7 @@ class Updates:
         role: str,
         *,
         serves: Callable[[str, WeightsVersion], None],
-        fence: Callable[[str, Loss], None],
+        fence: Callable[[str, LossCause, str], None],
         patience_s: float = PATIENCE_S,
     ) -> None:
         """`serves` is told of a worker that has loaded the snapshot, `fence` of one that cannot."""
@@ -121,8 +127,8 @@ class Updates:
             self._forget(snapshot)
             return str(error)
         except AsyncGrpoError as error:
-            cause = "died" if isinstance(error, ProcessLostError) else "update"
-            self._fence(worker_id, Loss(cause, str(error)))
+            died = isinstance(error, ProcessLostError)
+            self._fence(worker_id, LossCause.DIED if died else LossCause.UPDATE, str(error))
             return str(error)
         if self.snapshot is snapshot:
             self._serves(worker_id, snapshot.version)

@@ -46,7 +46,6 @@ from async_grpo.types.weights import (
     WeightsVersion,
 )
 from async_grpo.types.workers import (
-    Lease,
     PipelineStatus,
     Pulse,
     RegistryEvent,
@@ -64,7 +63,6 @@ __all__ = [
     "FinishReason",
     "GenerationRequest",
     "Group",
-    "Lease",
     "LogprobRequest",
     "Minibatch",
     "PackedMinibatch",

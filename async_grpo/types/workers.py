@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from async_grpo.types.weights import WeightsVersion
 
@@ -44,17 +44,6 @@ class Pulse(NamedTuple):
     requests: Mapping[int, RequestPulse] | None = None  # by lease; None: it cannot tell now
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Lease:
-    """The right to send one piece of work straight to one worker."""
-
-    lease_id: int
-    worker_id: str
-    handle: Any  # the worker's Ray actor handle
-    cost: float
-    version: WeightsVersion
-
-
 class Standing(NamedTuple):
     """How a registry sees a worker."""
 
@@ -76,14 +65,13 @@ class RegistryEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RegistryStatus:
-    """What a registry knows at this moment, and how often what has happened since it started."""
+    """What a registry knows at this moment, and how often what has happened since it was made."""
 
-    session: int  # another one after each restart
     workers: int
     leases: int
     serves: WeightsVersion | None  # the weights that were announced last
     counts: Mapping[str, int]  # by "kind" or "kind: cause" of `RegistryEvent`
-    num_tokens: int  # that workers have made since the registry started, by their pulses
+    num_tokens: int  # that workers have made since the registry was made, by their pulses
 
 
 @dataclass(frozen=True, slots=True)

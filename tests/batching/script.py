@@ -13,7 +13,7 @@ from async_grpo.config.train import TrainConfig
 NUM_QUESTIONS = 7
 MAX_TRIES = 3
 REWARDS = (0.0, 0.5, 1.0)
-BEHAVIOUR, REFERENCE = -0.5, -1.0  # log-probability of every token
+BEHAVIOUR, REFERENCE_LOGPROB = -0.5, -1.0  # log-probability of every token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Script:
                 excess = (num_tokens - start) / config.overlong_buffer_tokens
                 value -= config.overlong_penalty * excess
             if config.kl_estimator == "k1":
-                divergence = (num_tokens - num_masked) * (BEHAVIOUR - REFERENCE)
+                divergence = (num_tokens - num_masked) * (BEHAVIOUR - REFERENCE_LOGPROB)
                 value -= config.kl_coefficient * divergence
             shaped.append(value)
         return shaped

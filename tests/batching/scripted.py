@@ -1,20 +1,22 @@
 """Stand-ins for the cluster's services, in an event loop whose clock jumps to what happens next."""
 
 import asyncio
+import contextlib
 import selectors
 from types import SimpleNamespace
 
 import numpy as np
 
-from async_grpo.bundles import CallTaker
+from async_grpo.controller.leases import Lease
+from async_grpo.errors import LeaseLost, LossCause
 from async_grpo.types import (
     Completion,
-    Lease,
     Question,
     RegistryStatus,
     Sample,
     Verdict,
     VersionSpan,
+    WorkerInfo,
 )
 
 LIMIT_S = 3600.0  # of jumping time: a test that takes longer hangs
@@ -53,49 +55,51 @@ class Handle:
 
     def __init__(self, actor):
         self._actor = actor
-        self._taker = None
 
     def __getattr__(self, name):
-        if name == "take_calls":
-            self._taker = self._taker or CallTaker(self._actor)
-            return SimpleNamespace(remote=self._taker.take)
         return SimpleNamespace(remote=getattr(self._actor, name))
 
 
 class Registry:
-    """Grants leases on its workers in turn; a test may revoke some."""
+    """Grants leases on its workers in turn; a test may end some. A worker that dies comes back."""
 
-    def __init__(self, *workers):
-        self.workers = workers
+    def __init__(self, *workers, role="generation"):
+        self.workers, self.role = workers, role
         self.asked = []  # (cost, version) of every lease
-        self.open = set()
-        self.revoked = set()  # silently: only a release tells
-        self.ended = {}  # lease id -> what those hear who wait for its end
+        self.open = {}
+        self.revoked = set()  # lease ids that have ended when the answer comes
         self.num_tokens = 0
 
-    async def acquire(self, cost, version, timeout_s):
+    @contextlib.asynccontextmanager
+    async def lease(self, cost, *, version=None, prefer=None, timeout_s, moves=int):
         lease_id = len(self.asked)
         self.asked.append((cost, version))
-        self.open.add(lease_id)
         number = lease_id % len(self.workers)
-        return Lease(lease_id, self.name(number), Handle(self.workers[number]), cost, version)
+        info = WorkerInfo(self.name(number), self.role, "node", 1, "model", 64, 1.0, 0.0, 512)
+        handle = Handle(self.workers[number])
+        lease = self.open[lease_id] = Lease(
+            lease_id, info, handle, version=version, fence=self.lose
+        )
+        try:
+            yield lease
+            if lease_id in self.revoked:
+                self.revoke(lease_id)
+            lease.check()
+        finally:
+            del self.open[lease_id]
+            lease.end()
 
-    async def until_revoked(self, lease_id):
-        return await self._end(lease_id)
+    def revoke(self, lease_id, cause=LossCause.SILENT, reason="no sign of life"):
+        self.open[lease_id].end(LeaseLost(cause, f"lease {lease_id} has ended: {reason}"))
 
-    def revoke(self, lease_id, reason):
-        self.revoked.add(lease_id)
-        self._end(lease_id).set_result(reason)
+    def lose(self, worker_id, cause, reason):
+        for lease_id, lease in self.open.items():
+            if lease.worker_id == worker_id:
+                self.revoke(lease_id, cause, reason)
 
-    def _end(self, lease_id):
-        return self.ended.setdefault(lease_id, asyncio.get_running_loop().create_future())
-
-    async def release(self, lease_id):
-        self.open.remove(lease_id)
-        return lease_id not in self.revoked
-
-    async def status(self):
-        return RegistryStatus(1, len(self.workers), len(self.open), None, {}, self.num_tokens)
+    @property
+    def status(self):
+        return RegistryStatus(len(self.workers), len(self.open), None, {}, self.num_tokens)
 
     def name(self, number):
         return f"w{number}"

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE, Script
+from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE_LOGPROB, Script
 from scripted import Handle, Registry, make_completion, make_question, make_verdict
 
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import Minibatch, SamplingContract, VersionSpan, WeightsVersion
+from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
 
 INCARNATION = 5
 ATTENTION_RATIO = 10.0
@@ -61,7 +61,7 @@ class Cluster:
             logprob=BEHAVIOUR,
         )
 
-    async def verify(self, requests):
+    async def verify(self, requests, lease_id):
         script, ordinal = self.script, requests[0].ordinal
         attempt = self.attempts[ordinal]
         await asyncio.sleep(script.seconds("verify", ordinal, attempt))
@@ -75,7 +75,9 @@ class Cluster:
         self.references.append(request.version.batches)
         self.scored_tokens += sum(map(len, request.output_token_ids))
         await asyncio.sleep(self.script.seconds("reference", request.num_tokens))
-        return tuple(np.full(len(ids), REFERENCE, np.float32) for ids in request.output_token_ids)
+        return tuple(
+            np.full(len(ids), REFERENCE_LOGPROB, np.float32) for ids in request.output_token_ids
+        )
 
 
 class Run:
@@ -105,15 +107,16 @@ class Run:
         self.num_published = 0
 
     def make_batcher(self, resume=None):
-        services = Services(
-            generation=Handle(self.generation),
-            verifiers=Handle(self.cluster),
-            reference=self.make_reference() if self.config.needs_reference else None,
-        )
-        return ExperienceBatcher(replace(self.plan, resume=resume), services, self.recorder)
+        registries = {
+            GENERATION: self.generation,
+            VERIFIER: Registry(self.cluster, role=VERIFIER),
+            REFERENCE: self.make_reference(),
+        }
+        plan = replace(self.plan, resume=resume)
+        return ExperienceBatcher(plan, registries.__getitem__, self.recorder)
 
     def make_reference(self):
-        return Handle(Registry(self.cluster))
+        return Registry(self.cluster, role=REFERENCE)
 
     async def publish(self, batches):
         """Load and announce in the background, as the trainer's thread does."""

@@ -4,14 +4,13 @@ import asyncio
 
 import numpy as np
 import pytest
-from scripted import Handle, Registry, make_completion, make_question, make_verdict, run
+from scripted import Registry, make_completion, make_question, make_verdict, run
 from scripted_run import make_config
 
 from async_grpo.batching.groups import GroupRules
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.services import Services
-from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, roles
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
 REFERENCE = WeightsVersion(7, 0)
@@ -28,7 +27,7 @@ class Worker:
     def __init__(self, *answers, seconds=1.0):
         self.answers, self.requests, self.seconds = list(answers), [], seconds
 
-    async def generate(self, request):
+    async def generate(self, request, lease_id=None):
         self.requests.append(request)
         await asyncio.sleep(self.seconds)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -61,18 +60,21 @@ class Stage:
     ):
         workers = workers or [Worker(group()) if generation is None else generation]
         self.generation = Registry(*workers)
-        self.verifiers = verdicts or Worker(SCORED)
-        self.reference = Registry(reference) if reference else None
-        services = Services(
-            generation=Handle(self.generation),
-            verifiers=Handle(self.verifiers),
-            reference=Handle(self.reference) if reference else None,
-        )
+        self.verifiers = Registry(verdicts or Worker(SCORED), role=roles.VERIFIER)
+        self.reference = Registry(reference, role=roles.REFERENCE)
+        registries = {
+            roles.GENERATION: self.generation,
+            roles.VERIFIER: self.verifiers,
+            roles.REFERENCE: self.reference,
+        }
         if reference and not objective:
             objective = {"kl_coefficient": 0.1}
         rules = GroupRules(make_config(max_generation_tokens=8, **objective))
         self.pipeline = SlotPipeline(
-            services, rules=rules, timeout_s=TIMEOUT_S, generation_timeout_s=generation_timeout_s
+            registries.__getitem__,
+            rules=rules,
+            timeout_s=TIMEOUT_S,
+            generation_timeout_s=generation_timeout_s,
         )
 
     def run(self):
@@ -81,8 +83,7 @@ class Stage:
             return run(self.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE))
         finally:
             assert set(self.pipeline.stages.counts.values()) <= {0}
-            assert not self.generation.open
-            assert not self.reference or not self.reference.open
+            assert not self.generation.open and not self.verifiers.open and not self.reference.open
 
     def failure(self):
         with pytest.raises(SlotFailed) as caught:

@@ -25,7 +25,7 @@ async def train(script):
     """(items of every rank, the batcher's status at the end, the run)."""
     running = Run(script)
     items = await running.train()
-    return items, await running.batcher.status(), running
+    return items, running.batcher.status(), running
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -166,14 +166,18 @@ def test_an_error_inside_a_slot_is_what_every_rank_hears():
     assert [type(outcome) for outcome in run(scenario())] == [TypeError, TypeError]
 
 
-def test_an_aborted_run_tells_every_rank_why():
+def test_a_run_that_is_ended_tells_every_rank_why_and_asks_no_worker_any_more():
     running = Run(Script(config=make_config()))
 
     async def scenario():
         ranks = [asyncio.ensure_future(running.batcher.next_item(rank, 0)) for rank in range(2)]
-        await asyncio.sleep(1)
-        await running.batcher.abort("no generation worker could load new weights")
-        return await asyncio.gather(*ranks, return_exceptions=True)
+        await running.publish(0)
+        await asyncio.sleep(0)
+        assert running.generation.open
+        running.batcher.close(WorkerError("no generation worker could load new weights"))
+        told = await asyncio.gather(*ranks, return_exceptions=True)
+        assert not running.generation.open
+        return told
 
     assert [str(error) for error in run(scenario())] == [
         "no generation worker could load new weights"
@@ -196,11 +200,11 @@ def test_the_status_follows_samples_through_the_stages():
     running = Run(Script(config=config))
 
     async def scenario():
-        seen = [await running.batcher.status()]
+        seen = [running.batcher.status()]
         training = asyncio.ensure_future(running.train())
         while not training.done():
             await asyncio.sleep(0.05)
-            seen.append(await running.batcher.status())
+            seen.append(running.batcher.status())
         return seen
 
     seen = run(scenario())
@@ -209,7 +213,7 @@ def test_the_status_follows_samples_through_the_stages():
     assert max(status.in_reference for status in seen) > 0
     assert max(status.training for status in seen) > 0
     assert [seen[0].done, seen[-1].done] == [0, 12]
-    assert seen[-1].workers == {"generation": 2, "logprob": 1}
+    assert seen[-1].workers == {"generation": 2, "reference": 1}
     lengths = [n for ordinal in range(4) for n, _ in running.script.lengths(ordinal)]
     assert seen[-1].output_tokens == sum(lengths)
 

@@ -189,8 +189,8 @@ def test_a_death_before_the_first_step_has_ended_starts_the_run_again():
 def test_the_questions_in_quarantine_are_known_to_the_next_batcher():
     script = Script(config=make_config())
     running = Run(script)
-    running.batcher._draws._quarantine.exclude(4)
+    running.batcher._quarantine.exclude(4)
     running.batcher._rounds._step = StepKey(0, 0)
     resume = running.batcher._resume_point()
     assert resume.quarantined == (4,)
-    assert running.make_batcher(resume)._draws.quarantined == (4,)
+    assert running.make_batcher(resume)._quarantine.questions == (4,)

@@ -10,7 +10,7 @@ from scripted_run import INCARNATION, Run, make_config
 
 from async_grpo.batching import evaluation as module
 from async_grpo.batching.evaluation import SAMPLES_PER_QUESTION
-from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.errors import NoWorkerError, WorkerError
 from async_grpo.types import WeightsVersion
 
 
@@ -82,19 +82,19 @@ def test_workers_that_fail_or_die_cost_an_evaluation_nothing_but_time():
 def test_a_held_out_question_that_kills_workers_fails_alone_and_excludes_no_other():
     result, running = evaluate(make_script(deadly=frozenset({5})), num_questions=7)
     assert (result.num_samples, result.num_failed) == (24, 4)
-    assert running.batcher._draws.quarantined == ()
+    assert running.batcher._quarantine.questions == ()
 
 
 def test_a_held_out_question_that_no_worker_takes_in_time_is_counted():
     running = Run(make_script(), held_out=tuple(make_question() for _ in range(3)))
-    acquire = running.generation.acquire
+    lease = running.generation.lease
 
-    async def too_late(cost, version, timeout_s):
+    def too_late(*cost, **options):
         if len(running.generation.asked) == 6:
-            raise DeadlineError("nobody was free")
-        return await acquire(cost, version, timeout_s)
+            raise NoWorkerError("nobody was free")
+        return lease(*cost, **options)
 
-    running.generation.acquire = too_late
+    running.generation.lease = too_late
 
     async def scenario():
         await running.publish(0)

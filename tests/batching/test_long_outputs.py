@@ -1,4 +1,4 @@
-"""Outputs of any length are trained, those that stop are tried elsewhere; the registry is real."""
+"""Outputs of any length are trained, those that stop are tried elsewhere: with a real registry."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from scripted import Handle, run
 from scripted_run import Cluster, Run, make_config, split_steps
 
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.types import Pulse, RequestPulse, WeightsAck, WeightsSnapshot, WorkerInfo
+from async_grpo.types import Pulse, RequestPulse, WeightsAck, WeightsSnapshot, WorkerInfo, role_of
 
 STALL_S = 60.0
 TOKENS_A_SECOND = 10.0
@@ -73,7 +73,7 @@ class LongRun(Run):
         options = {"stall_timeout_s": STALL_S, "num_training_batches": 1} | changes
         super().__init__(Script(config=make_config(**options), slowest_s=0.0))
         self.workers = [make(self.cluster) for make in workers]
-        self.registry = WorkerRegistry("generation", kill=lambda handle: None)
+        self.registry = WorkerRegistry(role_of("generation"), kill=lambda handle: None)
         self.generation = self.registry
         self.batcher = self.make_batcher()
 
@@ -87,13 +87,13 @@ class LongRun(Run):
         version = self.cluster.version
         await super().publish(batches)
         if self.cluster.version != version:
-            await self.registry.publish(WeightsSnapshot(self.cluster.version, ()), 60.0)
+            await self.registry.publish(WeightsSnapshot(self.cluster.version, ()), timeout_s=60.0)
 
     async def looking(self, seconds):
         """`train`, with the status looked at as a rank does that waits, from time to time."""
         training, moves = asyncio.ensure_future(self.train()), []
         while not training.done():
-            moves.append((await self.batcher.status()).moves)
+            moves.append(self.batcher.status().moves)
             await asyncio.wait({training}, timeout=seconds)
         return await training, moves
 

@@ -7,13 +7,13 @@ import asyncio
 from itertools import product
 
 import pytest
-from ray.exceptions import RayTaskError
-from scripted import Handle, make_sample, run
+from scripted import Handle, run
 from scripted_run import INCARNATION, Run, Script, make_config
 
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.errors import DeadlineError, StaleAnswerError
-from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.errors import StaleAnswerError
+from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo, role_of
+from async_grpo.types.roles import REFERENCE
 from async_grpo.weight_sync.references import ReferenceSchedule
 
 NUM_BATCHES = 9
@@ -57,16 +57,6 @@ class ReferenceWorker:
         return await self.cluster.logprobs(request)
 
 
-class RemoteRegistry(WorkerRegistry):
-    """Its errors arrive as Ray delivers them."""
-
-    async def acquire(self, cost, version, timeout_s):
-        try:
-            return await super().acquire(cost, version, timeout_s)
-        except DeadlineError as error:
-            raise RayTaskError("acquire", str(error), error).as_instanceof_cause() from None
-
-
 class MovingRun(Run):
     """A run whose reference gets its weights as the trainer's thread announces them."""
 
@@ -80,8 +70,8 @@ class MovingRun(Run):
         self.announced = {}  # version -> batches completed when it was announced
 
     def make_reference(self):
-        self.reference = Handle(None)
-        return self.reference
+        self.registry = WorkerRegistry(role_of(REFERENCE))
+        return self.registry
 
     async def publish(self, batches):
         snapshot = WeightsSnapshot(WeightsVersion(INCARNATION, batches), ())
@@ -89,13 +79,12 @@ class MovingRun(Run):
         due = self.schedule.completed(snapshot)
         if due is not None:
             self.announced[due.version.batches] = batches
-            report = await self.registry.publish(due, 60.0)
+            report = await self.registry.publish(due, timeout_s=60.0)
             assert len(report.acks) == 1
         await self.batcher.published(snapshot.version)
 
     async def train(self):
-        self.registry = self.reference._actor = RemoteRegistry("logprob")
-        info = WorkerInfo("reference", "logprob", "", 0, "", 8, 10_000.0, 0.0, 8)
+        info = WorkerInfo("reference", REFERENCE, "", 0, "", 8, 10_000.0, 0.0, 8)
         await self.registry.register(info, Handle(self.worker))
         return await super().train()
 
@@ -142,15 +131,6 @@ def test_snapshots_are_let_go_when_the_reference_has_them():
         assert len(schedule._kept) <= 2
 
 
-async def watched(running):
-    """A run that is asked for its status, as rank 0's watcher does it."""
-    training = asyncio.ensure_future(running.train())
-    while not training.done():
-        await asyncio.wait({training}, timeout=20.0)
-        await running.batcher.status()
-    await training
-
-
 def serve(schedule, batches, served):
     """What the reference serves once so many batches are completed."""
     due = schedule.completed(WeightsSnapshot(WeightsVersion(0, batches), ()))
@@ -183,7 +163,7 @@ def test_a_reference_that_never_comes_ends_the_run_by_name():
     running = moving_run(1, 1)
     running.schedule.completed = lambda snapshot: None if snapshot.version.batches else snapshot
     with pytest.raises(Exception, match=NOBODY_SERVES):
-        run(watched(running))
+        run(running.train())
 
 
 def test_the_fixture_would_notice_a_reference_that_comes_too_early():
@@ -200,26 +180,9 @@ class SlowTrainer(Script):
         return 5 * 100.0 if key[0] == "train" else super().seconds(*key)
 
 
-def test_a_reference_waits_for_no_trainer_that_is_silent():
-    running = moving_run(1, 1)
-
-    async def scenario():
-        info = WorkerInfo("reference", "logprob", "", 0, "", 8, 10_000.0, 0.0, 8)
-        running.registry = running.reference._actor = RemoteRegistry("logprob")
-        await running.registry.register(info, Handle(running.worker))
-        await running.publish(0)
-        running.cluster.version = WeightsVersion(INCARNATION, 5)
-        sample = make_sample(running.cluster.version)
-        await running.batcher._pipeline._score((sample,), 1.0, WeightsVersion(INCARNATION, 1))
-
-    silent = r"the trainer has asked for nothing for .* weights 5.1"
-    with pytest.raises(DeadlineError, match=silent):
-        run(scenario())
-
-
 def test_a_reference_may_wait_for_a_slow_trainer_that_moves():
     script = SlowTrainer(config=moving_run(1, 1).config)
     running = MovingRun(script)
-    run(watched(running), limit_s=100_000)
+    run(running.train(), limit_s=100_000)
     assert running.worker.stale == 0
     assert max(running.worker.loaded) == NUM_BATCHES - 1

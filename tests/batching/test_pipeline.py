@@ -2,14 +2,14 @@ import asyncio
 
 import numpy as np
 import pytest
-from ray.exceptions import RayTaskError
-from scripted import Registry, make_completion, make_verdict, run
+from scripted import make_completion, make_verdict, run
 from staged import (
     NEWER,
     OLDEST,
     QUESTION,
     REFERENCE,
     REQUEST,
+    SCORED,
     SCORES,
     TIMEOUT_S,
     Stage,
@@ -18,7 +18,8 @@ from staged import (
 )
 
 from async_grpo.batching.leased_work import MAX_REVOCATIONS, TRIES_AFTER_S, SlotFailed
-from async_grpo.errors import DeadlineError, StaleAnswerError, WorkerError
+from async_grpo.batching.quarantine import QUARANTINE_DEATHS
+from async_grpo.errors import ProcessLostError, StaleAnswerError, WorkerError
 from async_grpo.types import VersionSpan, WeightsVersion
 
 
@@ -124,11 +125,11 @@ def test_lost_leases_use_up_no_try_of_their_own_but_have_an_end():
     assert stage.failure() == (
         "generation",
         f"generation failed {MAX_REVOCATIONS} times, the last time: "
-        "the lease on worker w0 was revoked",
+        f"lease {MAX_REVOCATIONS - 1} has ended: no sign of life",
     )
 
 
-def test_the_last_try_waits_until_a_dead_worker_has_been_missed():
+def test_the_last_try_waits_until_a_worker_in_trouble_has_been_missed():
     stage, clock = Stage(Worker(WorkerError("died"), seconds=0.0)), []
 
     async def scenario():
@@ -173,9 +174,18 @@ def test_a_verifier_that_failed_loses_the_whole_group():
     assert stage.failure() == ("verification", "reward scripted: killed after 10 s")
 
 
-def test_a_pool_that_is_gone_loses_the_group():
-    stage = Stage(verdicts=Worker(WorkerError("the verifier pool died")))
-    assert stage.failure() == ("verification", "the verifier pool died")
+def test_verifiers_that_can_grade_nothing_lose_the_group():
+    stage = Stage(verdicts=Worker(WorkerError("no process starts")))
+    assert stage.failure() == (
+        "verification",
+        "verification failed 3 times, the last time: no process starts",
+    )
+
+
+def test_a_verifier_that_dies_is_replaced_and_no_question_is_suspected():
+    stage = Stage(verdicts=Worker(*[ProcessLostError("gone")] * QUARANTINE_DEATHS, SCORED))
+    assert len(stage.run().samples) == 2
+    assert len(stage.generation.asked) == 1
 
 
 def test_an_unscorable_answer_is_a_reward_of_0():
@@ -204,52 +214,3 @@ def test_scores_that_cannot_be_used_are_asked_for_again_and_lose_the_group_in_th
     stage, reason = Stage(reference=Worker(scores)).failure()
     assert (stage, message in reason) == ("reference", True)
     assert Stage(reference=Worker(scores, SCORES)).run()
-
-
-class Line(Registry):
-    """One worker for a long line: a lease is granted when another is released."""
-
-    async def acquire(self, cost, version, timeout_s):
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.open:
-                    await self.released.wait()
-        except TimeoutError:
-            # As Ray delivers an error of another process: of its type and of Ray's own.
-            cause = DeadlineError("nobody was free")
-            raise RayTaskError("acquire", "", cause).as_instanceof_cause() from None
-        self.released = asyncio.Event()
-        return await super().acquire(cost, version, timeout_s)
-
-    async def release(self, lease_id):
-        valid = await super().release(lease_id)
-        self.released.set()
-        return valid
-
-
-def test_a_line_longer_than_the_deadline_is_no_failure_as_long_as_it_moves():
-    stage = Stage()
-    stage.generation.__class__ = Line
-    stage.generation.workers = (Worker(group(), seconds=0.6 * TIMEOUT_S),)
-
-    async def scenario():
-        slots = (stage.pipeline.generate(REQUEST, oldest=OLDEST) for _ in range(6))
-        return await asyncio.gather(*slots)
-
-    assert len(run(scenario())) == 6
-
-
-def test_a_line_that_stands_still_ends_with_the_registrys_reason():
-    stage = Stage()
-    stage.generation.__class__ = Line
-    stage.generation.open.add(99)
-    stage.generation.released = asyncio.Event()
-    with pytest.raises(DeadlineError, match="nobody was free"):
-        run(stage.pipeline.generate(REQUEST, oldest=OLDEST))
-
-
-def test_workers_are_counted_by_role():
-    stage = Stage(workers=[Worker(group())] * 3, reference=Worker(SCORES))
-    roles = run(stage.pipeline.roles())
-    assert {role: known.workers for role, known in roles.items()} == {"generation": 3, "logprob": 1}
-    assert list(run(Stage().pipeline.roles())) == ["generation"]

@@ -1,7 +1,7 @@
 """Who is quarantined when workers die: the question that kills them, and nobody who stood by.
 
-Real slots on simulated workers: least-loaded leases, requests side by side, deaths that take all
-requests of a worker along, registries that miss them late, and workers that come back.
+Real slots and a real registry on simulated workers: least-loaded leases, requests side by side,
+deaths that take all requests of a worker along and are heard of late, workers that come back.
 """
 
 import asyncio
@@ -12,21 +12,24 @@ from effort import histories
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import Handle, run
+from scripted_run import make_config
 
-from async_grpo.batching.leased_work import QUARANTINE, LeasedWork, Progress, SlotFailed
+from async_grpo.batching.groups import GroupRules
+from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
+from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import QUARANTINE_DEATHS, Quarantine
-from async_grpo.batching.services import Service
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import ProcessLostError
-from async_grpo.types import Lease, WeightsVersion
+from async_grpo.types import Pulse, WorkerInfo, role_of
+from async_grpo.types.roles import ENVIRONMENT, GENERATION
 
 
 class Body:
     """One life of a worker."""
 
     def __init__(self, fleet, worker_id):
-        self.fleet, self.worker_id, self.load = fleet, worker_id, 0
+        self.fleet, self.worker_id = fleet, worker_id
         self.death = asyncio.get_running_loop().create_future()
-        self.missed = asyncio.get_running_loop().create_future()
 
     async def answer(self, slot):
         fleet = self.fleet
@@ -39,66 +42,62 @@ class Body:
             raise ProcessLostError("segmentation fault")
         return slot
 
+    async def ping(self, after_s=0.0):
+        await asyncio.wait({self.death}, timeout=after_s)
+        if self.death.done():
+            await asyncio.sleep(self.fleet.random.uniform(0.0, self.fleet.missed_s))
+            raise ProcessLostError("its ping came to nothing")
+        return Pulse("none")
+
 
 class Fleet:
-    """A registry and its workers, without deadlines."""
+    """Workers of one registry, each replaced after a while."""
 
     def __init__(self, *, num_workers, killers, rumour_s, missed_s, back_s, seed):
         self.killers, self.back_s = killers, back_s
         self.rumour_s, self.missed_s = rumour_s, missed_s
         self.random = random.Random(seed)
-        self.bodies = [Body(self, f"w{number}") for number in range(num_workers)]
-        self.leases, self.num_deaths = {}, 0
+        self.num_workers, self.num_lives, self.num_deaths = num_workers, 0, 0
+        # The weights of this role are none: it needs no publication.
+        self.registry = WorkerRegistry(role_of(ENVIRONMENT), kill=self.fenced)
+
+    async def join(self):
+        self.num_lives += 1
+        name = f"w{self.num_lives}"
+        info = WorkerInfo(name, ENVIRONMENT, "node", 1, "model", 64, 100.0, 0.0, 512)
+        await self.registry.register(info, Handle(Body(self, name)))
 
     def kill(self, body):
         self.num_deaths += 1
         body.death.set_result(None)
-        loop = asyncio.get_running_loop()
-        loop.call_later(self.random.uniform(0.0, self.missed_s), self.miss, body)
 
-    def miss(self, body):
-        self.bodies.remove(body)
-        body.missed.set_result(None)
-        loop = asyncio.get_running_loop()
-        loop.call_later(self.back_s, lambda: self.bodies.append(Body(self, body.worker_id)))
+    def fenced(self, handle):
+        async def come_back():
+            await asyncio.sleep(self.back_s)
+            await self.join()
 
-    async def acquire(self, cost, version, timeout_s):
-        while not self.bodies:  # noqa: ASYNC110  time is what a test moves
-            await asyncio.sleep(0.5)
-        body = min(self.bodies, key=lambda body: body.load)  # a dead one has the least to do
-        lease_id = len(self.leases)
-        self.leases[lease_id] = body
-        body.load += cost
-        return Lease(lease_id, body.worker_id, Handle(body), cost, version)
-
-    async def until_revoked(self, lease_id):
-        await asyncio.shield(self.leases[lease_id].missed)
-        return "died: its ping came to nothing"
-
-    async def release(self, lease_id):
-        body = self.leases[lease_id]
-        body.load -= 1
-        return not body.missed.done()
+        self.coming = asyncio.ensure_future(come_back())
 
 
 async def outcomes(num_slots, **options):
     """(what became of each slot, the fleet, the quarantine, the retries of each slot)."""
     fleet, quarantine = Fleet(**options), Quarantine()
-    work = LeasedWork(
-        Service.registry("generation", Handle(fleet)),
-        stage="generation",
+    for _ in range(fleet.num_workers):
+        await fleet.join()
+    pipeline = SlotPipeline(
+        {GENERATION: fleet.registry}.__getitem__,
+        rules=GroupRules(make_config()),
         timeout_s=900.0,
-        progress=Progress(),
         quarantine=quarantine,
     )
     retries = {slot: [] for slot in range(num_slots)}
 
     async def slot_of(slot):
         await asyncio.sleep(fleet.random.uniform(0.0, 10.0))
-        return await work.do(
-            lambda lease: lease.handle.answer.remote(slot),
+        return await pipeline._leased(
+            GENERATION,
+            lambda worker: worker.call("answer", slot),
             cost=1,
-            version=WeightsVersion(0, 0),
             slot=slot,
             on_retry=retries[slot].append,
         )

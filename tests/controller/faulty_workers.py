@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from scripted import Handle
 
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.errors import ProcessLostError, WeightSyncError
-from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.errors import LeaseLost, ProcessLostError, WeightSyncError
+from async_grpo.types import (
+    Pulse,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+    role_of,
+)
 
 PHASES = ("fetch", "verify", "pause", "load", "finish", "acknowledge")
 PHASE_S = 0.1
@@ -101,10 +108,12 @@ class Worker:
 class Scene:
     """A registry, with the dispatcher's part: who it kills is dead."""
 
-    def __init__(self, **options):
+    def __init__(self, *, role="generation", **options):
         self.workers = {}
         self.killed = []
-        self.registry = WorkerRegistry("generation", kill=self._kill, **options)
+        self.role = role
+        self.registry = WorkerRegistry(role_of(role), kill=self._kill, **options)
+        self._held = {}
 
     def _kill(self, handle):
         self.killed.append(handle._actor.name)
@@ -113,31 +122,36 @@ class Scene:
     async def join(self, name, *, capacity=4.0, lease_s=30.0, **options):
         worker = self.workers[name] = Worker(name, **options)
         info = WorkerInfo(
-            name, "generation", "node", 1, "model", 64, capacity, 0.0, 512, lease_s=lease_s
+            name, self.role, "node", 1, "model", 64, capacity, 0.0, 512, lease_s=lease_s
         )
         await self.registry.register(info, worker.handle)
         return worker
 
     async def publish(self, version, *, timeout_s=60.0):
-        return await self.registry.publish(WeightsSnapshot(version, ()), timeout_s)
+        return await self.registry.publish(WeightsSnapshot(version, ()), timeout_s=timeout_s)
 
-    async def lease(self, version=V0, *, timeout_s=5.0):
-        return await self.registry.acquire(1.0, version, timeout_s)
+    async def lease(self, version=V0, *, timeout_s=5.0, **options):
+        """One that is held until it is given back."""
+        context = self.registry.lease(1.0, version=version, timeout_s=timeout_s, **options)
+        lease = await context.__aenter__()
+        self._held[lease] = context
+        return lease
 
-    async def counts(self):
-        return (await self.registry.status()).counts
-
-
-class Batcher:
-    """An actor that only lives."""
-
-    def __init__(self):
-        self.is_dead = False
-
-    async def __ray_ready__(self):
-        if self.is_dead:
-            raise ProcessLostError("the experience batcher died")
+    async def give_back(self, lease):
+        """Whether an answer under it would have counted."""
+        try:
+            await self._held.pop(lease).__aexit__(None, None, None)
+        except LeaseLost:
+            return False
         return True
+
+    @property
+    def names(self):
+        return [member.info.worker_id for member in self.registry.members]
+
+    @property
+    def counts(self):
+        return self.registry.status.counts
 
 
 def now_s():

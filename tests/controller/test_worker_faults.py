@@ -1,14 +1,14 @@
-"""Workers and batchers that die, freeze or dawdle, under a real registry in a clock that jumps."""
+"""Workers that die, freeze or dawdle, under a real registry in a clock that jumps."""
 
 import asyncio
+import itertools
 
 import pytest
-from faulty_workers import PHASES, V0, V1, V2, Batcher, Scene, now_s
-from scripted import Handle, run
+from faulty_workers import PHASES, V0, V1, V2, Scene, now_s
+from scripted import run
 
 from async_grpo.controller.heartbeat import TICKS
-from async_grpo.controller.run_watch import LONG_SILENCE_S, TRAINER_SILENCE_S
-from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.errors import LeaseLost, LossCause, NoWorkerError, ProcessLostError, WorkerError
 
 INTERVAL_S, LEASE_S = 5.0, 30.0
 KINDS = ("raises", "stalls", "dies")
@@ -27,27 +27,95 @@ async def lease_on(scene, name, version=V0):
     (wanted,) = [lease for lease in leases if lease.worker_id == name]
     for lease in leases:
         if lease is not wanted:
-            await scene.registry.release(lease.lease_id)
+            await scene.give_back(lease)
     return wanted
 
 
-def test_the_holder_of_a_lease_on_a_dead_worker_is_told_at_once():
+async def call(scene, name, *, seconds=1.0, **options):
+    """The version that a worker answers under a lease on it."""
+    async with scene.registry.lease(1.0, timeout_s=100.0, prefer=name, **options) as worker:
+        assert worker.worker_id == name
+        return await worker.call("generate", seconds)
+
+
+async def lost(awaited):
+    with pytest.raises(LeaseLost) as caught:
+        await awaited
+    return caught.value
+
+
+def test_the_holders_of_leases_on_a_dead_worker_hear_of_it_at_once_and_it_gets_no_more():
     async def scenario():
         scene, first, _ = await two_workers()
-        lease = await lease_on(scene, "first")
-        told = asyncio.create_task(scene.registry.until_revoked(lease.lease_id))
+        calls = [asyncio.create_task(call(scene, "first", seconds=100.0)) for _ in range(2)]
+        idle = await scene.lease(prefer="first")  # one that has not called yet
         await asyncio.sleep(12)
         died_at = now_s()
         first.die()
-        assert (await told).startswith("died: worker first died")
+        for held in (*calls, idle.call("generate", 1.0)):
+            error = await lost(held)
+            assert (error.cause, "worker first died" in str(error)) == (LossCause.DIED, True)
         assert now_s() - died_at < 0.01
         taken = [await scene.lease() for _ in range(4)]  # all that the other one has room for
         assert {lease.worker_id for lease in taken} == {"second"}
-        assert not await scene.registry.release(lease.lease_id)
-        assert await scene.registry.until_revoked(lease.lease_id)
-        assert await scene.counts() == {
-            "registered": 2, "fenced: died": 1, "revoked: died": 1
-        }  # fmt: skip
+        assert not await scene.give_back(idle)
+        assert scene.counts == {"registered": 2, "fenced: died": 1, "revoked: died": 3}
+
+    run(scenario())
+
+
+def test_a_death_that_a_call_meets_first_fences_before_the_next_ping():
+    async def scenario():
+        scene, first, _ = await two_workers()
+        other = await scene.lease(prefer="first")
+
+        async def broken(seconds):
+            raise ProcessLostError("worker first died")
+
+        first.generate = broken
+        error = await lost(call(scene, "first"))
+        assert error.cause == LossCause.DIED
+        assert (scene.killed, scene.names) == (["first"], ["second"])
+        assert (await other.ended).cause == LossCause.DIED
+
+    run(scenario())
+
+
+def test_a_lease_whose_holder_is_cancelled_is_free_again_and_its_work_ends():
+    async def scenario():
+        scene, first, _ = await two_workers()
+        ended = []
+
+        async def work(seconds):
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                ended.append(now_s())
+
+        first.generate = work
+        holder = asyncio.create_task(call(scene, "first", seconds=100.0))
+        await asyncio.sleep(3)
+        holder.cancel()
+        await asyncio.gather(holder, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert (ended, scene.registry.status.leases) == ([pytest.approx(3.0, abs=1.5)], 0)
+
+    run(scenario())
+
+
+def test_a_lease_that_comes_when_its_asker_is_cancelled_is_free_again():
+    async def scenario():
+        scene = Scene()
+        await scene.join("only", capacity=1.0)
+        await scene.publish(V0)
+        held = await scene.lease()
+        asker = asyncio.create_task(scene.lease(timeout_s=100.0))
+        await asyncio.sleep(1)
+        await scene.give_back(held)  # the asker has the lease, and has not woken yet
+        asker.cancel()
+        await asyncio.gather(asker, return_exceptions=True)
+        assert scene.registry.status.leases == 0
+        assert (await scene.lease(timeout_s=1.0)).worker_id == "only"
 
     run(scenario())
 
@@ -55,21 +123,72 @@ def test_the_holder_of_a_lease_on_a_dead_worker_is_told_at_once():
 def test_a_frozen_worker_is_fenced_in_time_and_its_answer_refused_when_it_wakes():
     async def scenario():
         scene, first, _ = await two_workers()
-        lease = await lease_on(scene, "first")
-        answer = asyncio.create_task(first.generate(1.0))
+        answer = asyncio.create_task(call(scene, "first"))
+        await asyncio.sleep(0)
+        zombie = asyncio.create_task(first.generate(1.0))
         frozen_at = now_s()
         first.freeze()
-        reason = await scene.registry.until_revoked(lease.lease_id)
-        assert reason == "silent: generation worker first has not answered for 30 s"
+        error = await lost(answer)
+        assert error.cause == LossCause.SILENT
+        assert str(error).endswith("generation worker first has not answered for 30 s")
         assert LEASE_S - INTERVAL_S <= now_s() - frozen_at <= LEASE_S + INTERVAL_S
         assert scene.killed == ["first"]
         first.dead.clear()  # as if it could not be killed
         first.wake()
-        assert await answer == V0
-        assert not await scene.registry.release(lease.lease_id)
+        assert await zombie == V0
         back = await scene.join("first again")
         assert back.version == V0
-        assert "fenced: silent" in await scene.counts()
+        assert "fenced: silent" in scene.counts
+
+    run(scenario())
+
+
+def test_an_answer_that_comes_with_the_end_of_its_lease_is_refused():
+    async def scenario():
+        scene, first, _ = await two_workers()
+
+        async def answer_and_leave(seconds):
+            scene.registry.deregister("first")
+            return "too late"
+
+        first.generate = answer_and_leave
+        assert (await lost(call(scene, "first"))).cause == LossCause.LEFT
+
+    run(scenario())
+
+
+def test_an_error_of_the_worker_is_its_holders_and_costs_no_lease():
+    async def scenario():
+        scene, first, _ = await two_workers()
+
+        async def refuse(seconds):
+            raise WorkerError("another temperature")
+
+        first.generate = refuse
+        with pytest.raises(WorkerError, match="another temperature"):
+            await call(scene, "first")
+        assert (scene.registry.status.leases, scene.killed) == (0, [])
+
+    run(scenario())
+
+
+def test_a_preferred_worker_is_taken_if_it_can_take_work_and_never_waited_for():
+    async def scenario():
+        scene, _, _ = await two_workers()
+        assert {(await scene.lease(prefer="first")).worker_id for _ in range(4)} == {"first"}
+        assert (await scene.lease(prefer="first")).worker_id == "second"
+        assert (await scene.lease(prefer="nobody")).worker_id == "second"
+
+    run(scenario())
+
+
+def test_workers_whose_weights_are_not_the_trainers_need_no_publication():
+    async def scenario():
+        scene = Scene(role="verifier")
+        await scene.join("pool")
+        scene.registry.begin_run()
+        assert (await scene.lease(None)).worker_id == "pool"
+        assert scene.workers["pool"].updates == []
 
     run(scenario())
 
@@ -81,7 +200,7 @@ def test_a_registry_that_was_frozen_itself_accuses_nobody():
         loop = asyncio.get_running_loop()
         loop._jump.now_s += 10 * (LEASE_S + INTERVAL_S)  # every timer is late at once
         await asyncio.sleep(60)
-        assert len(await scene.registry.members()) == 2
+        assert len(scene.names) == 2
         assert scene.killed == []
 
     run(scenario())
@@ -95,10 +214,9 @@ def test_a_worker_that_is_ten_times_slower_is_kept_and_given_less():
 
         async def ask():
             while True:
-                lease = await scene.lease(timeout_s=100.0)
-                await lease.handle.generate.remote(seconds[lease.worker_id])
-                assert await scene.registry.release(lease.lease_id)
-                done[lease.worker_id] += 1
+                async with scene.registry.lease(1.0, version=V0, timeout_s=100.0) as worker:
+                    await worker.call("generate", seconds[worker.worker_id])
+                done[worker.worker_id] += 1
 
         askers = [asyncio.create_task(ask()) for _ in range(12)]  # 8 can be served at a time
         await asyncio.sleep(300)
@@ -117,7 +235,6 @@ def test_an_update_that_fails_at_one_worker_holds_up_no_other(phase, kind):
     async def scenario():
         scene, first, second = await two_workers(patience_s=10.0)
         lease = await lease_on(scene, "first")
-        end = asyncio.create_task(scene.registry.until_revoked(lease.lease_id))
         first.fault = (phase, kind)
         started = now_s()
         publishing = asyncio.create_task(scene.publish(V1, timeout_s=60.0))
@@ -132,11 +249,11 @@ def test_an_update_that_fails_at_one_worker_holds_up_no_other(phase, kind):
         else:
             assert (set(report.failures), report.late) == ({"first"}, ())
             assert now_s() - started < 1.0
-        told = await end
-        assert told.partition(":")[0] == ("died" if kind == "dies" else "update")
+        cause = (await lease.ended).cause
+        assert cause == (LossCause.DIED if kind == "dies" else LossCause.UPDATE)
         assert now_s() - started <= 61.0
         assert scene.killed == ["first"]
-        assert [info.worker_id for info in await scene.registry.members()] == ["second"]
+        assert scene.names == ["second"]
         successor = await scene.join("third")
         assert (successor.updates, successor.version) == ([V1], V1)
         assert {(await scene.lease(V1)).worker_id for _ in range(4)} == {"second", "third"}
@@ -167,9 +284,9 @@ def test_weights_that_come_after_the_end_of_their_run_serve_nobody():
         scene, _, _ = await two_workers()
         publishing = asyncio.create_task(scene.publish(V1))
         await asyncio.sleep(0.25)
-        await scene.registry.end_run()
+        scene.registry.end_run()
         assert len((await publishing).acks) == 2
-        with pytest.raises(DeadlineError, match="weights published: none yet"):
+        with pytest.raises(NoWorkerError, match="weights published: none yet"):
             await scene.lease(V1)
 
     run(scenario())
@@ -227,7 +344,7 @@ def test_when_all_workers_are_lost_work_waits_for_new_ones_or_says_why():
         first.die()
         second.die()
         await asyncio.sleep(0.1)
-        with pytest.raises(DeadlineError, match=r"none is registered .*first: worker first died"):
+        with pytest.raises(NoWorkerError, match=r"none is registered .*first: worker first died"):
             await scene.lease(timeout_s=20.0)
         waiting = asyncio.create_task(scene.lease(timeout_s=100.0))
         await asyncio.sleep(50)
@@ -241,116 +358,56 @@ def test_a_drained_worker_gets_nothing_in_the_next_run_either():
     async def scenario():
         scene, _, _ = await two_workers()
         lease = await lease_on(scene, "first")
-        await scene.registry.drain("first")
-        standing = await scene.registry.standing(("first", "nobody"))
+        scene.registry.drain("first")
+        standing = scene.registry.standing(("first", "nobody"))
         assert {name: each[:3] for name, each in standing.items()} == {
             "first": (True, 1, ""), "nobody": (False, 0, "")
         }  # fmt: skip
         assert {(await scene.lease()).worker_id for _ in range(4)} == {"second"}
-        assert await scene.registry.release(lease.lease_id)
-        assert (await scene.registry.standing(("first",)))["first"].num_leases == 0
-        await scene.registry.begin_run()
+        assert await scene.give_back(lease)
+        assert scene.registry.standing(("first",))["first"].num_leases == 0
+        scene.registry.begin_run()
         await scene.publish(V1)
         assert {(await scene.lease(V1)).worker_id for _ in range(4)} == {"second"}
-        await scene.registry.drain("second")
+        scene.registry.drain("second")
         waiting = asyncio.create_task(scene.lease(V1, timeout_s=5.0))
-        with pytest.raises(DeadlineError, match="2 registered, 2 of them draining"):
+        with pytest.raises(NoWorkerError, match="2 registered, 2 of them draining"):
             await waiting
         waiting = asyncio.create_task(scene.lease(V1))
         await asyncio.sleep(1)
-        await scene.registry.drain("first", False)
+        scene.registry.drain("first", draining=False)
         assert (await waiting).worker_id == "first"
 
     run(scenario())
 
 
-def test_the_work_of_a_batcher_that_died_ends_and_weights_stay_for_the_next():
+def test_the_end_of_a_run_ends_its_leases_and_requests_and_refuses_who_waits():
     async def scenario():
         scene, first, second = await two_workers()
-        batcher, successor = Batcher(), Batcher()
-        await scene.registry.begin_run(Handle(batcher))
-        await scene.publish(V1)
-        leases = [await scene.lease(V1) for _ in range(8)]
-        waiting = asyncio.create_task(scene.lease(V1, timeout_s=100.0))
-        await asyncio.sleep(10)
-        died_at, batcher.is_dead = now_s(), True
-        with pytest.raises(WorkerError, match="the experience batcher died"):
-            await waiting
-        assert now_s() - died_at <= 3.0
-        assert [await scene.registry.release(lease.lease_id) for lease in leases] == [False] * 8
-        assert (first.num_aborts, second.num_aborts) == (2, 2)  # for begin_run too
-        session = await scene.registry.session()
-        await scene.registry.replace_batcher(Handle(successor))
-        await asyncio.sleep(10 * TRAINER_SILENCE_S)
-        assert (await scene.lease(V1)).version == V1  # nothing was published again
-        assert await scene.registry.session() == session
-        assert (await scene.counts())["revoked: batcher died"] == 8
-
-    run(scenario())
-
-
-def test_a_trainer_that_died_leaves_no_weights_behind():
-    async def scenario():
-        scene, _, _ = await two_workers()
-        batcher = Batcher()
-        await scene.registry.begin_run(Handle(batcher))
-        await scene.publish(V1)
-        session = await scene.registry.session()
-        batcher.is_dead = True
-        await asyncio.sleep(TRAINER_SILENCE_S + 5)
-        assert (await scene.registry.status()).serves is None
-        with pytest.raises(DeadlineError, match="weights published: none yet"):
-            await scene.lease(V1)
-        late = await scene.join("late")
-        assert late.updates == []
-        assert await scene.registry.session() != session  # a trainer that only slept is told
-
-    run(scenario())
-
-
-def test_a_registry_that_never_knew_the_batcher_hears_that_the_trainer_is_silent():
-    async def scenario():
-        scene, _, _ = await two_workers()  # and weights, of a trainer that announced them again
-        lease = await lease_on(scene, "first")
-        await asyncio.sleep(3 * LONG_SILENCE_S)
-        assert (await scene.registry.status()).serves == V0  # it may be one that never asks
-        for _ in range(10):
-            await scene.registry.session()
-            await asyncio.sleep(LONG_SILENCE_S / 2)
-        assert (await scene.registry.status()).serves == V0
-        await asyncio.sleep(LONG_SILENCE_S)
-        assert (await scene.registry.status()).serves is None
-        assert not await scene.registry.release(lease.lease_id)
-
-    run(scenario())
-
-
-def test_a_trainer_that_is_heard_of_keeps_its_weights():
-    async def scenario():
-        scene, _, _ = await two_workers()
-        batcher = Batcher()
-        await scene.registry.begin_run(Handle(batcher))
-        await scene.publish(V1)
-        batcher.is_dead = True
-        for _ in range(10):
-            await asyncio.sleep(TRAINER_SILENCE_S / 2)
-            await scene.registry.session()
-        assert (await scene.registry.status()).serves == V1
-
-    run(scenario())
-
-
-def test_a_restarted_registry_grants_no_lease_of_its_former_life():
-    async def scenario():
-        former, _, _ = await two_workers()
-        old = [await former.lease() for _ in range(8)]
+        leases = [await scene.lease() for _ in range(8)]
+        waiting = asyncio.create_task(scene.lease(timeout_s=100.0))
         await asyncio.sleep(1)
-        scene, _, _ = await two_workers()
-        new = [await scene.lease() for _ in range(8)]
-        assert not {lease.lease_id for lease in old} & {lease.lease_id for lease in new}
-        assert [await scene.registry.release(lease.lease_id) for lease in old] == [False] * 8
-        assert await scene.registry.until_revoked(old[0].lease_id)
-        assert (await scene.registry.status()).leases == 8
+        scene.registry.end_run()
+        assert (await lost(waiting)).cause == LossCause.RUN_ENDED
+        assert [await scene.give_back(lease) for lease in leases] == [False] * 8
+        await asyncio.sleep(0)
+        assert (first.num_aborts, second.num_aborts) == (1, 1)
+        assert scene.counts["revoked: run ended"] == 8
+        late = await scene.join("late")
+        assert late.updates == []  # the weights of the run are forgotten
+
+    run(scenario())
+
+
+def test_leases_of_all_registries_have_numbers_of_their_own():
+    async def scenario():
+        numbers = itertools.count(1000)
+        scenes = [Scene(lease_ids=numbers) for _ in range(2)]
+        for scene in scenes:
+            await scene.join("only")
+            await scene.publish(V0)
+        leases = [await scene.lease() for scene in scenes for _ in range(2)]
+        assert [lease.lease_id for lease in leases] == [1000, 1001, 1002, 1003]
 
     run(scenario())
 
@@ -359,11 +416,11 @@ def test_a_worker_that_has_left_is_not_asked_any_more():
     async def scenario():
         scene, first, second = await two_workers()
         await asyncio.sleep(12)
-        await scene.registry.deregister("first")
+        scene.registry.deregister("first")
         before = first.num_pings, second.num_pings
         await asyncio.sleep(60)
         assert (first.num_pings, second.num_pings > before[1]) == (before[0], True)
-        assert await scene.counts() == {"registered": 2, "left": 1}
+        assert scene.counts == {"registered": 2, "left": 1}
 
     run(scenario())
 
@@ -375,9 +432,9 @@ def test_what_a_registry_remembers_is_bounded():
             worker = await scene.join(f"w{number}")
             worker.die()
             await asyncio.sleep(0.01)
-        assert len(await scene.registry.fenced()) == 256
-        assert len(await scene.registry.history()) == 256
-        assert (await scene.counts()) == {"registered": 300, "fenced: died": 300}
+        assert len(scene.registry.fenced) == 256
+        assert len(scene.registry.history) == 256
+        assert scene.counts == {"registered": 300, "fenced: died": 300}
         assert len(asyncio.all_tasks()) < 10
 
     run(scenario())

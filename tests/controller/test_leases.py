@@ -3,9 +3,9 @@ import itertools
 
 import pytest
 
-from async_grpo.controller.waiting import WaitingLine
+from async_grpo.controller.leases import WaitingLine
 from async_grpo.errors import WorkerError
-from async_grpo.types import Lease, WeightsVersion
+from async_grpo.types import WeightsVersion
 
 OLD, NEW = WeightsVersion(0, 1), WeightsVersion(0, 2)
 
@@ -17,18 +17,22 @@ class Room:
         self.free, self.served = free, served
         self.asked = []
 
-    def try_acquire(self, cost, version):
+    def try_acquire(self, cost, version, prefer):
         self.asked.append(version)
         if not self.free or version > self.served:
             return None
         self.free -= 1
-        return Lease(len(self.asked), "worker", None, cost, self.served)
+        return f"for {cost:g}"
+
+
+def wait(line, cost, version, *, timeout_s=5.0, moves=int):
+    return line.wait(
+        cost, version, None, timeout_s=timeout_s, moves=moves, release=lambda lease: None
+    )
 
 
 async def wait_in(line, *requests):
-    waiters = [
-        asyncio.create_task(line.wait(cost, version, timeout_s=5)) for cost, version in requests
-    ]
+    waiters = [asyncio.create_task(wait(line, *request)) for request in requests]
     await asyncio.sleep(0)
     return waiters
 
@@ -44,7 +48,7 @@ def test_leases_go_out_in_the_order_of_asking():
         waiters = await wait_in(line, (1.0, OLD), (2.0, OLD), (3.0, OLD))
         line.serve(Room(free=2).try_acquire)
         assert await served(waiters) == [True, True, False]
-        assert [(await waiter).cost for waiter in waiters[:2]] == [1.0, 2.0]
+        assert [await waiter for waiter in waiters[:2]] == ["for 1", "for 2"]
         line.serve(Room(free=1).try_acquire)
         assert await served(waiters) == [True, True, True]
 
@@ -67,7 +71,7 @@ def test_one_refusal_speaks_for_all_of_a_version():
         waiters = await wait_in(line, *[(1.0, OLD)] * 100, (1.0, NEW))
         line.serve(full.try_acquire)
         assert full.asked == [OLD, NEW]
-        line.end(WorkerError("over"))
+        line.cancel(WorkerError("over"))
         await asyncio.gather(*waiters, return_exceptions=True)
 
     asyncio.run(scenario())
@@ -77,7 +81,7 @@ def test_a_lease_is_never_given_to_who_has_left():
     async def scenario():
         line, room = WaitingLine(), Room(free=1)
         with pytest.raises(TimeoutError):
-            await line.wait(1.0, OLD, timeout_s=0.01)
+            await wait(line, 1.0, OLD, timeout_s=0.01)
         line.serve(room.try_acquire)
         assert (room.free, room.asked) == (1, [])
 
@@ -85,17 +89,16 @@ def test_a_lease_is_never_given_to_who_has_left():
 
 
 def test_who_waits_while_anything_moves_keeps_its_place():
-
     async def scenario():
         line, num_tokens = WaitingLine(), itertools.count()
         waiting = asyncio.create_task(
-            line.wait(1.0, OLD, timeout_s=0.01, moves=lambda: next(num_tokens))
+            wait(line, 1.0, OLD, timeout_s=0.01, moves=lambda: next(num_tokens))
         )
         await asyncio.sleep(0.05)
-        later = asyncio.create_task(line.wait(2.0, OLD, timeout_s=5))
+        later = asyncio.create_task(wait(line, 2.0, OLD))
         await asyncio.sleep(0.05)
         line.serve(Room(free=1).try_acquire)
-        assert (await waiting).cost == 1.0
+        assert await waiting == "for 1"
         later.cancel()
 
     asyncio.run(scenario())
@@ -105,7 +108,7 @@ def test_the_end_of_a_run_ends_all_waiting():
     async def scenario():
         line = WaitingLine()
         (waiter,) = await wait_in(line, (1.0, OLD))
-        line.end(WorkerError("the run has ended"))
+        line.cancel(WorkerError("the run has ended"))
         with pytest.raises(WorkerError, match="the run has ended"):
             await waiter
 

@@ -1,0 +1,172 @@
+"""Leases that are held, and requests for leases that wait in line."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from async_grpo import cluster
+from async_grpo.controller.heartbeat import in_ticks
+from async_grpo.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
+from async_grpo.types import WeightsVersion, WorkerInfo
+
+TryAcquire = Callable[[float, WeightsVersion | None, str | None], "Lease | None"]
+
+
+class Lease:
+    """The right to one piece of a worker's work. An answer counts only while it is valid."""
+
+    def __init__(
+        self,
+        lease_id: int,
+        info: WorkerInfo,
+        handle: Any,
+        *,
+        version: WeightsVersion,
+        fence: Callable[[str, LossCause, str], None],
+    ) -> None:
+        """`fence` is told the worker's id, the cause and the reason when its process has died."""
+        self.lease_id = lease_id
+        self.worker_id = info.worker_id
+        self.handle = handle
+        self.version = version  # that the worker served when the lease was granted
+        # What the lease was lost to; None when it was returned.
+        self.ended: asyncio.Future[LeaseLost | None] = asyncio.get_running_loop().create_future()
+        self._who = f"{info.role} worker {info.worker_id}"
+        self._fence = fence
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.ended.done()
+
+    async def call(
+        self, method: str, request: Any, *more: Any, timeout_s: float | None = None
+    ) -> Any:
+        """The worker's answer to `method(request, *more)`.
+
+        Raises what the worker raised, `DeadlineError`, and `LeaseLost` when the lease ends first.
+        The worker stops working on a request that is given up.
+        """
+        if hasattr(request, "lease_id"):
+            request = replace(request, lease_id=self.lease_id)
+        call = getattr(self.handle, method).remote(request, *more)
+        answer = asyncio.ensure_future(cluster.work(call, timeout_s=timeout_s, who=self._who))
+        try:
+            await asyncio.wait({answer, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            try:
+                return answer.result()
+            except ProcessLostError as error:
+                # One death ends all leases on the worker at this moment, this one among them.
+                self._fence(self.worker_id, LossCause.DIED, str(error))
+                self.check()
+                raise
+            except LeaseLost as error:  # one that the worker itself had asked for
+                raise WorkerError(str(error)) from error
+        finally:
+            answer.cancel()
+            answer.add_done_callback(_forget)
+
+    def check(self) -> None:
+        """Raise `LeaseLost` when the lease has been lost."""
+        if self.ended.done() and (lost := self.ended.result()) is not None:
+            raise lost
+
+    def end(self, lost: LeaseLost | None = None) -> None:
+        """The lease is returned, or `lost`."""
+        if not self.ended.done():
+            self.ended.set_result(lost)
+
+
+def _forget(answer: asyncio.Future[Any]) -> None:
+    """Nobody asks any more how it ended."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiter:
+    """One request for a lease."""
+
+    number: int  # in the order of asking
+    cost: float
+    version: WeightsVersion | None
+    prefer: str | None
+    lease: asyncio.Future[Lease]
+
+
+class WaitingLine:
+    """First come, first served; a request for weights that nobody serves lets others pass.
+
+    Whether a worker takes more does not depend on the cost, so one refusal speaks for all requests
+    for the same weights: they stand in a line of their own, of which only the head is looked at.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[WeightsVersion | None, deque[_Waiter]] = {}
+        self._numbers = itertools.count()
+
+    async def wait(
+        self,
+        cost: float,
+        version: WeightsVersion | None,
+        prefer: str | None,
+        *,
+        timeout_s: float,
+        moves: Callable[[], object],
+        release: Callable[[Lease], object],
+    ) -> Lease:
+        """A lease, when it is this request's turn.
+
+        Raises `TimeoutError` when it does not come for `timeout_s` in which `moves` stays the same,
+        and what `cancel` was given. `release` gets a lease that came when nobody waited any more.
+        """
+        waiter = _Waiter(
+            next(self._numbers), cost, version, prefer, asyncio.get_running_loop().create_future()
+        )
+        self._lines.setdefault(version, deque()).append(waiter)
+        before = moves()
+        try:
+            while not await in_ticks(waiter.lease, limit_s=timeout_s):
+                if moves() == before:
+                    raise TimeoutError
+                before = moves()
+        except BaseException:
+            # A lease may have been granted at the moment in which the request was cancelled.
+            if not waiter.lease.cancel() and waiter.lease.exception() is None:
+                release(waiter.lease.result())
+            raise
+        return waiter.lease.result()
+
+    def serve(self, try_acquire: TryAcquire, /) -> None:
+        """Give leases to as many as can have one now."""
+        refused = set[WeightsVersion | None]()
+        while (waiter := self._first(refused)) is not None:
+            lease = try_acquire(waiter.cost, waiter.version, waiter.prefer)
+            if lease is None:
+                refused.add(waiter.version)
+            else:
+                self._lines[waiter.version].popleft()
+                waiter.lease.set_result(lease)
+
+    def cancel(self, error: Exception) -> None:
+        """Nobody need wait any longer: all requests get `error`."""
+        for waiter in itertools.chain.from_iterable(self._lines.values()):
+            if not waiter.lease.done():
+                waiter.lease.set_exception(error)
+        self._lines.clear()
+
+    def _first(self, without: Collection[WeightsVersion | None]) -> _Waiter | None:
+        """The oldest request that has not been given up."""
+        for version in [version for version in self._lines if version not in without]:
+            line = self._lines[version]
+            while line and line[0].lease.done():
+                line.popleft()
+            if not line:
+                del self._lines[version]
+        heads = [line[0] for version, line in self._lines.items() if version not in without]
+        return min(heads, key=lambda waiter: waiter.number, default=None)
