@@ -160,9 +160,9 @@ class Controller:
     async def begin_run(self, plan: BatcherPlan, recorder: Any) -> int:
         """The epoch of a run that begins, or goes on, with this plan.
 
-        `recorder`: the run's `RunRecorder`, which dies with its trainer. The same incarnation again takes the
-        place of what is here. Raises `ConfigError` when another run lives, after a while in which
-        it may end.
+        `recorder`: the run's `RunRecorder`, which dies with its trainer. The same incarnation again
+        takes the place of what is here. Raises `ConfigError` when another run lives, after a while
+        in which it may end.
         """
         async with self._beginning:
             owner = await asyncio.to_thread(cluster.driver_of, recorder)
