@@ -1,7 +1,7 @@
 """`worker_dispatcher.py`: starts workers on this node, keeps them, and takes them down with it.
 
-The first dispatcher also makes what all workers of a role share: the role's registry and, for
-generation, the verifier pool. Those outlive it as long as somebody uses them.
+A dispatcher of generation workers brings a verifier pool too. The first dispatcher, or trainer,
+makes the controller, which outlives it as long as somebody uses it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import click
 from async_grpo import cluster
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.fleet import Fleet
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.model.folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.model.hub import local_folder
+from async_grpo.roles import GENERATION
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
@@ -54,9 +54,10 @@ def main(**options: Any) -> None:
 
 def serve(config: WorkerConfig) -> None:
     """Serve until the cluster ends, and this process with it; raises what went wrong before."""
-    folder = local_folder(config.model_path, revision=config.model_revision)
-    config = replace(config, model_path=folder)
-    _check_model(config)
+    if config.model_path:
+        folder = local_folder(config.model_path, revision=config.model_revision)
+        config = replace(config, model_path=folder)
+        _check_model(config)
     cluster.connect(config.ray_address, namespace=config.namespace)
     places = cluster.endpoints()
     try:
@@ -77,7 +78,7 @@ def _check_model(config: WorkerConfig) -> None:
     check_files(folder)
     check_tokenizer_files(folder)
     stated = stated_positions(folder)
-    if config.mode == "generation" and stated is not None and config.max_model_len > stated:
+    if config.role == GENERATION and stated is not None and config.max_model_len > stated:
         raise ConfigError(
             f"--max-model-len must not exceed the {stated} positions of the model, "
             f"got {config.max_model_len}: lower it, or leave it out"
@@ -85,14 +86,16 @@ def _check_model(config: WorkerConfig) -> None:
 
 
 def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
-    with Fleet(config, say=click.echo) as fleet:
+    from async_grpo.dispatcher.workers import Workers  # imports Ray, which --help need not
+
+    with Workers(config, say=click.echo) as workers:
         try:
             while not cluster.has_ended(places):
-                fleet.check()
+                workers.check()
                 time.sleep(WATCH_INTERVAL_S)
         except KeyboardInterrupt:
             interrupts.interrupt_once()  # another one breaks this off
-            fleet.drain(timeout_s=config.drain_timeout_s)
+            workers.drain(timeout_s=config.drain_timeout_s)
             raise
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_grpo.config.option import LOG_LEVELS, option, require, required
+from async_grpo.config.option import LOG_LEVELS, option, require
+from async_grpo.roles import GENERATION, LOGPROB, MODES, REFERENCE, TEACHER, VERIFIER, teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """Options of a dispatcher: it starts workers on its own node and stays in the foreground."""
 
-    model_path: str = required(
-        "Hugging Face folder of a causal language model", group="Usual options"
+    model_path: str = option(
+        "",
+        "Hugging Face folder of a causal language model; a verifier needs none",
+        group="Usual options",
     )
-    mode: str = option("generation", "role of the workers", choices=("generation", "logprob"))
+    mode: str = option(
+        GENERATION, "what the workers do; logprob scores with the reference model", choices=MODES
+    )
+    name: str = option("", "(teacher) the name by which an algorithm asks for these weights")
     num_workers: int = option(1, "workers to start on this node")
     reward_fns: str = option(
         "math_verify",
-        "(generation) comma-separated reward adapters, the best verdict counts: names of the "
-        "registry, package.module:function, or path/to/file.py:function",
+        "(generation, verifier) comma-separated reward adapters, the best verdict counts: names of "
+        "the registry, package.module:function, or path/to/file.py:function; empty: no verifier",
     )
     temperature: float = option(0.0, "serve only this sampling temperature; 0: the trainer's")
     model_revision: str = option(
@@ -39,8 +45,14 @@ class WorkerConfig:
     tensor_parallel_size: int = option(1, "devices a worker shards its model over")
     kv_cache_gib: float = option(0.0, "KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU")
     enable_prefix_caching: bool = option(True, "reuse the cache of shared prompt prefixes")
-    reward_registry: str = option("reward_registry", "module or file that holds REWARD_ADAPTERS")
-    global_num_verifiers: int = option(50, "verifier processes, at most the cluster's cores")
+    reward_registry: str = option(
+        "reward_registry",
+        "module or file that holds REWARD_ADAPTERS",
+        group="Only with --mode generation or verifier",
+    )
+    global_num_verifiers: int = option(
+        50, "verifier processes of all nodes that grade together, at most their cores"
+    )
     verifier_timeout_s: float = option(10.0, "seconds one verification may take")
     verifier_memory_mib: int = option(4096, "address space of one verifier process in MiB")
     write_failed_generation_samples: bool = option(
@@ -48,7 +60,7 @@ class WorkerConfig:
     )
 
     max_tokens_per_gpu: int = option(
-        16384, "tokens of one packed forward", group="Only with --mode logprob"
+        16384, "tokens of one packed forward", group="Only with --mode logprob or teacher"
     )
 
     start_timeout_s: float = option(
@@ -83,12 +95,40 @@ class WorkerConfig:
             value = getattr(self, name)
             require(value > 0, name, "must be positive", value, "give a positive number")
         require(
-            bool(self.reward_names),
+            bool(self.reward_names) or (self.mode == GENERATION and not self.reward_fns),
             "reward_fns",
             "must name at least one adapter",
             self.reward_fns,
             "for example --reward-fns countdown",
         )
+        require(
+            bool(self.name) == (self.mode == TEACHER),
+            "name",
+            "must be given with --mode teacher, and only then",
+            self.name,
+            "for example --mode teacher --name math",
+        )
+        require(
+            bool(self.model_path) or self.mode == VERIFIER,
+            "model_path",
+            f"must be given with --mode {self.mode}",
+            self.model_path,
+            "name a folder or a model of the hub",
+        )
+        require(
+            self.num_workers == 1 or self.mode != VERIFIER,
+            "num_workers",
+            "must be 1 with --mode verifier",
+            self.num_workers,
+            "one pool runs as many processes as --global-num-verifiers allows",
+        )
+
+    @property
+    def role(self) -> str:
+        """Of the workers; see `types.roles`."""
+        if self.mode == TEACHER:
+            return teacher(self.name)
+        return REFERENCE if self.mode == LOGPROB else self.mode
 
     @property
     def reward_names(self) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Every reward is called once on the first line of the data, before anything of a run is made.
 
-consumes:     the verifier pool; the first question, with its own answer as if it were an output
+consumes:     the verifier pools; the first question, with its own answer as if it were an output
 produces:     nothing, or the sentence that refuses the run
 waits for:    the verdicts
-unblocked by: the pool, whose every verification has a limit
+unblocked by: the pools, whose every verification has a limit
 """
 
 from __future__ import annotations
@@ -16,35 +16,44 @@ import numpy as np
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
-from async_grpo.types import Completion, Question, Verdict, VerificationRequest
+from async_grpo.roles import VERIFIER
+from async_grpo.types import Completion, Question, Verdict, VerificationRequest, WorkerInfo
 
 logger = logging.getLogger(__name__)
+CALL_TIMEOUT_S = 60.0
 
 
-def try_rewards(pool: Any, question: Question, config: TrainConfig) -> None:
+def try_rewards(controller: Any, question: Question, config: TrainConfig) -> None:
     """Raise `ConfigError` for a reward that cannot grade `question`, the first of the data.
 
-    A connection that fails may be back in time, and a process that was lost is nobody's fault:
-    both are only warned of.
+    Every pool is asked: a later overrun is measured by what its pool graded here. A connection
+    that fails may be back in time, and a process that was lost is nobody's fault: both are only
+    warned of.
     """
-    verdicts: tuple[Verdict, ...] = cluster.wait(
-        pool.try_out.remote(VerificationRequest(0, 0, question, example_output(question))),
-        timeout_s=config.stall_timeout_s,
-        who="the verifier pool",
+    request = VerificationRequest(0, 0, question, example_output(question))
+    pools: tuple[tuple[WorkerInfo, Any], ...] = cluster.wait(
+        controller.receivers.remote(VERIFIER), timeout_s=CALL_TIMEOUT_S, who="the controller"
     )
-    for verdict in verdicts:
-        if verdict.status != "error":
-            continue
-        columns = ", ".join(question.columns)
-        sentence = (
-            f"reward {verdict.reason}: it must grade the first line of {config.data_path}, which "
-            f"has {columns}"
-        )
-        if verdict.cause == "overrun":
-            raise ConfigError(f"{sentence}: raise the limit, or have the reward do less")
-        if verdict.cause not in ("connection", "lost"):
-            raise ConfigError(f"{sentence}: correct the reward, the data, or --column-mapping")
+    calls = [(f"worker {info.worker_id}", pool.try_out.remote(request)) for info, pool in pools]
+    warnings: set[str] = set()
+    for who, call in calls:
+        for verdict in cluster.wait(call, timeout_s=config.stall_timeout_s, who=who):
+            if verdict.status == "error":
+                warnings.add(_refuse_or_describe(verdict, question, config))
+    for sentence in sorted(warnings):
         logger.warning("%s; the run starts all the same", sentence)
+
+
+def _refuse_or_describe(verdict: Verdict, question: Question, config: TrainConfig) -> str:
+    sentence = (
+        f"reward {verdict.reason}: it must grade the first line of {config.data_path}, which has "
+        f"{', '.join(question.columns)}"
+    )
+    if verdict.cause == "overrun":
+        raise ConfigError(f"{sentence}: raise the limit, or have the reward do less")
+    if verdict.cause not in ("connection", "lost"):
+        raise ConfigError(f"{sentence}: correct the reward, the data, or --column-mapping")
+    return sentence
 
 
 def example_output(question: Question) -> Completion:

@@ -1,6 +1,6 @@
-"""Scores outputs under the reference model, many requests to one packed forward.
+"""Scores outputs under the reference model or a teacher, many requests to one packed forward.
 
-consumes:     groups of outputs, each naming the exact weights version it wants
+consumes:     groups of outputs, each naming the exact weights version that it wants; None: its own
 produces:     one log-probability for each output token, at the sampling temperature
 waits for:    the model to be idle; whatever has gathered by then shares a forward
 unblocked by: the end of a forward, or a new request while the model is idle
@@ -20,7 +20,8 @@ import ray
 from numpy.typing import NDArray
 
 from async_grpo import cluster
-from async_grpo.errors import StaleAnswerError, WorkerError
+from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
+from async_grpo.roles import REFERENCE
 from async_grpo.scoring.coalescer import Coalescer
 from async_grpo.types import (
     LogprobRequest,
@@ -30,9 +31,11 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
+    role_of,
 )
 
 Scores = NDArray[np.float32]  # [L]
+OWN_WEIGHTS = WeightsVersion(0, 0)  # those of a teacher, which has no others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +72,7 @@ class LogprobWorker:
         *,
         worker_id: str,
         max_tokens: int,
+        role: str = REFERENCE,
         dtype: str = "auto",
         temperature: float | None = None,
         lease_s: float = 30.0,
@@ -88,10 +92,11 @@ class LogprobWorker:
         self._startup = (("importing", imported - began), ("loading the model", ready - imported))
         self._model_path = model_path
         self._worker_id = worker_id
+        self._role = role
         self._max_tokens = max_tokens
         self._temperature = temperature
         self._lease_s = lease_s
-        self._version: WeightsVersion | None = None
+        self._version = None if role_of(role).loads_weights else OWN_WEIGHTS
         self._line = Coalescer(max_tokens)
         self._waiting: dict[int, _Output] = {}
         self._ids = itertools.count()
@@ -104,7 +109,7 @@ class LogprobWorker:
         """Who this worker is; answers once its model is loaded."""
         return WorkerInfo(
             worker_id=self._worker_id,
-            role="logprob",
+            role=self._role,
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             model_path=self._model_path,
@@ -135,7 +140,7 @@ class LogprobWorker:
         outputs = self._outputs(request)
         for output in outputs:
             output_id = next(self._ids)
-            self._line.add(output_id, num_tokens=output.num_tokens, version=request.version)
+            self._line.add(output_id, num_tokens=output.num_tokens, version=output.version)
             self._waiting[output_id] = output
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve(), name="logprob-forwards")
@@ -151,6 +156,11 @@ class LogprobWorker:
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
         """
+        if not role_of(self._role).loads_weights:
+            raise WeightSyncError(
+                f"a {self._role} worker keeps the weights that it was started with, got "
+                f"{snapshot.version}: publish to the roles that follow the policy alone"
+            )
         started_at = time.monotonic()
         is_alias = self._version is not None and snapshot.equals(self._version)
         buckets = () if is_alias else snapshot.buckets
@@ -194,7 +204,7 @@ class LogprobWorker:
         version, temperature = outputs[0].version, outputs[0].temperature
         if version != self._version:
             raise StaleAnswerError(
-                f"reference weights {version} were asked, {self._version} are served"
+                f"{self._role} weights {version} were asked, {self._version} are served"
             )
         pairs = [(output.prompt, output.token_ids) for output in outputs]
         return self._scorer.score(pairs, temperature=temperature)
@@ -212,13 +222,14 @@ class LogprobWorker:
                 f"a prompt and its output must fit the {self._max_tokens} tokens of worker "
                 f"{self._worker_id}, got {longest}: start it with a larger --max-tokens-per-gpu"
             )
+        version = OWN_WEIGHTS if request.version is None else request.version
         new_future = asyncio.get_running_loop().create_future
         return [
             _Output(
                 request.prompt_token_ids,
                 token_ids,
                 request.temperature,
-                request.version,
+                version,
                 new_future(),
             )
             for token_ids in request.output_token_ids

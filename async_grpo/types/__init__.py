@@ -12,9 +12,11 @@ from async_grpo.types.canary import (
 )
 from async_grpo.types.requests import (
     GenerationRequest,
+    GradingRequest,
     LogprobRequest,
     VerificationRequest,
 )
+from async_grpo.types.rewards import Rewards, share_out
 from async_grpo.types.roles import Role, role_of
 from async_grpo.types.runs import RunId
 from async_grpo.types.samples import (
@@ -62,6 +64,7 @@ __all__ = [
     "FailureCause",
     "FinishReason",
     "GenerationRequest",
+    "GradingRequest",
     "Group",
     "LogprobRequest",
     "Minibatch",
@@ -74,6 +77,7 @@ __all__ = [
     "RegistryStatus",
     "RequestPulse",
     "ResumePoint",
+    "Rewards",
     "Role",
     "RowKey",
     "RunId",
@@ -98,6 +102,7 @@ __all__ = [
     "canary_tokens",
     "digest_of",
     "role_of",
+    "share_out",
     "tally",
     "token_weight",
 ]

@@ -38,13 +38,21 @@ class VerificationRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class GradingRequest:
+    """The outputs of one group, or some of them, to one verifier pool."""
+
+    outputs: tuple[VerificationRequest, ...]
+    lease_id: int = 0  # by which the pool's pulse tells of it
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LogprobRequest:
-    """The outputs of one group, to be scored by the reference model."""
+    """The outputs of one group, to be scored by the reference model or a teacher."""
 
     prompt_token_ids: NDArray[np.int32]  # [P]
     output_token_ids: tuple[NDArray[np.int32], ...]  # [L] each
     temperature: float
-    version: WeightsVersion  # exactly these weights, no later ones
+    version: WeightsVersion | None  # exactly these weights; None: a teacher's own
     lease_id: int = 0  # by which the worker's pulse tells of it
 
     @property

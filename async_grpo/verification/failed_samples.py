@@ -1,9 +1,9 @@
-"""Files of samples that could not be graded, for those who want to find out why."""
+"""The file of samples that could not be graded, for those who want to find out why."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +24,33 @@ def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
 
 
 class FailedSamples:
-    """Appends to every file that is wanted; one that cannot be written ends nothing."""
+    """Appends to the file that is wanted; one that cannot be written ends nothing."""
 
-    def __init__(self) -> None:
-        self._complaints: dict[str, str] = {}  # by file; empty once told
+    def __init__(self, path: str) -> None:
+        """`path` is empty when nobody wants the file."""
+        self._path = path
+        self._complaint = ""  # not told yet
+        self._has_complained = False
 
-    def append(
-        self,
-        paths: Iterable[str],
-        requests: Sequence[VerificationRequest],
-        verdicts: Sequence[Verdict],
-    ) -> None:
+    def append(self, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]) -> None:
         """A line of JSON for each sample whose verdict is an error."""
-        failed = [(r, v) for r, v in zip(requests, verdicts, strict=True) if v.status == "error"]
-        if not failed:
+        pairs = zip(requests, verdicts, strict=True)
+        text = "".join(_line(r, v) for r, v in pairs if v.status == "error")
+        if not text or not self._path:
             return
-        text = "".join(map(_line, *zip(*failed, strict=True)))
-        for path in sorted(set(paths) - {""}):
-            try:
-                with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(text)
-            except OSError as error:
-                self._complaints.setdefault(
-                    path, f"samples that could not be graded are not kept in {path}: {error}"
+        try:
+            with Path(self._path).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except OSError as error:
+            if not self._has_complained:
+                self._complaint = (
+                    f"samples that could not be graded are not kept in {self._path}: {error}"
                 )
+            self._has_complained = True
 
-    def take_complaint(self, path: str) -> str:
-        """Why a file could not be written, the first time that it is asked for; else nothing."""
-        complaint = self._complaints.get(path, "")
-        if complaint:
-            self._complaints[path] = ""
+    def take_complaint(self) -> str:
+        """Why the file could not be written, once; else nothing."""
+        complaint, self._complaint = self._complaint, ""
         return complaint
 
 

@@ -1,10 +1,9 @@
-"""The verifier pool of a run, one detached actor.
+"""The verifier pool of one dispatcher: a worker of the verifier role, on the dispatcher's node.
 
-consumes      VerificationRequest, many at a time, from the batcher
-produces      one Verdict for each, in the same order
+consumes      the outputs of groups, many at a time, from the controller
+produces      one Verdict for each output, in the same order
 waits for     its verifier processes, each bounded in time and memory
-unblocked by  a verdict, or the kill of a process that overran; it ends with the last dispatcher
-              that needs it, unless a run still uses it
+unblocked by  a verdict, or the kill of a process that overran
 """
 
 from __future__ import annotations
@@ -15,31 +14,26 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 import ray
 
 from async_grpo import cluster
-from async_grpo.types import Verdict, VerificationRequest
-from async_grpo.verification.config import VerifierConfig, count_processes
-from async_grpo.verification.dispatchers import Dispatcher, Dispatchers
+from async_grpo.roles import VERIFIER
+from async_grpo.types import (
+    GradingRequest,
+    Pulse,
+    RequestPulse,
+    Verdict,
+    VerificationRequest,
+    WorkerInfo,
+)
+from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.failed_samples import FailedSamples, adapter_sample
 from async_grpo.verification.sandbox import Sandbox
 
 logger = logging.getLogger(__name__)
-TICK_S = 0.5
-SILENCE_S = 10.0  # after which a dispatcher has left, and a pool that nobody calls ends
-
-
-@dataclass(frozen=True, slots=True)
-class PoolInfo:
-    """What a pool says of itself once it can grade."""
-
-    num_processes: int
-    reward_names: tuple[str, ...]
-    node_id: str
-    pid: int
-    is_confined: bool  # verifier processes live in namespaces of their own
+# Texts that may wait in a pool, a core: one that hangs must not keep the others from being graded.
+TEXTS_WAITING = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,81 +43,78 @@ class PoolStatus:
     verifying: int  # samples
     done: Mapping[str, int]  # samples, by Verdict.status
     events: Mapping[str, int]  # attempts that were accidents, and how they were mended: see Sandbox
+    num_processes: int  # its share of the global number
     num_up: int  # slots that have a process
+    is_confined: bool  # verifier processes live in namespaces of their own
 
 
 class VerifierPool:
-    """Made an actor by its caller: `ray.remote(VerifierPool).options(...).remote(config)`."""
+    """Its dispatcher makes it an actor, registers it, and ends it."""
 
-    def __init__(self, config: VerifierConfig, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        config: VerifierConfig,
+        *,
+        worker_id: str,
+        failed_samples: str = "",
+        lease_s: float = 30.0,
+    ) -> None:
+        """`failed_samples`: a file for samples that could not be graded; empty: none is wanted."""
         self._config = config
-        self._num_processes = count_processes(
-            config.num_verifiers,
-            cluster_cpus=int(ray.cluster_resources().get("CPU", 1)),
-            num_nodes=sum(node["Alive"] for node in ray.nodes()),
-            local_cpus=os.cpu_count() or 1,
-        )
-        self._sandbox = Sandbox(config, num_processes=self._num_processes)
-        self._starting: asyncio.Task[None] | None = None
-        self._verifying = 0
+        self._worker_id = worker_id
+        self._lease_s = lease_s
+        self._num_processes = 1  # until the controller has told this pool its share
+        self._sandbox = Sandbox(config, num_processes=1)
+        self._resizing = asyncio.Lock()
+        self._verifying: dict[int, int] = {}  # samples, by lease
         self._done: Counter[str] = Counter()
-        self._patience = round(silence_s / TICK_S)
-        self._dispatchers = Dispatchers(patience=self._patience)
-        self._had_dispatchers = False
-        self._ticked = asyncio.Event()
-        self._quiet_ticks = 0  # since anybody has called
-        self._failed_samples = FailedSamples()
-        self._watch = asyncio.create_task(self._end_with_the_last(), name="end with the last")
+        self._failed_samples = FailedSamples(failed_samples)
 
-    async def join(self, dispatcher: Dispatcher, wanted: VerifierConfig) -> str:
-        """A dispatcher lives and needs the pool; it says so again and again.
-
-        Answers what its user should know, mostly nothing. Raises `ConfigError` when others use
-        other rewards; when nobody uses these any more, the pool ends, and another takes its name.
-        """
-        self._quiet_ticks = 0
-        if dispatcher not in self._dispatchers:
-            users = await self._others()
-            if users:
-                wanted.require_same_rewards(self._config, users=users)
-            elif self._had_dispatchers or wanted != self._config:
-                await self._end("its dispatchers have left, and another begins anew")
-        self._had_dispatchers = True
-        self._dispatchers.heard(dispatcher)
-        return self._failed_samples.take_complaint(dispatcher.failed_samples)
-
-    async def leave(self, dispatcher: Dispatcher) -> None:
-        """A dispatcher ends."""
-        self._dispatchers.left(dispatcher)
-        if not self._dispatchers:
-            self._quiet_ticks = self._patience
-
-    async def ready(self) -> PoolInfo:
-        """Wait until the pool can grade; raises `ConfigError` when an adapter cannot be had."""
-        self._quiet_ticks = 0
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._sandbox.start(), name="sandbox start")
-        await asyncio.shield(self._starting)
-        return PoolInfo(
-            self._num_processes,
-            self._config.reward_names,
-            ray.get_runtime_context().get_node_id(),
-            os.getpid(),
-            self._sandbox.is_confined,
+    async def info(self) -> WorkerInfo:
+        """Who this pool is, once it can grade; raises `ConfigError` for an unusable adapter."""
+        await self._sandbox.start()
+        here = int(cluster.resources_here().get("CPU", 1))
+        # Ray may be told of more cores than the machine has.
+        num_cores = max(1, min(here, os.cpu_count() or 1))
+        return WorkerInfo(
+            worker_id=self._worker_id,
+            role=VERIFIER,
+            node_id=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            model_path="",
+            vocab_size=0,
+            capacity=float(num_cores),
+            overhead=float(TEXTS_WAITING * num_cores),
+            max_model_len=0,
+            lease_s=self._lease_s,
+            rewards=self._config.rewards(num_cores=num_cores),
         )
 
-    async def verify(self, requests: tuple[VerificationRequest, ...]) -> tuple[Verdict, ...]:
-        """Grade the requests side by side; verdicts in the order of the requests."""
-        await self.ready()
-        self._verifying += len(requests)
+    async def ping(self, after_s: float = 0.0) -> Pulse:
+        """What is graded and waits, told `after_s` from now."""
+        await asyncio.sleep(after_s)
+        # Verdicts come when they come: until then a group stands in line.
+        requests = {lease_id: RequestPulse(0, is_waiting=True) for lease_id in self._verifying}
+        return Pulse("none", self._done.total(), requests)
+
+    async def take_share(self, num_processes: int) -> None:
+        """Run so many verifier processes from now on; the controller calls this."""
+        async with self._resizing:
+            if num_processes != self._num_processes:
+                await self._sandbox.resize(num_processes)
+                self._num_processes = num_processes
+
+    async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
+        """Grade the outputs side by side; verdicts in their order."""
+        outputs, lease_id = request.outputs, request.lease_id
+        self._verifying[lease_id] = len(outputs)
         try:
-            samples = map(adapter_sample, requests)
+            samples = map(adapter_sample, outputs)
             verdicts = await asyncio.gather(*(self._sandbox.grade(sample) for sample in samples))
         finally:
-            self._verifying -= len(requests)
+            del self._verifying[lease_id]
         self._done.update(verdict.status for verdict in verdicts)
-        paths = [dispatcher.failed_samples for dispatcher in self._dispatchers]
-        self._failed_samples.append(paths, requests, verdicts)
+        self._failed_samples.append(outputs, verdicts)
         return tuple(verdicts)
 
     async def try_out(self, request: VerificationRequest) -> tuple[Verdict, ...]:
@@ -131,50 +122,22 @@ class VerifierPool:
 
         What they grade here is what a later overrun is measured by.
         """
-        await self.ready()
         return await self._sandbox.grade_with_each(adapter_sample(request))
+
+    async def complaint(self) -> str:
+        """What its dispatcher should say, once; mostly nothing."""
+        return self._failed_samples.take_complaint()
+
+    async def abort_all(self) -> None:
+        """Nothing: each verification ends by itself, within its limit."""
 
     async def status(self) -> PoolStatus:
         sandbox = self._sandbox
-        return PoolStatus(self._verifying, dict(self._done), sandbox.events, sandbox.num_up)
-
-    async def _others(self) -> str:
-        """Who else lives and needs these rewards; empty when nobody does.
-
-        Of a dispatcher that was killed nobody knows until it has been silent for long enough.
-        """
-        asked = self._dispatchers.now
-        while not self._is_starting and self._dispatchers.unheard_since(asked):
-            await self._ticked.wait()
-        return " and ".join(filter(None, [*map(str, self._dispatchers), await self._trainer()]))
-
-    async def _trainer(self) -> str:
-        """Whose run may go on while dispatchers are started again; empty when there is none."""
-        run = await asyncio.to_thread(cluster.owner_of, cluster.BATCHER)
-        return f"trainer process {run.pid} on {run.address}" if run else ""
-
-    async def _end_with_the_last(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            if self._is_starting:
-                continue  # dispatchers wait for it
-            self._dispatchers.tick()
-            self._ticked.set()
-            self._ticked.clear()  # for those who wait by now, once
-            self._quiet_ticks = 0 if self._verifying else self._quiet_ticks + 1
-            if self._quiet_ticks > self._patience and not self._dispatchers:
-                if not await self._trainer() and not self._dispatchers:
-                    await self._end("nobody needs it")
-                self._quiet_ticks = 0
-
-    async def _end(self, reason: str) -> NoReturn:
-        logger.info("the verifier pool ends: %s", reason)
-        await self._sandbox.close()
-        # exit_actor() ends an actor from its methods only, not from a task of its own.
-        ray.kill(ray.get_runtime_context().current_actor)
-        await asyncio.Future()  # whoever has called hears of the end instead of an answer
-        raise AssertionError("nobody has ended it")
-
-    @property
-    def _is_starting(self) -> bool:
-        return self._starting is not None and not self._starting.done()
+        return PoolStatus(
+            sum(self._verifying.values()),
+            dict(self._done),
+            sandbox.events,
+            self._num_processes,
+            sandbox.num_up,
+            sandbox.is_confined,
+        )

@@ -9,6 +9,7 @@ loop is not asked in between, and hears of outcomes when it comes to it, of many
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -61,9 +62,8 @@ class Sandbox:
         self._is_closed = False
         self._controls: dict[str, dict[str, Any]] = {}  # by adapter, the first sample it graded
         self._events: Counter[str] = Counter()
-        self._threads = ThreadPoolExecutor(
-            num_processes * (1 + MAX_LATE), thread_name_prefix="verifier"
-        )
+        most = max(num_processes, os.cpu_count() or 1)  # after any `resize`
+        self._threads = ThreadPoolExecutor(most * (1 + MAX_LATE), thread_name_prefix="verifier")
 
     @property
     def events(self) -> dict[str, int]:
@@ -88,6 +88,22 @@ class Sandbox:
         first, *others = self._slots
         await asyncio.to_thread(first.start)  # alone: what is wrong is wrong for all
         await asyncio.gather(*(asyncio.to_thread(slot.start) for slot in others))
+
+    async def resize(self, num_processes: int) -> None:
+        """Grade in so many processes from now on; what runs is not disturbed."""
+        more = [
+            Slot(self._config, self._spawner) for _ in range(num_processes - self._num_processes)
+        ]
+        await asyncio.gather(*(asyncio.to_thread(slot.try_start) for slot in more))
+        self._num_processes = num_processes
+        self._slots += more
+        self._idle += more
+        while len(self._idle) > max(0, num_processes - len(self._working) + self._num_late):
+            slot = self._idle.pop(0)
+            self._collect(slot)
+            self._slots.remove(slot)
+            self._threads.submit(slot.stop)
+        self._hand_out()
 
     async def grade(self, sample: dict[str, Any]) -> Verdict:
         """Run every adapter on the sample, side by side, and keep the best verdict."""

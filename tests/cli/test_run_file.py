@@ -129,8 +129,8 @@ def test_a_file_that_is_not_there_is_a_usage_error():
 
 
 def test_what_is_missing_in_both_is_asked_for(parsed):
-    with pytest.raises(click.MissingParameter, match="model_path"):
-        parsed(worker, text="[worker]\nnum_workers = 2")
+    with pytest.raises(click.MissingParameter, match="data_path"):
+        parsed(train, text=TRAIN + "model_name_or_path = 'm'\n")
 
 
 def test_a_table_of_another_command_is_left_to_it(parsed):

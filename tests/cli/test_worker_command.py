@@ -1,4 +1,5 @@
 import logging
+import shlex
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli import interrupts, worker
 from async_grpo.errors import WorkerError
+from async_grpo.types import role_of
 
 MODEL = ("--model_path", "model")
 
@@ -26,6 +28,17 @@ def own_signals_and_logging(monkeypatch):
         (("--reward_fns", " , "), "--reward-fns must name at least one adapter"),
         (("--verifier-timeout-s", "0"), "--verifier-timeout-s must be positive, got 0.0"),
         (("--temperature", "-1"), "--temperature must not be negative, got -1.0"),
+        (("--mode", "teacher"), "--name must be given with --mode teacher, and only then, got ''"),
+        (("--name", "math"), "--name must be given with --mode teacher, and only then, got 'math'"),
+        (("--model-path", ""), "--model-path must be given with --mode generation, got ''"),
+        (
+            ("--mode", "verifier", "--num-workers", "2"),
+            "--num-workers must be 1 with --mode verifier, got 2",
+        ),
+        (
+            ("--mode", "verifier", "--reward-fns", ""),
+            "--reward-fns must name at least one adapter, got ''",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_one_sentence(options, sentence):
@@ -33,6 +46,24 @@ def test_options_that_cannot_work_are_one_sentence(options, sentence):
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"error: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "role"),
+    [
+        ("--model-path m", "generation"),
+        ("--model-path m --mode logprob", "reference"),
+        ("--model-path m --mode teacher --name math", "teacher:math"),
+        ("--mode verifier", "verifier"),
+        ("--model-path m --reward-fns ''", "generation"),
+    ],
+)
+def test_a_mode_is_a_role(flags, role, monkeypatch):
+    served = []
+    monkeypatch.setattr(worker, "serve", served.append)
+    assert CliRunner().invoke(worker.main, shlex.split(flags)).exit_code == 0
+    (config,) = served
+    assert config.role == role_of(config.role).name == role
 
 
 def test_the_flags_of_the_predecessor_are_understood(monkeypatch):
@@ -56,11 +87,12 @@ def test_a_dispatcher_imports_nothing_that_its_workers_import_at_the_same_time()
     """Torch and transformers take seconds, in which no worker would be loading yet."""
     code = (
         "import sys, ray\n"
-        "from async_grpo.cli import launch, worker\n"
+        "from async_grpo.cli import worker\n"
+        "from async_grpo.dispatcher import actors, workers\n"
         "from async_grpo.config.worker import WorkerConfig\n"
         "from async_grpo.scoring.worker import LogprobWorker\n"
         "from async_grpo.rollout.worker import GenerationWorker\n"
-        "from async_grpo.controller.registry import WorkerRegistry\n"
+        "from async_grpo.controller.find import find_or_make_controller\n"
         "from async_grpo.verification.pool import VerifierPool\n"
         "worker._check_model(WorkerConfig(model_path='sample-data/tiny-countdown'))\n"
         "print(sorted({'torch', 'transformers', 'vllm'} & set(sys.modules)))"

@@ -1,13 +1,17 @@
+import json
+import os
+import signal
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from verifier_processes import all_below, are_gone
 
 from async_grpo.errors import ConfigError
-from async_grpo.types import Completion, Question, VerificationRequest
+from async_grpo.roles import VERIFIER
+from async_grpo.types import Completion, GradingRequest, Pulse, Question, VerificationRequest
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.dispatchers import Dispatcher
 from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.pool import VerifierPool
 
@@ -54,44 +58,76 @@ def ray(tmp_path_factory):
 
 
 def start_pool(ray, *names, **options):
-    config = VerifierConfig(reward_names=names, search_paths=(REPOSITORY,), timeout_s=5.0)
+    config = VerifierConfig(
+        reward_names=names, search_paths=(REPOSITORY, os.getcwd()), timeout_s=5.0
+    )
     actor = ray.remote(VerifierPool).options(num_cpus=0, max_concurrency=100)
-    return actor.remote(config, **options)
+    return actor.remote(config, worker_id="verifier-1", **options)
 
 
 @pytest.mark.integration
-def test_a_pool_grades_in_the_order_of_the_requests_and_counts(ray):
+def test_a_pool_grades_in_the_order_of_the_requests_with_its_share_of_processes(ray):
     pool = start_pool(ray, "countdown")
-    info = ray.get(pool.ready.remote(), timeout=60)
-    assert 1 <= info.num_processes <= 2
+    info = ray.get(pool.info.remote(), timeout=60)
+    num_cores = min(2, os.cpu_count())
+    assert (info.role, info.capacity, info.rewards.num_cores) == (VERIFIER, num_cores, num_cores)
     outputs = ["8-2+9", "8+2+9", "nothing", ""] * 10
     requests = tuple(request(output, ordinal=n) for n, output in enumerate(outputs))
-    verdicts = ray.get(pool.verify.remote(requests), timeout=60)
-    assert [verdict.reward for verdict in verdicts] == [1.0, 0.1, 0.0, 0.0] * 10
-    status = ray.get(pool.status.remote(), timeout=60)
-    assert status.verifying == 0
-    assert status.done == {"scored": 30, "unscorable": 10}
-    assert (status.num_up, set(status.events.values())) == (info.num_processes, {0})
+    for done, share in enumerate((1, 3, 2), start=1):  # the first before it was told any
+        if done > 1:
+            ray.get(pool.take_share.remote(share), timeout=60)
+        verdicts = ray.get(pool.verify.remote(GradingRequest(requests, 7)), timeout=60)
+        assert [verdict.reward for verdict in verdicts] == [1.0, 0.1, 0.0, 0.0] * 10
+        status = ray.get(pool.status.remote(), timeout=60)
+        assert (status.verifying, status.num_processes, status.num_up) == (0, share, share)
+        assert status.done == {"scored": 30 * done, "unscorable": 10 * done}
+        assert set(status.events.values()) == {0}
+    assert ray.get(pool.ping.remote(), timeout=60) == Pulse("none", 120, {})
 
 
 @pytest.mark.integration
 def test_an_unknown_reward_is_told_within_seconds(ray):
     started = time.perf_counter()
     with pytest.raises(ConfigError, match="choose from code_execution"):
-        ray.get(start_pool(ray, "nope").ready.remote(), timeout=60)
+        ray.get(start_pool(ray, "nope").info.remote(), timeout=60)
     assert time.perf_counter() - started < 30
 
 
 @pytest.mark.integration
-def test_a_pool_lives_as_long_as_a_dispatcher_says_that_it_does_and_ends_its_processes(ray):
-    pool = start_pool(ray, "countdown", silence_s=1.0)
-    info = ray.get(pool.ready.remote(), timeout=60)
-    config = VerifierConfig(reward_names=("countdown",), search_paths=(REPOSITORY,), timeout_s=5.0)
-    for _ in range(6):  # longer than the silence in all
-        time.sleep(0.5)
-        ray.get(pool.join.remote(Dispatcher("box", 7), config), timeout=60)
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{info.pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.2)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(pool.status.remote(), timeout=60)
+def test_a_killed_pool_leaves_no_process(ray):
+    pool = start_pool(ray, "countdown")
+    info = ray.get(pool.info.remote(), timeout=60)
+    ray.get(pool.take_share.remote(2), timeout=60)
+    children = all_below(info.pid)
+    assert len(children) >= 2
+    os.kill(info.pid, signal.SIGKILL)
+    assert are_gone(children)
+
+
+@pytest.fixture
+def unlucky(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def grade(sample):\n    raise ValueError('no luck')\n")
+    return tmp_path
+
+
+def graded(ray, pool):
+    (verdict,) = ray.get(pool.verify.remote(GradingRequest((request("any"),))), timeout=60)
+    assert verdict.status == "error"
+    return ray.get(pool.complaint.remote(), timeout=60)
+
+
+@pytest.mark.integration
+def test_samples_that_cannot_be_graded_are_kept(ray, unlucky):
+    path = unlucky / "failed_samples.jsonl"
+    assert graded(ray, start_pool(ray, "mine.py:grade", failed_samples=str(path))) == ""
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert (line["output"], line["target"]) == ("any", 15)
+    assert line["reason"] == "mine.py:grade: ValueError: no luck [mine.py:2]"
+
+
+@pytest.mark.integration
+def test_a_file_that_cannot_be_written_ends_nothing_and_is_complained_of_once(ray, unlucky):
+    pool = start_pool(ray, "mine.py:grade", failed_samples="/dev/full")
+    assert "not kept in /dev/full: [Errno 28] No space left" in graded(ray, pool)
+    assert graded(ray, pool) == ""

@@ -1,7 +1,6 @@
-"""A dispatcher's workers, on a node of fakes: started, admitted, lost, replaced, drained."""
+"""A dispatcher's workers, on a node of fakes: started, registered, lost, replaced, drained."""
 
 import logging
-import os
 from datetime import datetime
 from types import SimpleNamespace
 
@@ -9,12 +8,12 @@ import pytest
 import ray
 
 from async_grpo import cluster
-from async_grpo.cli import fleet as module
-from async_grpo.cli import launch
-from async_grpo.cli.fleet import Fleet
-from async_grpo.cli.seat import PLACEMENT_TIMEOUT_S
-from async_grpo.cli.shared_actor import FROZEN_S
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.controller import find
+from async_grpo.dispatcher import workers as module
+from async_grpo.dispatcher.actors import WorkerKind
+from async_grpo.dispatcher.supervised_worker import PLACEMENT_TIMEOUT_S
+from async_grpo.dispatcher.workers import FROZEN_S, Workers
 from async_grpo.errors import (
     ClusterError,
     ConfigError,
@@ -22,7 +21,8 @@ from async_grpo.errors import (
     WeightSyncError,
     WorkerError,
 )
-from async_grpo.types import Standing
+from async_grpo.roles import GENERATION, VERIFIER
+from async_grpo.types import Standing, WorkerInfo
 
 PENDING = object()  # what a call that is not answered yet has for an answer
 LOST = ProcessLostError("it died")
@@ -44,7 +44,7 @@ class FakeActor:
         return SimpleNamespace(remote=remote)
 
 
-class Registry(FakeActor):
+class Controller(FakeActor):
     """Admits and remembers, as long as it is the same one."""
 
     def __init__(self, **answers):
@@ -53,9 +53,11 @@ class Registry(FakeActor):
         super().__init__(**{"standing": self._standing, "register": self._register, **answers})
 
     def _register(self, info, handle):
+        assert "dispatcher process" in info.owner
         self.admitted.append(info.worker_id)
 
-    def _standing(self, names):
+    def _standing(self, role, names):
+        assert all(name.startswith(f"{role}-") for name in names)
         return {
             name: Standing(
                 name in self.admitted and name not in self.excluded,
@@ -71,32 +73,36 @@ class Scene:
     """A node with 4 CPUs, in which a worker says little of itself."""
 
     def __init__(self):
-        self.registry, self.pool = Registry(), FakeActor(join="")
+        self.controller = Controller()
         self.killed, self.workers, self.said = [], {}, []
         self.free = {"CPU": 4.0}
         self.now_s = 1000.0
-        self.num_pools = self.num_registries = 0
+        self.num_found = 0
         self.answers = {}  # of workers that are started from now on
         self.first_answers = {}  # of the very first
+        self.brings_pool = False
 
-    def start_worker(self, _config, name):
+    def kinds(self, config):
+        pool = (WorkerKind(VERIFIER, 1, {}, self.start),) if self.brings_pool else ()
+        return (WorkerKind(GENERATION, config.num_workers, {"CPU": 1.0}, self.start), *pool)
+
+    def start(self, name):
         answers = self.answers if self.workers else self.first_answers or self.answers
-        info = SimpleNamespace(worker_id=name, startup=(("importing", 8.25),))
+        info = WorkerInfo(
+            name, name.split("-")[0], "node", 7, "model", 8, 4.0, 0.0, 8,
+            startup=(("importing", 8.25),),
+        )  # fmt: skip
         self.workers[name] = FakeActor(**{"info": info, **answers})
         return self.workers[name]
 
-    def make_registry(self, _mode):
-        self.num_registries += 1
-        return self.registry
+    def find(self):
+        self.num_found += 1
+        return self.controller
 
-    def find_pool(self):
-        self.num_pools += 1
-        return self.pool
-
-    def pass_time(self, fleet, seconds):
+    def pass_time(self, workers, seconds):
         for _ in range(int(seconds)):
             self.now_s += 1.0
-            fleet.check()
+            workers.check()
 
     @property
     def names(self):
@@ -119,10 +125,8 @@ def scene(monkeypatch, tmp_path):
     monkeypatch.setattr(cluster, "free_here", lambda: scene.free)
     monkeypatch.setattr(cluster, "resources_here", lambda: {"CPU": 4.0})
     monkeypatch.setattr(cluster, "logs_folder", lambda: str(tmp_path))
-    monkeypatch.setattr(launch, "make_registry", scene.make_registry)
-    monkeypatch.setattr(launch.VerifierPools, "make", lambda _self: scene.pool)
-    monkeypatch.setattr(launch.VerifierPools, "find", lambda _self: scene.find_pool())
-    monkeypatch.setattr(launch, "start_worker", scene.start_worker)
+    monkeypatch.setattr(find, "find_or_make_controller", scene.find)
+    monkeypatch.setattr(module, "worker_kinds", scene.kinds)
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray, "kill", lambda handle, **_: scene.killed.append(handle))
     monkeypatch.setattr(module, "ROOM_TIMEOUT_S", 0.0)
@@ -133,63 +137,64 @@ def scene(monkeypatch, tmp_path):
     return scene
 
 
-def make_fleet(scene, **options):
+def make_workers(scene, **options):
     config = WorkerConfig(model_path="model", reward_fns="countdown", **options)
-    return Fleet(config, say=scene.said.append)
+    return Workers(config, say=scene.said.append)
 
 
 def test_workers_join_and_leave_with_their_dispatcher(scene):
-    with make_fleet(scene, num_workers=2) as fleet:
-        scene.pass_time(fleet, 4)
-        a, b = scene.names
-        assert scene.registry.admitted == [a, b]
-        assert scene.said == [f"worker {a} registered", f"worker {b} registered"]
-    assert scene.registry.calls[-2:] == [("deregister", a), ("deregister", b)]
+    scene.brings_pool = True
+    with make_workers(scene, num_workers=2) as workers:
+        scene.pass_time(workers, 4)
+        a, b, pool = scene.names
+        assert scene.controller.admitted == [a, b, pool]
+        assert scene.said == [f"worker {name} registered" for name in (a, b, pool)]
+    leave = [("deregister", GENERATION, a), ("deregister", GENERATION, b)]
+    assert scene.controller.calls[-3:] == [*leave, ("deregister", VERIFIER, pool)]
     assert scene.killed == list(scene.workers.values())
 
 
-def test_workers_load_while_the_verifiers_start_and_end_when_those_cannot(scene, monkeypatch):
-    def make_pool(_self):
+def test_workers_load_while_the_controller_is_found_and_end_when_there_is_none(scene, monkeypatch):
+    def find_none():
         assert len(scene.workers) == 2
-        raise ClusterError("no adapter")
+        raise ConfigError("of other code")
 
-    monkeypatch.setattr(launch.VerifierPools, "make", make_pool)
-    with pytest.raises(ClusterError, match="no adapter"):
-        make_fleet(scene, num_workers=2).__enter__()
+    monkeypatch.setattr(find, "find_or_make_controller", find_none)
+    with pytest.raises(ConfigError, match="of other code"):
+        make_workers(scene, num_workers=2).__enter__()
     assert scene.killed == list(scene.workers.values()) != []
 
 
 def test_how_long_a_worker_took_and_for_what_is_told(scene, caplog):
-    caplog.set_level(logging.INFO, logger="async_grpo")
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 4)
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 4)
         (name,) = scene.names
     assert f"worker {name} is ready after 1.0 s: 8.2 s importing" in caplog.messages
 
 
 def test_a_worker_that_loads_holds_up_no_other(scene):
     scene.first_answers = {"info": PENDING}
-    with make_fleet(scene, num_workers=2) as fleet:
-        scene.pass_time(fleet, 5)
+    with make_workers(scene, num_workers=2) as workers:
+        scene.pass_time(workers, 5)
         _, quick = scene.names
         assert scene.said == [f"worker {quick} registered"]
 
 
-def test_what_workers_share_is_told_that_it_is_needed_and_when_no_more(scene):
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 3)
-    assert [call[0] for call in scene.pool.calls] == ["join"] * 3 + ["leave"]
-    assert {call[1].pid for call in scene.pool.calls} == {os.getpid()}
-    assert [call[0] for call in scene.registry.calls].count("standing") == 3
+def test_the_controller_hears_of_every_role_again_and_again(scene):
+    scene.brings_pool = True
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 3)
+        asked = [call[1] for call in scene.controller.calls if call[0] == "standing"]
+        assert asked == [GENERATION, VERIFIER] * 3
 
 
 def test_a_dispatcher_says_when_a_run_begins_and_ends(scene):
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 4)
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 4)
         first, second = 1_700_000_000_000, 1_700_000_005_000  # milliseconds, five seconds apart
         num_said = len(scene.said)
-        for scene.registry.run in (first, second, 0):
-            scene.pass_time(fleet, 3)
+        for scene.controller.run in (first, second, 0):
+            scene.pass_time(workers, 3)
     began = [f"{datetime.fromtimestamp(run / 1000):%H:%M:%S}" for run in (first, second)]
     ended = "the run has ended, waiting for another"
     assert scene.said[num_said:] == [
@@ -202,33 +207,43 @@ def test_a_dispatcher_says_when_a_run_begins_and_ends(scene):
 
 @pytest.mark.parametrize("reason", ["worker w died: killed", "checksum 1, got 2"])
 def test_a_lost_worker_is_replaced_after_a_pause_and_the_others_go_on(reason, scene, caplog):
-    with make_fleet(scene, num_workers=2) as fleet:
-        scene.pass_time(fleet, 4)
+    with make_workers(scene, num_workers=2) as workers:
+        scene.pass_time(workers, 4)
         lost, other = scene.names
-        scene.registry.excluded[lost] = reason
-        scene.pass_time(fleet, 1)
+        scene.controller.excluded[lost] = reason
+        scene.pass_time(workers, 1)
         assert scene.killed == [scene.workers[lost]]
         assert f"{reason}; another is started in 1 s, restart 1 of at most 5" in caplog.text
-        scene.pass_time(fleet, 5)
+        scene.pass_time(workers, 5)
         third = scene.names[-1]
         assert scene.names == [lost, other, third]
-        assert scene.registry.admitted == [lost, other, third]
+        assert scene.controller.admitted == [lost, other, third]
         assert scene.said[-1] == f"worker {third} registered"
 
 
+def test_a_lost_verifier_pool_is_replaced_like_any_worker(scene):
+    scene.brings_pool = True
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 4)
+        scene.controller.excluded[scene.names[1]] = "it died"
+        scene.pass_time(workers, 6)
+        assert [name.split("-")[0] for name in scene.names] == [GENERATION, VERIFIER, VERIFIER]
+        assert scene.controller.admitted == scene.names
+
+
 def test_a_worker_that_is_lost_too_often_ends_the_dispatcher_with_the_cause(scene):
-    with make_fleet(scene, max_restarts=2) as fleet:
+    with make_workers(scene, max_restarts=2) as workers:
         for number in range(3):
-            scene.pass_time(fleet, 8)
+            scene.pass_time(workers, 8)
             assert len(scene.names) == number + 1
-            scene.registry.excluded[scene.names[-1]] = "its engine has died"
+            scene.controller.excluded[scene.names[-1]] = "its engine has died"
             if number < 2:
-                scene.pass_time(fleet, 1 + number)
+                scene.pass_time(workers, 1 + number)
                 assert len(scene.names) == number + 1, "started before its pause of 1 or 2 s"
         with pytest.raises(
             WorkerError, match=r"^its engine has died; .* than --max-restarts 2 losses within an h"
         ):
-            scene.pass_time(fleet, 1)
+            scene.pass_time(workers, 1)
 
 
 @pytest.mark.parametrize("when", ["info", "register"])
@@ -237,104 +252,103 @@ def test_a_worker_that_cannot_start_ends_the_dispatcher_at_once(when, scene, tmp
     if when == "info":
         scene.answers = {"info": LOST}
     else:
-        scene.registry.answers["register"] = WeightSyncError("it died")
+        scene.controller.answers["register"] = WeightSyncError("it died")
     with (
         pytest.raises(WorkerError, match=r"^it died: ValueError: no room \(all of it in .*77.err"),
-        make_fleet(scene) as fleet,
+        make_workers(scene) as workers,
     ):
-        scene.pass_time(fleet, 3)
+        scene.pass_time(workers, 3)
     assert len(scene.names) == 1
 
 
 def test_a_successor_that_cannot_start_is_tried_again(scene):
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 3)
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 3)
         scene.answers = {"info": LOST}
-        scene.registry.excluded[scene.names[0]] = "its engine has died"
-        scene.pass_time(fleet, 3)
+        scene.controller.excluded[scene.names[0]] = "its engine has died"
+        scene.pass_time(workers, 3)
         scene.answers = {}
-        scene.pass_time(fleet, 6)
+        scene.pass_time(workers, 6)
         assert len(scene.names) == 3
-        assert scene.registry.admitted == [scene.names[0], scene.names[2]]
+        assert scene.controller.admitted == [scene.names[0], scene.names[2]]
 
 
-def test_a_registry_that_has_forgotten_its_workers_gets_them_again(scene):
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 3)
+def test_what_the_user_must_correct_ends_the_dispatcher_even_when_a_worker_registers_again(scene):
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 3)
+        scene.controller = Controller(register=ConfigError("other rewards are used by X"))
+        workers._controller.answers["standing"] = LOST
+        with pytest.raises(ConfigError, match=r"^other rewards are used by X$"):
+            scene.pass_time(workers, 5)
+    assert len(scene.names) == 1
+
+
+def test_a_new_controller_gets_the_workers_again(scene):
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 3)
         (name,) = scene.names
-        scene.registry.answers["standing"] = LOST
-        scene.pass_time(fleet, 1)
-        scene.registry = Registry()
-        scene.pass_time(fleet, 4)
-        assert scene.num_registries == 2
-        assert scene.registry.admitted == scene.names == [name]
+        scene.controller.answers["standing"] = LOST
+        scene.pass_time(workers, 1)
+        scene.controller = Controller()
+        scene.pass_time(workers, 4)
+        assert scene.num_found == 2
+        assert scene.controller.admitted == scene.names == [name]
         assert ("abort_all",) in scene.workers[name].calls
         assert scene.said == [f"worker {name} registered", f"worker {name} registered again"]
         assert scene.killed == []
 
 
-def test_a_registry_that_dies_while_a_worker_registers_costs_nothing(scene):
-    scene.registry.answers["register"] = LOST
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 2)
-        scene.registry.answers["register"] = scene.registry._register
-        scene.pass_time(fleet, 4)
-        assert scene.registry.admitted == scene.names
+def test_a_controller_that_dies_while_a_worker_registers_costs_nothing(scene):
+    scene.controller.answers["register"] = LOST
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 2)
+        scene.controller.answers["register"] = scene.controller._register
+        scene.pass_time(workers, 4)
+        assert scene.controller.admitted == scene.names
         assert len(scene.names) == 1
 
 
-def test_a_registry_that_does_not_answer_is_restarted(scene):
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 3)
-        scene.registry.answers["standing"] = PENDING
-        scene.pass_time(fleet, FROZEN_S - 2)
+def test_a_controller_that_does_not_answer_is_ended_and_another_is_looked_for(scene):
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 3)
+        frozen = scene.controller
+        frozen.answers["standing"] = PENDING
+        scene.pass_time(workers, FROZEN_S - 2)
         assert scene.killed == []
-        scene.pass_time(fleet, 4)
-        assert scene.killed == [scene.registry]
-
-
-def test_a_verifier_pool_that_was_lost_is_made_again(scene):
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 2)
-        scene.pool = FakeActor(join="")
-        fleet._verifiers.handle.answers["join"] = LOST
-        scene.pass_time(fleet, 3)
-        assert scene.num_pools == 1
-        assert scene.pool.calls
+        scene.controller = Controller()
+        scene.pass_time(workers, 6)
+        assert scene.killed == [frozen]
+        assert scene.controller.admitted == scene.names
 
 
 def test_what_the_verifier_pool_complains_of_stands_on_the_console(scene, caplog):
-    scene.pool = FakeActor(join="the disk is full")
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 1)
+    scene.brings_pool = True
+    scene.answers = {"complaint": "the disk is full"}
+    with make_workers(scene, write_failed_generation_samples=True) as workers:
+        scene.pass_time(workers, 2)
     assert "the disk is full" in caplog.messages
-
-
-def test_a_pool_that_others_have_made_with_other_rewards_ends_the_dispatcher(scene):
-    """Ray has lost the pool, and somebody was quicker than this dispatcher to make another."""
-    scene.pool = FakeActor(join=ConfigError("while dispatcher process 7 on box uses others"))
-    with pytest.raises(ConfigError, match="process 7"), make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 1)
 
 
 def test_a_worker_for_which_ray_has_no_place_is_an_error_soon(scene, monkeypatch):
     monkeypatch.setattr(cluster, "process_of", lambda _handle: 0)
     scene.answers = {"info": PENDING}
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, PLACEMENT_TIMEOUT_S)
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, PLACEMENT_TIMEOUT_S)
         with pytest.raises(ClusterError, match=r"no place for worker generation-.*its CPUs"):
-            scene.pass_time(fleet, 3)
+            scene.pass_time(workers, 3)
 
 
 def test_a_drain_waits_for_what_runs_but_not_for_ever(scene):
-    with make_fleet(scene) as fleet:
-        scene.pass_time(fleet, 3)
-        (name,) = scene.names
-        fleet.drain(timeout_s=30.0)
-        assert ("drain", name) in scene.registry.calls
+    scene.brings_pool = True
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 3)
+        name, pool = scene.names
+        workers.drain(timeout_s=30.0)
+        assert ("drain", GENERATION, name) in scene.controller.calls
+        assert ("drain", VERIFIER, pool) in scene.controller.calls
         assert scene.now_s == 1003.0
-        scene.registry.leases = 2
-        fleet.drain(timeout_s=30.0)
+        scene.controller.leases = 2
+        workers.drain(timeout_s=30.0)
         assert 1033.0 <= scene.now_s <= 1034.0
         assert scene.said[-1] == "finishing what runs, for at most 30 s; once more: at once"
 
@@ -344,8 +358,9 @@ def test_workers_without_room_are_refused_before_anything_is_made(scene):
     with pytest.raises(
         ClusterError, match=r"3 generation .* need 3 CPU .*, 2 of 4 are free: .*--nu"
     ):
-        make_fleet(scene, num_workers=3).__enter__()
-    assert scene.registry.calls == scene.pool.calls == []
+        make_workers(scene, num_workers=3).__enter__()
+    assert scene.workers == {}
+    assert scene.controller.calls == []
 
 
 @pytest.fixture(autouse=True)

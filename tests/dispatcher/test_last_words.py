@@ -1,4 +1,4 @@
-from async_grpo.cli.last_words import LastWords, first_error, last_words
+from async_grpo.dispatcher.last_words import LastWords, first_error, last_words
 
 MARK = "(EngineCore pid=3272) ERROR 11-21 15:58:27 [core.py:1510]"
 ENGINE = f"""\

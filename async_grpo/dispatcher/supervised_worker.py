@@ -1,23 +1,33 @@
-"""One place for a worker on this node, and whoever sits in it: started, admitted, lost, replaced.
+"""One worker of this node: started, registered, and replaced when it is lost.
 
-consumes:     the registry's view of the worker, the ends of its calls
+consumes:     the controller's view of the worker, the ends of its calls
 produces:     a registered worker, again and again as long as its budget of restarts lasts
 waits for:    its model to load, up to --start-timeout-s; the pause before a restart
-unblocked by: being looked after, every moment, by its `Fleet`; nothing here blocks
+unblocked by: being checked, every moment, by its `Workers`; nothing here blocks
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo import cluster
-from async_grpo.cli.last_words import last_words
-from async_grpo.cli.restarts import RestartBudget
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import AsyncGrpoError, ClusterError, ProcessLostError, WorkerError
+from async_grpo.dispatcher.actors import WorkerKind
+from async_grpo.dispatcher.last_words import last_words
+from async_grpo.dispatcher.restarts import RestartBudget
+from async_grpo.errors import (
+    AsyncGrpoError,
+    ClusterError,
+    ConfigError,
+    ProcessLostError,
+    WorkerError,
+)
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing, WorkerInfo
@@ -25,110 +35,118 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
 PLACEMENT_TIMEOUT_S = 20.0  # a killed worker may hold its CPU for 6 s
-State = Literal["pausing", "loading", "joining", "serving"]
+State = Literal["pausing", "loading", "registering", "serving"]
 
 
-class Seat:
+class SupervisedWorker:
     """Steps from state to state; raises when its worker cannot start, or is lost too often."""
 
-    def __init__(self, config: WorkerConfig, *, say: Callable[[str], None]) -> None:
-        """`say` is told who has registered."""
+    def __init__(
+        self, kind: WorkerKind, config: WorkerConfig, *, say: Callable[[str], None]
+    ) -> None:
+        """`say` gets a sentence when the worker has registered."""
+        self._kind = kind
         self._config = config
         self._say = say
         self._budget = RestartBudget(config.max_restarts)
-        self._has_served = False  # this worker or one before it
-        self._is_known = False  # this worker
+        self._has_served = False  # this process or one before it
+        self._is_known = False  # this process has registered before
         self._state: State = "pausing"
         self._state_since = float("-inf")
         self._pause_s = 0.0
         self._info: WorkerInfo | None = None
         self._pid = 0
         self._call: Any = None  # what the state waits for
-        self.name = ""
+        self.role = kind.role
+        self.worker_id = ""
         self.handle: Any = None
 
-    def look_after(self, registry: Any, standing: Standing | None, *, now_s: float) -> None:
-        """One step. `standing`: how the registry sees the worker, None when it did not say."""
+    def check(self, controller: Any, standing: Standing | None, *, now_s: float) -> None:
+        """One step. `standing`: how the controller sees the worker; None: it has not said."""
         try:
             if self._state == "pausing":
                 self.start(now_s)
             elif self._state == "loading":
-                self._load(registry, now_s)
-            elif self._state == "joining":
-                self._join(now_s)
+                self._load(controller, now_s)
+            elif self._state == "registering":
+                self._await_registration(now_s)
             elif standing is not None and not standing.is_member:
-                self._rejoin(registry, standing, now_s)
+                self._register_again(controller, standing, now_s)
         except WorkerError as error:
-            self._lost(str(error), now_s)
+            self._replace(str(error), now_s)
 
     def _enter(self, state: State, now_s: float, call: Any = None) -> None:
         self._state, self._state_since, self._call = state, now_s, call
 
     def start(self, now_s: float) -> None:
         """Have a worker begin to load, unless a pause is not over."""
-        from async_grpo.cli import launch
-
         if now_s - self._state_since < self._pause_s:
             return
-        self.name = f"{self._config.mode}-{uuid.uuid4().hex[:8]}"
-        self.handle = launch.start_worker(self._config, self.name)
+        self.worker_id = f"{self.role}-{uuid.uuid4().hex[:8]}"
+        self.handle = self._kind.start(self.worker_id)
         self._pid, self._is_known = 0, False
         self._enter("loading", now_s, self.handle.info.remote())
 
-    def _load(self, registry: Any, now_s: float) -> None:
+    def _load(self, controller: Any, now_s: float) -> None:
         if not self._pid:
             self._pid = cluster.process_of(self.handle)
         seconds = now_s - self._state_since
         if cluster.is_ready(self._call):
-            self._info = self._answer(f"worker {self.name}")
-            logger.info("worker %s is ready after %.1f s%s", self.name, seconds, _parts(self._info))
-            self._ask_to_join(registry, now_s)
+            owner = f"dispatcher process {os.getpid()} on {socket.gethostname()}"
+            info = self._info = replace(self._answer(f"worker {self.worker_id}"), owner=owner)
+            parts = ", ".join(f"{seconds:.1f} s {what}" for what, seconds in info.startup)
+            logger.info(
+                "worker %s is ready after %.1f s%s",
+                self.worker_id, seconds, f": {parts}" if parts else "",
+            )  # fmt: skip
+            self._register(controller, now_s)
         elif not self._pid and seconds > PLACEMENT_TIMEOUT_S:
             raise ClusterError(
-                f"Ray has found no place for worker {self.name} within {seconds:.0f} s: somebody "
-                "else has taken its CPUs or devices; stop other workers, or start Ray with more"
+                f"Ray has found no place for worker {self.worker_id} within {seconds:.0f} s: "
+                "somebody else has taken its CPUs or devices; stop other workers, or start Ray "
+                "with more"
             )
         elif seconds > self._config.start_timeout_s:
             raise WorkerError(
-                f"worker {self.name} was not ready within {self._config.start_timeout_s:g} s: "
+                f"worker {self.worker_id} was not ready within {self._config.start_timeout_s:g} s: "
                 "raise --start-timeout-s or see its log"
             )
 
-    def _ask_to_join(self, registry: Any, now_s: float) -> None:
-        self._enter("joining", now_s, registry.register.remote(self._info, self.handle))
+    def _register(self, controller: Any, now_s: float) -> None:
+        self._enter("registering", now_s, controller.register.remote(self._info, self.handle))
 
-    def _join(self, now_s: float) -> None:
+    def _await_registration(self, now_s: float) -> None:
         if cluster.is_ready(self._call):
             try:
-                self._answer("the registry")
-            except ProcessLostError:  # of the registry: it does not say this of the worker
+                self._answer("the controller")
+            except ProcessLostError:  # of the controller: it does not say this of the worker
                 self._enter("serving", now_s)  # its successor will not know the worker
                 return
             self._enter("serving", now_s)
-            self._say(f"worker {self.name} registered{' again' if self._is_known else ''}")
+            self._say(f"worker {self.worker_id} registered{' again' if self._is_known else ''}")
             self._has_served = self._is_known = True
         elif now_s - self._state_since > self._config.start_timeout_s:
             raise WorkerError(
-                f"worker {self.name} could not load the run's weights within "
+                f"worker {self.worker_id} could not load the run's weights within "
                 f"{self._config.start_timeout_s:g} s: raise --start-timeout-s"
             )
 
-    def _rejoin(self, registry: Any, standing: Standing, now_s: float) -> None:
-        """The registry has excluded the worker, or it is a new one and does not know it."""
+    def _register_again(self, controller: Any, standing: Standing, now_s: float) -> None:
+        """The controller has fenced the worker, or it is a new one and does not know it."""
         if standing.excluded:
             raise WorkerError(standing.excluded)
         self.handle.abort_all.remote()  # whoever asked for it holds no lease any more
-        self._ask_to_join(registry, now_s)
+        self._register(controller, now_s)
 
-    def _lost(self, reason: str, now_s: float) -> None:
-        """Start another worker after a pause, or raise why there will be none."""
+    def _replace(self, reason: str, now_s: float) -> None:
+        """Have another worker started after a pause, or raise why there will be none."""
         import ray
 
         ray.kill(self.handle)
         words = last_words(cluster.logs_folder(), pid=self._pid)
         cause = reason + words.sentence
         for line in words.lines:
-            logger.warning("%s | %s", self.name, line)
+            logger.warning("%s | %s", self.worker_id, line)
         if not self._has_served:
             raise WorkerError(cause)
         pause_s = self._budget.next_pause_s(now_s)
@@ -142,19 +160,13 @@ class Seat:
             cause, pause_s, self._budget.num_used, self._config.max_restarts,
         )  # fmt: skip
         self._pause_s = pause_s
-        self.handle, self.name = None, ""
+        self.handle, self.worker_id = None, ""
         self._enter("pausing", now_s)
 
     def _answer(self, who: str) -> Any:
         try:
             return cluster.wait(self._call, timeout_s=CALL_TIMEOUT_S, who=who)
-        except (ProcessLostError, ClusterError):
+        except (ProcessLostError, ClusterError, ConfigError):
             raise
         except AsyncGrpoError as error:
             raise WorkerError(str(error)) from None
-
-
-def _parts(info: WorkerInfo) -> str:
-    """What the time went into, as far as the worker tells."""
-    parts = ", ".join(f"{seconds:.1f} s {what}" for what, seconds in info.startup)
-    return f": {parts}" if parts else ""

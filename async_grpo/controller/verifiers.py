@@ -1,0 +1,101 @@
+"""On which terms verifier pools serve together: equal rewards, and a share each of their number.
+
+consumes:     what pools state when they register; who is a member
+produces:     the refusal of other rewards; each pool's number of processes
+waits for:    conflicting pools to be found dead, a few seconds: their dispatcher may just have been
+              killed
+unblocked by: their end, or the patience
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from async_grpo import cluster
+from async_grpo.errors import AsyncGrpoError, ConfigError
+from async_grpo.types import Rewards, WorkerInfo, share_out
+
+logger = logging.getLogger(__name__)
+PATIENCE_S = 5.0
+POLL_INTERVAL_S = 0.25
+SHARE_TIMEOUT_S = 120.0  # verifier processes are started meanwhile
+
+
+class VerifierTerms:
+    """One a controller; `members` and `run` say who uses the rewards now."""
+
+    def __init__(
+        self,
+        *,
+        members: Callable[[], Mapping[str, tuple[WorkerInfo, Any]]],
+        run: Callable[[], str],
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`members`: the pools by worker id. `run`: who trains with them; empty: nobody."""
+        self._members = members
+        self._run = run
+        self._patience_s = patience_s
+        self._rewards: Rewards | None = None  # of the first pool that was admitted
+        self._admitting: dict[str, WorkerInfo] = {}  # not members yet
+        self._told: dict[str, int] = {}  # processes, by worker id
+        self._telling: dict[str, asyncio.Task[None]] = {}
+
+    @asynccontextmanager
+    async def admitted(self, info: WorkerInfo) -> AsyncIterator[None]:
+        """Around the registration of a worker; nothing is asked of one without rewards.
+
+        Raises `ConfigError` when others use other rewards than this pool. The first pool fixes
+        them, until neither a pool nor a run is left.
+        """
+        if info.rewards is None:
+            yield
+            return
+        for _ in range(round(self._patience_s / POLL_INTERVAL_S)):
+            if not self._differs(info.rewards):
+                break
+            await asyncio.sleep(POLL_INTERVAL_S)
+        self._require_equal(info.rewards)
+        self._rewards = info.rewards
+        self._admitting[info.worker_id] = info
+        try:
+            yield
+        finally:
+            del self._admitting[info.worker_id]
+
+    def _differs(self, rewards: Rewards) -> bool:
+        try:
+            self._require_equal(rewards)
+        except ConfigError:
+            return True
+        return False
+
+    def _require_equal(self, rewards: Rewards) -> None:
+        pools = [*self._admitting.values(), *(info for info, _ in self._members().values())]
+        users = " and ".join(dict.fromkeys(filter(None, [*(i.owner for i in pools), self._run()])))
+        if self._rewards is not None and users:
+            rewards.require_equal(self._rewards, users=users)
+
+    def tell_shares(self) -> None:
+        """Tell each pool how many processes it should run, where that has changed."""
+        members = self._members()
+        pools = {n: (i.node_id, i.rewards) for n, (i, _) in members.items() if i.rewards}
+        shares = share_out(pools)
+        for name, share in shares.items():
+            if self._told.get(name) != share and name not in self._telling:
+                tell = self._tell(name, members[name][1], share)
+                self._telling[name] = asyncio.create_task(tell, name=f"share-of-{name}")
+        self._told = {name: share for name, share in self._told.items() if name in shares}
+
+    async def _tell(self, name: str, handle: Any, share: int) -> None:
+        try:
+            call = handle.take_share.remote(share)
+            await cluster.call(call, timeout_s=SHARE_TIMEOUT_S, who=f"worker {name}")
+            self._told[name] = share
+        except AsyncGrpoError as error:  # it is told again, unless it is found dead before
+            logger.warning("%s", error)
+        finally:
+            del self._telling[name]

@@ -1,0 +1,134 @@
+"""Makes the Ray actors of a dispatcher's workers: what each mode starts, and what it takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from async_grpo import cluster
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.roles import GENERATION, VERIFIER
+
+FAILED_SAMPLES = "failed_samples.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerKind:
+    """Equal workers of one dispatcher."""
+
+    role: str
+    num_workers: int
+    resources: Mapping[str, float]  # that one of them takes of this node
+    start: Callable[[str], Any]  # makes the actor with this worker id; it loads afterwards
+
+
+def worker_kinds(config: WorkerConfig) -> tuple[WorkerKind, ...]:
+    """What a dispatcher starts; generation workers bring a verifier pool for their rewards."""
+    if config.role == VERIFIER:
+        return (_verifier_pool(config),)
+    if config.role == GENERATION:
+        taken = _resources(num_gpus=config.tensor_parallel_size)
+        start = partial(_start_generation_worker, config, taken)
+        workers = WorkerKind(config.role, config.num_workers, taken, start)
+        return (workers, _verifier_pool(config)) if config.reward_names else (workers,)
+    taken = _resources(num_gpus=1)
+    start = partial(_start_logprob_worker, config, taken)
+    return (WorkerKind(config.role, config.num_workers, taken, start),)
+
+
+def _resources(*, num_gpus: int) -> Mapping[str, float]:
+    """A CPU, and devices where Ray has been told of some."""
+    on_gpu = cluster.resources_here().get("GPU", 0.0) > 0
+    return {"CPU": 1.0, "GPU": float(num_gpus) if on_gpu else 0.0}
+
+
+def _verifier_pool(config: WorkerConfig) -> WorkerKind:
+    """Its reward files are read here, once: a pool started again grades as the one before."""
+    from async_grpo.verification.config import VerifierConfig
+    from async_grpo.verification.sources import read_sources
+
+    names, registry, here = config.reward_names, config.reward_registry, (os.getcwd(),)
+    wanted = VerifierConfig(
+        reward_names=names,
+        registry=registry,
+        num_verifiers=config.global_num_verifiers,
+        timeout_s=config.verifier_timeout_s,
+        memory_mib=config.verifier_memory_mib,
+        search_paths=here,
+        sources=read_sources(names, registry=registry, search_paths=here),
+    )
+    keeps_failed = config.write_failed_generation_samples
+    failed_samples = os.path.abspath(FAILED_SAMPLES) if keeps_failed else ""
+
+    def start(worker_id: str) -> Any:
+        from async_grpo.verification.pool import VerifierPool
+
+        return _actor(VerifierPool, {}, max_concurrency=10_000).remote(
+            wanted,
+            worker_id=worker_id,
+            failed_samples=failed_samples,
+            lease_s=config.worker_lease_s,
+        )
+
+    return WorkerKind(VERIFIER, 1, {}, start)
+
+
+def _start_generation_worker(
+    config: WorkerConfig, taken: Mapping[str, float], worker_id: str
+) -> Any:
+    from async_grpo.rollout.settings import EngineConfig, worker_environment
+    from async_grpo.rollout.worker import GenerationWorker
+
+    engine = EngineConfig(
+        model_path=os.path.abspath(config.model_path),
+        dtype=config.dtype,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        tensor_parallel_size=config.tensor_parallel_size,
+        kv_cache_gib=config.kv_cache_gib,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    environment = {"env_vars": worker_environment(on_cpu=not taken["GPU"])}
+    return _actor(GenerationWorker, taken, runtime_env=environment).remote(
+        engine,
+        worker_id=worker_id,
+        overhead_seqs=config.overhead_seqs,
+        temperature=config.temperature or None,
+        lease_s=config.worker_lease_s,
+    )
+
+
+def _start_logprob_worker(config: WorkerConfig, taken: Mapping[str, float], worker_id: str) -> Any:
+    from async_grpo.scoring.worker import LogprobWorker
+
+    return _actor(LogprobWorker, taken).remote(
+        os.path.abspath(config.model_path),
+        role=config.role,
+        worker_id=worker_id,
+        max_tokens=config.max_tokens_per_gpu,
+        dtype=config.dtype,
+        temperature=config.temperature or None,
+        lease_s=config.worker_lease_s,
+    )
+
+
+def _actor(
+    actor_class: type[Any],
+    taken: Mapping[str, float],
+    *,
+    max_concurrency: int = 1000,
+    **options: Any,
+) -> Any:
+    return ray.remote(actor_class).options(
+        num_cpus=taken.get("CPU", 0.0),
+        num_gpus=taken.get("GPU", 0.0),
+        max_concurrency=max_concurrency,
+        enable_task_events=False,
+        scheduling_strategy=cluster.on_this_node(),
+        **options,
+    )

@@ -1,0 +1,218 @@
+"""The workers of one dispatcher, and its way to the controller.
+
+consumes:     the controller's view of each worker
+produces:     registered workers, lost ones replaced; signs of life for the controller
+waits for:    the work of its workers to be done, when they are to leave
+unblocked by: being checked every moment; an error that no restart can mend
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from async_grpo import cluster
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.dispatcher.actors import worker_kinds
+from async_grpo.dispatcher.supervised_worker import SupervisedWorker
+from async_grpo.errors import AsyncGrpoError, ClusterError, ProcessLostError
+from async_grpo.roles import VERIFIER
+
+if TYPE_CHECKING:
+    from async_grpo.types import Standing  # imports numpy
+
+logger = logging.getLogger(__name__)
+RELEASE_TIMEOUT_S = 5.0
+ROOM_TIMEOUT_S = 5.0  # in which workers that have just ended give back what they held
+POLL_INTERVAL_S = 1.0
+CALL_TIMEOUT_S = 60.0
+FROZEN_S = 60.0  # of silence, after which the controller's process is ended, and another made
+CONTROLLER = "the controller"
+
+
+class Workers:
+    """Within, the workers of this dispatcher live; all of them end with the `with` block."""
+
+    def __init__(self, config: WorkerConfig, *, say: Callable[[str], None] = logger.info) -> None:
+        """`say` gets whatever a person who watches should know."""
+        self._config = config
+        self._say = say
+        self._run = 0  # incarnation of the run that is served; 0: none
+        self._controller: Any = None  # None when it is lost
+        self._calls: list[Any] = []  # to the controller, under way
+        self._called_at = 0.0
+        self._complaint: Any = None  # a call to the verifier pool
+
+    def __enter__(self) -> Self:
+        """Start the workers, then find the controller while they load."""
+        config = self._config
+        kinds = worker_kinds(config)
+        needed: Counter[str] = Counter()
+        for kind in kinds:
+            needed.update({what: n * kind.num_workers for what, n in kind.resources.items()})
+        self._check_room(+needed)
+        self._workers = [
+            SupervisedWorker(kind, config, say=self._say)
+            for kind in kinds
+            for _ in range(kind.num_workers)
+        ]
+        logger.info("starting %s", ", ".join(f"{k.num_workers} {k.role} worker(s)" for k in kinds))
+        for worker in self._workers:
+            worker.start(time.monotonic())
+        try:
+            self._find_controller()
+        except BaseException:  # nobody else would end them
+            self._end_workers()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take the workers out of their registries and end them; a lost cluster is no error."""
+        import ray
+        from ray.exceptions import RayError
+
+        with contextlib.suppress(RayError):
+            calls = [
+                self._controller.deregister.remote(worker.role, worker.worker_id)
+                for worker in self._workers
+                if worker.worker_id and self._controller is not None
+            ]
+            if calls:
+                ray.wait(calls, num_returns=len(calls), timeout=RELEASE_TIMEOUT_S)
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        import ray
+
+        for worker in self._workers:
+            if worker.handle is not None:
+                ray.kill(worker.handle)
+
+    def check(self) -> None:
+        """Look after everything once; raises what no restart can mend."""
+        now_s = time.monotonic()
+        if self._controller is None:  # since the last check: had the cluster ended, nobody would
+            self._find_controller()
+        standing = self._poll_standing(now_s)
+        self._tell_of_run(standing)
+        for worker in self._workers:
+            worker.check(self._controller, standing.get(worker.worker_id), now_s=now_s)
+        if self._config.write_failed_generation_samples:
+            self._relay_complaint()
+
+    def _find_controller(self) -> None:
+        from async_grpo.controller.find import find_or_make_controller
+
+        self._controller = find_or_make_controller()
+
+    def _poll_standing(self, now_s: float) -> Mapping[str, Standing]:
+        """By worker id, as far as the controller has answered since the last time."""
+        if not self._calls:
+            self._calls, self._called_at = self._ask_standing(), now_s
+        if not all(map(cluster.is_ready, self._calls)):
+            if now_s - self._called_at > FROZEN_S:
+                self._end_frozen_controller()
+            return {}
+        calls, self._calls = self._calls, []
+        try:
+            return _merged(calls, timeout_s=CALL_TIMEOUT_S)
+        except (ProcessLostError, ClusterError) as error:
+            logger.warning("%s; it is looked for again", error)
+            self._controller = None
+            return {}
+
+    def _ask_standing(self) -> list[Any]:
+        ids: dict[str, list[str]] = {}
+        for worker in self._workers:
+            ids.setdefault(worker.role, []).append(worker.worker_id)
+        return [
+            self._controller.standing.remote(role, tuple(filter(None, worker_ids)))
+            for role, worker_ids in ids.items()
+        ]
+
+    def _end_frozen_controller(self) -> None:
+        import ray
+
+        logger.warning("%s has not answered for %g s and is ended", CONTROLLER, FROZEN_S)
+        ray.kill(self._controller)
+        self._calls, self._controller = [], None
+
+    def _tell_of_run(self, standing: Mapping[str, Standing]) -> None:
+        """Say when a run begins or ends to be served, or another takes its place."""
+        if not standing or (run := max(worker.run for worker in standing.values())) == self._run:
+            return
+        if self._run:
+            self._say("the run has ended, waiting for another")
+        if run:
+            self._say(
+                f"serving the run that began at {datetime.fromtimestamp(run / 1000):%H:%M:%S}"
+            )
+        self._run = run
+
+    def _relay_complaint(self) -> None:
+        """Log what the verifier pool could not write."""
+        if self._complaint is None:
+            pools = (each.handle for each in self._workers if each.role == VERIFIER and each.handle)
+            self._complaint = next((pool.complaint.remote() for pool in pools), None)
+        elif cluster.is_ready(self._complaint):
+            call, self._complaint = self._complaint, None
+            with contextlib.suppress(AsyncGrpoError):  # a lost pool is replaced elsewhere
+                text = cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the verifier pool")
+                if text:
+                    logger.warning(text)
+
+    def drain(self, *, timeout_s: float) -> None:
+        """Have the workers finish what they do, in time, without giving them new work."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(AsyncGrpoError):  # a controller that is lost has no leases
+            for worker in self._workers:
+                if worker.worker_id and self._controller is not None:
+                    call = self._controller.drain.remote(worker.role, worker.worker_id)
+                    cluster.wait(call, timeout_s=RELEASE_TIMEOUT_S, who=CONTROLLER)
+            if self._num_leases():
+                self._say(f"finishing what runs, for at most {timeout_s:g} s; once more: at once")
+            while self._num_leases() and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL_S / 4)
+
+    def _num_leases(self) -> int:
+        if self._controller is None:
+            return 0
+        standing = _merged(self._ask_standing(), timeout_s=RELEASE_TIMEOUT_S)
+        return sum(worker.num_leases for worker in standing.values())
+
+    def _check_room(self, needed: Mapping[str, float]) -> None:
+        """Raise unless this node can hold the workers: Ray would wait for room without a word."""
+        deadline = time.monotonic() + ROOM_TIMEOUT_S
+        while True:
+            free = cluster.free_here()
+            missing = [what for what, amount in needed.items() if free.get(what, 0.0) < amount]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                what = missing[0]
+                raise ClusterError(
+                    f"{self._config.num_workers} {self._config.role} worker(s) need "
+                    f"{needed[what]:g} {what} of Ray on this node, {free.get(what, 0.0):g} of "
+                    f"{cluster.resources_here().get(what, 0.0):g} are free: stop other workers, "
+                    f"or start Ray with a larger --num-{what.lower()}s"
+                )
+            time.sleep(POLL_INTERVAL_S)
+
+
+def _merged(calls: list[Any], *, timeout_s: float) -> dict[str, Standing]:
+    """The answers to `standing` of several roles."""
+    standing: dict[str, Standing] = {}
+    for call in calls:
+        standing |= cluster.wait(call, timeout_s=timeout_s, who=CONTROLLER)
+    return standing
