@@ -87,7 +87,7 @@ class Controller:
         self._registries: dict[str, WorkerRegistry] = {}
         # Neither lease nor epoch is ever that of an earlier controller.
         self._lease_ids = itertools.count(time.time_ns())
-        self._epochs = itertools.count(time.time_ns() // 1_000_000)
+        self._epochs = itertools.count(time.time_ns() // 1_000)
         self._run: _Run | None = None
         self._beginning = asyncio.Lock()
         self._endings: dict[RunId, str] = {}
@@ -165,8 +165,7 @@ class Controller:
         in which it may end.
         """
         async with self._beginning:
-            owner = await asyncio.to_thread(cluster.driver_of, recorder)
-            trainer = f"process {owner.pid} on {owner.address}" if owner else "unknown process"
+            trainer = await trainer_of(recorder)
             await self._until_free(plan.incarnation)
             if self._run is not None:
                 self._end(self._run, f"trainer {trainer} has begun it again")
@@ -347,8 +346,19 @@ class Controller:
     async def _end_process(self, why: str) -> None:
         logger.info("the controller ends: %s", why)
         # exit_actor() ends an actor from its methods only, not from a task of its own.
-        self._kill(ray.get_runtime_context().current_actor)
+        self._kill(own_handle())
         await asyncio.Future()  # whoever has called hears of the end instead of an answer
+
+
+def own_handle() -> Any:
+    """The handle of the actor that this process is."""
+    return ray.get_runtime_context().current_actor
+
+
+async def trainer_of(recorder: Any) -> str:
+    """The trainer that a recorder belongs to, for people."""
+    owner = await asyncio.to_thread(cluster.driver_of, recorder)
+    return f"process {owner.pid} on {owner.address}" if owner else "of an unknown process"
 
 
 async def _under(owner: Lease | None, work: Work[T]) -> T:

@@ -1,0 +1,237 @@
+"""The controller as an actor: found, made, killed, and called by other processes."""
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+from scripted_run import QUESTIONS, make_config
+
+from async_grpo import cluster
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.controller import find
+from async_grpo.controller.find import find_or_make_controller
+from async_grpo.errors import ClusterError, ProcessLostError, RunLost
+from async_grpo.types import (
+    Pulse,
+    RunId,
+    SamplingContract,
+    WeightsAck,
+    WeightsBucket,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
+from async_grpo.types.roles import GENERATION, teacher
+
+pytestmark = pytest.mark.integration
+FIRST, NEXT_RUN = WeightsVersion(7, 0), WeightsVersion(8, 0)
+NUM_BYTES = 1 << 20
+MATH = teacher("math")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=2,
+            namespace="test",
+            object_store_memory=100 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def controller():
+    handle = find_or_make_controller()
+    yield handle
+    ray.kill(handle)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return BatcherPlan(
+        config=make_config(),
+        questions=QUESTIONS,
+        held_out=(),
+        order=abs,  # functions that every process knows
+        replacement=max,
+        seed_of=None,
+        sampling=SamplingContract(1.0, (1,), 12),
+        num_ranks=1,
+        incarnation=7,
+    )
+
+
+def get(reference):
+    return cluster.wait(reference, timeout_s=60, who="the actor")
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def worker_class():
+    class FakeWorker:  # local: Ray then sends its code, instead of a name that it cannot import
+        def __init__(self):
+            self._calls = []
+
+        async def load_weights(self, snapshot):
+            for bucket in snapshot.buckets:
+                await cluster.fetch_bytes(bucket)
+            self._calls.append(str(snapshot.version))
+            return WeightsAck("", snapshot.version, 0.0, 0.0)
+
+        async def abort_all(self):
+            self._calls.append("abort")
+
+        async def ping(self, after_s=0.0):
+            await asyncio.sleep(after_s)
+            return Pulse("none")
+
+        async def calls(self):
+            return self._calls
+
+        async def score(self, number):
+            return number + 1
+
+        async def end(self, number):
+            os._exit(1)
+
+    return FakeWorker
+
+
+def trainer_class():
+    class Trainer:
+        """Owns the bytes of the weights and a run's recorder, which are lost with it."""
+
+        def snapshot(self, version):
+            data = ray.put(np.zeros(NUM_BYTES, dtype=np.uint8))
+            bucket = WeightsBucket((), data, size_bytes=NUM_BYTES, checksum=0)
+            return WeightsSnapshot(version, (bucket,))
+
+        async def until_death(self):
+            await asyncio.Future()
+
+    return Trainer
+
+
+def make(actor_class, *arguments):
+    return ray.remote(actor_class).options(num_cpus=0, max_concurrency=100).remote(*arguments)
+
+
+def join(controller, name, role=GENERATION):
+    worker = make(worker_class())
+    info = WorkerInfo(name, role, "node", 1, "model", 128, 2.0, 0.0, 512)
+    get(controller.register.remote(info, worker))
+    return worker
+
+
+def begin(controller, plan, recorder):
+    return RunId(plan.incarnation, get(controller.begin_run.remote(plan, recorder)))
+
+
+def publish(controller, run, snapshot):
+    call = controller.publish.remote(run, snapshot, (GENERATION,), 30.0)
+    return get(call)[GENERATION]
+
+
+def kill(trainer, snapshot):
+    """End a trainer; its bytes outlive it for a moment, on the same machine."""
+    ray.kill(trainer)
+
+    def is_lost():
+        try:
+            get(snapshot.buckets[0].data)
+        except ClusterError:
+            return True
+        return False
+
+    wait_until(is_lost)
+
+
+def test_a_controller_that_was_killed_is_made_anew_by_whoever_asks_first(controller):
+    assert find_or_make_controller() == controller
+    os.kill(cluster.process_of(controller), signal.SIGKILL)
+    wait_until(lambda: is_dead(controller))
+    with pytest.raises(ProcessLostError):
+        get(controller.roles.remote())
+    others = [find_or_make_controller() for _ in range(2)]
+    assert others[0] == others[1] != controller
+    ray.kill(others[0])
+
+
+def is_dead(handle):
+    try:
+        get(handle.roles.remote())
+    except ProcessLostError:
+        return True
+    return False
+
+
+def test_a_controller_of_other_source_that_nobody_uses_is_replaced(controller, monkeypatch):
+    monkeypatch.setattr(find, "code_hash", lambda: "another")
+    other = find_or_make_controller()
+    assert other != controller
+    ray.kill(other)
+
+
+def test_the_weights_of_a_dead_trainer_keep_no_newcomer_out_and_cost_no_worker(controller, plan):
+    trainer = make(trainer_class())
+    run = begin(controller, plan, trainer)
+    early = join(controller, "early")
+    snapshot = get(trainer.snapshot.remote(FIRST))
+    assert len(publish(controller, run, snapshot).acks) == 1
+    kill(trainer, snapshot)
+    late = join(controller, "late")
+    assert get(late.calls.remote()) == []
+    assert len(get(controller.members.remote(GENERATION))) == 2
+    assert get(controller.fenced.remote(GENERATION)) == {}
+    wait_until(lambda: has_ended(controller, run))
+    successor = make(trainer_class())
+    run = begin(controller, replace(plan, incarnation=8), successor)
+    publish(controller, run, get(successor.snapshot.remote(NEXT_RUN)))
+    assert get(late.calls.remote()) == [str(NEXT_RUN)]
+    assert get(early.calls.remote()) == [str(FIRST), str(NEXT_RUN)]
+
+
+def has_ended(controller, run):
+    try:
+        get(controller.heard.remote(run))
+    except RunLost as error:
+        assert "trainer process" in str(error)
+        return True
+    return False
+
+
+def test_another_process_asks_for_work_of_any_role(controller, plan):
+    trainer = make(trainer_class())
+    run = begin(controller, plan, trainer)
+    worker = join(controller, "one", MATH)
+
+    @ray.remote(num_cpus=0)
+    def ask(number, method="score"):
+        return ray.get(controller.ask.remote(run, MATH, method, number, cost=1.0, prefer="one"))
+
+    assert get([ask.remote(number) for number in range(3)]) == [1, 2, 3]
+    with pytest.raises(Exception, match="the lease on teacher:math worker one has ended"):
+        ray.get(ask.remote(0, "end"))
+    with pytest.raises(ProcessLostError):
+        get(worker.calls.remote())
+    ray.kill(trainer)
+    wait_until(lambda: has_ended(controller, run))
