@@ -42,6 +42,7 @@ from async_grpo.types import (
     Sample,
     StreamItem,
     WeightsVersion,
+    without_texts,
 )
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,8 @@ class ExperienceBatcher:
         except SlotFailed as failure:
             self._settle_failure(ordinal, step, failure)
         else:
-            fates = tuple(self._settle_sample(sample, step) for sample in group.samples)
+            kept = without_texts(group.samples)
+            fates = tuple(self._settle_sample(sample, step) for sample in kept)
             self._log.write(group, batch=step.batch, fates=fates)
         self._unsettled[step] -= 1
         if not self._unsettled[step]:

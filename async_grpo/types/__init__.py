@@ -25,6 +25,7 @@ from async_grpo.types.samples import (
     TrainingPair,
     Verdict,
     VerdictStatus,
+    without_texts,
 )
 from async_grpo.types.training import (
     EndOfStep,
@@ -91,4 +92,5 @@ __all__ = [
     "canary_complaint",
     "canary_differences",
     "canary_tokens",
+    "without_texts",
 ]

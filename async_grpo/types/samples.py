@@ -5,8 +5,8 @@ Legend: P prompt tokens, L output tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -108,6 +108,20 @@ class Sample:
     def num_trained_tokens(self) -> int:
         """Unmasked output tokens: the L_i of the loss."""
         return int(self.completion.loss_mask.sum())
+
+
+def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """What trainers need of the samples of one group: no text, and no column of the user's."""
+    question = replace(samples[0].question, input="", answer=None, columns={})
+    return tuple(
+        replace(
+            sample,
+            question=question,
+            completion=replace(sample.completion, text=""),
+            verdict=replace(sample.verdict, reason="", place=""),
+        )
+        for sample in samples
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
