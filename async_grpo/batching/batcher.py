@@ -24,7 +24,7 @@ from async_grpo.batching.groups import GroupRules
 from async_grpo.batching.leased_work import Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
-from async_grpo.batching.packing import Item, estimate_cost
+from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
@@ -92,7 +92,7 @@ class ExperienceBatcher:
         )
         self._outbox = Outbox(plan.num_ranks)
         self._sums = StepSums(max_staleness=config.max_staleness)
-        self._samples: dict[tuple[int, int], Sample] = {}
+        self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._num_training = 0
         self._failures_in_a_row = 0
@@ -214,7 +214,7 @@ class ExperienceBatcher:
         self._failures_in_a_row = 0
         self._graded.add(step.batch)
         for sample in group.samples:
-            self._ledger.receive_tokens(len(sample.completion.token_ids))
+            self._ledger.receive_tokens(sample.episode.num_sampled_tokens)
         self._sums.add(step, group, batch=step.batch)
 
     def _replace(self, group: Group, step: StepKey) -> None:
@@ -224,10 +224,11 @@ class ExperienceBatcher:
 
     def _settle_sample(self, sample: Sample, step: StepKey) -> str:
         if self._rules.contributes(sample):
-            key, num_tokens = (sample.ordinal, sample.index), sample.num_tokens
-            self._samples[key] = sample
-            cost = estimate_cost(num_tokens, attention_ratio=self._plan.attention_ratio)
-            self._rounds.offer(step, item=Item(key, num_tokens, cost))
+            for part in sample.parts():
+                key, num_tokens = (part.ordinal, part.index, part.row), part.num_tokens
+                self._parts[key] = part
+                cost = estimate_cost(num_tokens, attention_ratio=self._plan.attention_ratio)
+                self._rounds.offer(step, item=Item(key, num_tokens, cost))
             return "trained"
         self._ledger.settle(sample.ordinal, fate="zero_contribution", num_samples=1)
         self._sums.count_denominator(step, sample)
@@ -280,12 +281,13 @@ class ExperienceBatcher:
     def _minibatches(self, formed: Round) -> tuple[Minibatch, ...]:
         minibatches = []
         for keys in formed.bins:
-            samples = tuple(self._samples.pop(key) for key in keys)
-            for sample in samples:
-                self._ledger.settle(sample.ordinal, fate="trained", num_samples=1)
-                self._sums.count_denominator(formed.step, sample)
-            self._num_training += len(samples)
-            minibatches.append(Minibatch(formed.index, samples))
+            parts = tuple(self._parts.pop(key) for key in keys)
+            for part in parts:
+                if part.row == 0:  # a sample is counted where its first row is trained
+                    self._ledger.settle(part.ordinal, fate="trained", num_samples=1)
+                    self._sums.count_denominator(formed.step, part)
+                    self._num_training += 1
+            minibatches.append(Minibatch(formed.index, parts))
         return tuple(minibatches)
 
     def _ends_of_step(self, step: StepKey) -> tuple[EndOfStep, ...]:

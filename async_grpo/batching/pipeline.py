@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from async_grpo import cluster
 from async_grpo.batching.answers import Scores, check_completions, check_scores
@@ -25,7 +27,7 @@ from async_grpo.batching.services import Service, Services
 from async_grpo.batching.stages import StageClock
 from async_grpo.errors import AsyncGrpoError, DeadlineError
 from async_grpo.types import (
-    Completion,
+    Episode,
     GenerationRequest,
     Group,
     Lease,
@@ -33,6 +35,7 @@ from async_grpo.types import (
     Question,
     RegistryStatus,
     Sample,
+    Turn,
     Verdict,
     VerificationRequest,
     WeightsVersion,
@@ -133,11 +136,12 @@ class SlotPipeline:
         naming the stage that lost the group.
         """
         rules, temperature = self._rules, request.sampling.temperature
-        completions = await self.generate(request, oldest=oldest, on_discard=on_discard)
-        verdicts = await self.verify(request.ordinal, question, completions)
+        turns = await self.generate(request, oldest=oldest, on_discard=on_discard)
+        verdicts = await self.verify(request.ordinal, question, turns)
+        episodes = [Episode.of_turn(request.input_token_ids, turn) for turn in turns]
         samples = tuple(
-            Sample(request.ordinal, index, question, completion, verdict, advantage=0.0)
-            for index, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True))
+            Sample(request.ordinal, index, question, episode, verdict, advantage=0.0)
+            for index, (episode, verdict) in enumerate(zip(episodes, verdicts, strict=True))
         )
         scored = await self._score(
             rules.to_score_before_advantages(samples), temperature, reference
@@ -156,15 +160,15 @@ class SlotPipeline:
         oldest: WeightsVersion,
         slot: Hashable | None = None,
         on_discard: OnDiscard = lambda reason: None,
-    ) -> tuple[Completion, ...]:
+    ) -> tuple[Turn, ...]:
         """`request.num_samples` completions whose tokens come from `oldest` or later weights.
 
         `slot` tells requests apart that share an ordinal; the ordinal by default.
         """
 
-        async def work(lease: Lease) -> tuple[Completion, ...]:
+        async def work(lease: Lease) -> tuple[Turn, ...]:
             try:
-                completions: tuple[Completion, ...] = await cluster.work(
+                completions: tuple[Turn, ...] = await cluster.work(
                     lease.handle.generate.remote(replace(request, lease_id=lease.lease_id)),
                     timeout_s=self._generation_timeout_s or None,
                     who=f"generation worker {lease.worker_id}",
@@ -175,7 +179,7 @@ class SlotPipeline:
             return completions
 
         with self._in_stage("generating", request.num_samples):
-            found: tuple[Completion, ...] = await self._leased(
+            found: tuple[Turn, ...] = await self._leased(
                 "generation",
                 work,
                 cost=request.num_samples,
@@ -186,7 +190,7 @@ class SlotPipeline:
         return found
 
     async def verify(
-        self, ordinal: int, question: Question, completions: tuple[Completion, ...]
+        self, ordinal: int, question: Question, completions: tuple[Turn, ...]
     ) -> tuple[Verdict, ...]:
         """A verdict for each completion; an error of the verifiers loses the whole group."""
         requests = tuple(
@@ -202,9 +206,10 @@ class SlotPipeline:
         """The samples with their reference log-probabilities; none are asked for no samples."""
         if not samples:
             return ()
+        rows = [row for sample in samples for row in sample.episode.rows]
         request = LogprobRequest(
-            samples[0].question.input_token_ids,
-            tuple(sample.completion.token_ids for sample in samples),
+            tuple(row.prompt_token_ids for row in rows),
+            tuple(row.token_ids for row in rows),
             temperature,
             version,
         )
@@ -231,10 +236,7 @@ class SlotPipeline:
                 slot=samples[0].ordinal,
                 on_retry=on_retry,
             )
-        return tuple(
-            replace(sample, reference_logprobs=score)
-            for sample, score in zip(samples, scores, strict=True)
-        )
+        return tuple(_with_scores(samples, scores))
 
     async def _leased(self, role: str, work: Any, *, slot: Hashable, **options: Any) -> Any:
         """The answer of a worker; the deaths that a slot met are forgotten with its answer."""
@@ -281,3 +283,11 @@ class SlotPipeline:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
+
+
+def _with_scores(samples: Samples, scores: Sequence[Scores]) -> Iterator[Sample]:
+    """Each sample with the scores of its own rows, laid end to end."""
+    rest = iter(scores)
+    for sample in samples:
+        own = [next(rest) for _ in sample.episode.rows]
+        yield replace(sample, reference_logprobs=own[0] if len(own) == 1 else np.concatenate(own))

@@ -16,7 +16,7 @@ import numpy as np
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
-from async_grpo.types import Completion, Question, Verdict, VerificationRequest
+from async_grpo.types import Question, Turn, Verdict, VerificationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +47,13 @@ def try_rewards(pool: Any, question: Question, config: TrainConfig) -> None:
         logger.warning("%s; the run starts all the same", sentence)
 
 
-def example_output(question: Question) -> Completion:
+def example_output(question: Question) -> Turn:
     """The expected answer as a model may give it; the prompt again where there is none."""
     token_ids = question.input_token_ids
-    return Completion(
+    return Turn(
         token_ids=token_ids,
         logprobs=np.zeros(len(token_ids), np.float32),
         weights_versions=(),
-        loss_mask=np.ones(len(token_ids), np.bool_),
         finish_reason="stop",
         text=question.answer or question.input,
     )

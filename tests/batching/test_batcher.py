@@ -211,7 +211,7 @@ def test_the_status_follows_samples_through_the_stages():
     assert max(status.training for status in seen) > 0
     assert [seen[0].done, seen[-1].done] == [0, 12]
     assert seen[-1].workers == {"generation": 2, "logprob": 1}
-    lengths = [n for ordinal in range(4) for n, _ in running.script.lengths(ordinal)]
+    lengths = [n for ordinal in range(4) for n in running.script.lengths(ordinal)]
     assert seen[-1].output_tokens == sum(lengths)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from async_grpo.errors import ConfigError
-from async_grpo.types import Completion, Question, VerificationRequest
+from async_grpo.types import Question, Turn, VerificationRequest
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.dispatchers import Dispatcher
 from async_grpo.verification.failed_samples import adapter_sample
@@ -17,8 +17,7 @@ REPOSITORY = str(Path(__file__).parents[2])
 def request(output, *, ordinal=0, columns=None):
     columns = {"nums": [2, 9, 8], "target": 15, "output": "forged"} if columns is None else columns
     question = Question(np.arange(3, dtype=np.int32), "use 2 9 8\n", "15", columns)
-    logprobs, mask = np.zeros(2, np.float32), np.ones(2, bool)
-    completion = Completion(np.array([7, 1], np.int32), logprobs, (), mask, "stop", output)
+    completion = Turn(np.array([7, 1], np.int32), np.zeros(2, np.float32), (), "stop", output)
     return VerificationRequest(ordinal, 0, question, completion)
 
 
