@@ -31,12 +31,12 @@ from async_grpo.bundles import Bundles
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import (
-    Completion,
     EndOfStep,
     GenerationRequest,
     Pulse,
     Question,
     SamplingContract,
+    Turn,
     Verdict,
     VerificationRequest,
     VersionSpan,
@@ -197,7 +197,6 @@ class Player(Watched):
     def __init__(self, num_output_tokens: int = 256) -> None:
         self._token_ids = np.arange(num_output_tokens, dtype=np.int32) % 100
         self._logprobs = np.full(num_output_tokens, -1.0, np.float32)
-        self._mask = np.ones(num_output_tokens, np.bool_)
         self._version = FIRST
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
@@ -211,14 +210,13 @@ class Player(Watched):
         self._version = snapshot.version
         return WeightsAck("all", snapshot.version, 0.0, 0.0)
 
-    async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
+    async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
         """Outputs that differ in their first token."""
         return tuple(
-            Completion(
+            Turn(
                 np.concatenate([[np.int32(index)], self._token_ids[1:]], dtype=np.int32),
                 self._logprobs.copy(),
                 (VersionSpan(self._version, 0, len(self._token_ids)),),
-                self._mask.copy(),
                 "stop",
                 "8-2+9=15",
             )

@@ -7,13 +7,13 @@ from numpy.typing import NDArray
 
 from async_grpo.batching.lag import covers_output
 from async_grpo.errors import StaleAnswerError, WorkerError
-from async_grpo.types import Completion, GenerationRequest, LogprobRequest, WeightsVersion
+from async_grpo.types import GenerationRequest, LogprobRequest, Turn, WeightsVersion
 
 Scores = NDArray[np.float32]  # [L]
 
 
 def check_completions(
-    request: GenerationRequest, completions: tuple[Completion, ...], oldest: WeightsVersion
+    request: GenerationRequest, completions: tuple[Turn, ...], oldest: WeightsVersion
 ) -> None:
     """Raise unless `completions` are finished, and of `oldest` or later weights, every token."""
     if len(completions) != request.num_samples:

@@ -24,7 +24,7 @@ from async_grpo.batching.groups import GroupRules
 from async_grpo.batching.leased_work import QUARANTINE, Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
-from async_grpo.batching.packing import Item, estimate_cost
+from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
@@ -44,6 +44,7 @@ from async_grpo.types import (
     Tally,
     WeightsVersion,
     tally,
+    without_texts,
 )
 from async_grpo.types.roles import GENERATION, REFERENCE
 
@@ -106,7 +107,7 @@ class ExperienceBatcher:
         self._roles = (GENERATION, REFERENCE)[: 1 + config.needs_reference]
         self._outbox = Outbox(plan.num_ranks)
         self._sums = StepSums(max_staleness=config.max_staleness)
-        self._samples: dict[tuple[int, int], Sample] = {}
+        self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._num_training = 0
         self._sent = [Tally()] * plan.num_ranks  # of the current step
@@ -200,7 +201,8 @@ class ExperienceBatcher:
         except SlotFailed as failure:
             self._settle_failure(ordinal, step, failure)
         else:
-            fates = tuple(self._settle_sample(sample, step) for sample in group.samples)
+            kept = without_texts(group.samples)
+            fates = tuple(self._settle_sample(sample, step) for sample in kept)
             self._log.write(group, batch=step.batch, fates=fates)
         self._unsettled[step] -= 1
         if not self._unsettled[step]:
@@ -257,7 +259,7 @@ class ExperienceBatcher:
         self._failures_in_a_row = 0
         self._graded.add(step.batch)
         for sample in group.samples:
-            self._ledger.receive_tokens(len(sample.completion.token_ids))
+            self._ledger.receive_tokens(sample.episode.num_sampled_tokens)
         self._sums.add(step, group, batch=step.batch)
 
     def _replace(self, group: Group, step: StepKey) -> None:
@@ -267,10 +269,11 @@ class ExperienceBatcher:
 
     def _settle_sample(self, sample: Sample, step: StepKey) -> str:
         if self._rules.contributes(sample):
-            key, num_tokens = (sample.ordinal, sample.index), sample.num_tokens
-            self._samples[key] = sample
-            cost = estimate_cost(num_tokens, attention_ratio=self._plan.attention_ratio)
-            self._rounds.offer(step, item=Item(key, num_tokens, cost))
+            for part in sample.parts():
+                key, num_tokens = (part.ordinal, part.index, part.row), part.num_tokens
+                self._parts[key] = part
+                cost = estimate_cost(num_tokens, attention_ratio=self._plan.attention_ratio)
+                self._rounds.offer(step, item=Item(key, num_tokens, cost))
             return "trained"
         self._ledger.settle(sample.ordinal, fate="zero_contribution", num_samples=1)
         self._sums.count_denominator(step, sample)
@@ -323,20 +326,21 @@ class ExperienceBatcher:
     def _minibatches(self, formed: Round) -> tuple[Minibatch, ...]:
         minibatches, config = [], self._plan.config
         for rank, keys in enumerate(formed.bins):
-            samples = tuple(self._samples.pop(key) for key in keys)
-            for sample in samples:
-                self._ledger.settle(sample.ordinal, fate="trained", num_samples=1)
-                self._sums.count_denominator(formed.step, sample)
-            self._num_training += len(samples)
+            parts = tuple(self._parts.pop(key) for key in keys)
+            for part in parts:
+                if part.row == 0:  # a sample is counted where its first row is trained
+                    self._ledger.settle(part.ordinal, fate="trained", num_samples=1)
+                    self._sums.count_denominator(formed.step, part)
+                    self._num_training += 1
             self._sent[rank] = self._sent[rank].plus(
                 tally(
-                    samples,
+                    parts,
                     incarnation=self._plan.incarnation,
                     aggregation=config.aggregation,
                     constant_length=config.constant_length_samples,
                 )
             )
-            minibatches.append(Minibatch(formed.index, samples))
+            minibatches.append(Minibatch(formed.index, parts))
         return tuple(minibatches)
 
     def _ends_of_step(self, step: StepKey) -> tuple[EndOfStep, ...]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from async_grpo.batching.advantage import group_advantages, has_variance
 from async_grpo.batching.shaping import RewardShaping
 from async_grpo.config.train import TrainConfig
+from async_grpo.errors import ConfigError
 from async_grpo.types import Sample
 
 Samples = tuple[Sample, ...]
@@ -24,6 +23,10 @@ class GroupRules:
 
     def __init__(self, config: TrainConfig) -> None:
         self._advantage = config.advantage
+        is_corrected = config.importance_correction != "none"
+        self._needs_one_row = config.ratio_level == "sequence" or (
+            is_corrected and config.correction_level == "sequence"
+        )
         self._masks_truncated = config.mask_truncated_samples
         self._num_replacements = config.dynamic_sampling
         self._kl_in_loss = config.kl_in_loss
@@ -49,6 +52,11 @@ class GroupRules:
 
     def graded(self, samples: Samples) -> Samples:
         """Penalties and advantages for one group, every member of which was verified."""
+        if self._needs_one_row and any(len(sample.episode.rows) > 1 for sample in samples):
+            raise ConfigError(
+                "ratios and corrections of sequences need episodes of one row, got one whose "
+                "history was rewritten: take --ratio-level token and --correction-level token"
+            )
         shaped = [self._shaping.apply(sample) for sample in samples]
         rewards = [sample.shaped_reward for sample in shaped]
         advantages = group_advantages(rewards, method=self._advantage)
@@ -71,8 +79,8 @@ class GroupRules:
         if not self._masks_truncated:
             return graded
         return tuple(
-            _without_trained_tokens(sample)
-            if sample.completion.finish_reason == "length"
+            replace(sample, episode=sample.episode.untrained())
+            if sample.episode.finish_reason == "length"
             else sample
             for sample in graded
         )
@@ -95,8 +103,3 @@ def with_scores(samples: Samples, scored: Sequence[Sample]) -> Samples:
 
 def _with_trained_tokens(samples: Samples) -> Samples:
     return tuple(sample for sample in samples if sample.num_trained_tokens)
-
-
-def _without_trained_tokens(sample: Sample) -> Sample:
-    mask = np.zeros_like(sample.completion.loss_mask)
-    return replace(sample, completion=replace(sample.completion, loss_mask=mask))

@@ -15,14 +15,14 @@ import numpy as np
 from async_grpo.batching import placement
 from async_grpo.batching.placement import NOWHERE, Sizes
 
-Key = tuple[int, int]  # (ordinal, index in group)
+Key = tuple[int, ...]  # (ordinal, index in group, row)
 DEFAULT_ATTENTION_RATIO = 8192.0  # 12 times the hidden size of a model of a few 100M parameters
 
 FEW_ROUNDS = 8  # beyond, filling all but one of them tightly is no better than evenly
 
 
 class Item(NamedTuple):
-    """A sample as packing sees it."""
+    """A row as packing sees it."""
 
     key: Key
     num_tokens: int  # prompt + output

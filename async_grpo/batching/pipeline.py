@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from async_grpo.batching.answers import Scores, check_completions, check_scores
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests
@@ -24,12 +26,13 @@ from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.stages import StageClock
 from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
 from async_grpo.types import (
-    Completion,
+    Episode,
     GenerationRequest,
     Group,
     LogprobRequest,
     Question,
     Sample,
+    Turn,
     Verdict,
     VerificationRequest,
     WeightsVersion,
@@ -116,19 +119,20 @@ class SlotPipeline:
         naming the stage that lost the group.
         """
         rules, temperature = self._rules, request.sampling.temperature
-        completions = await self.generate(request, oldest=oldest, on_discard=on_discard)
-        verdicts = await self.verify(request.ordinal, question, completions)
+        turns = await self.generate(request, oldest=oldest, on_discard=on_discard)
+        verdicts = await self.verify(request.ordinal, question, turns)
+        episodes = [Episode.of_turn(request.input_token_ids, turn) for turn in turns]
         samples = tuple(
             Sample(
                 request.ordinal,
                 index,
                 question,
-                completion,
+                episode,
                 verdict,
                 advantage=0.0,
                 attempt=request.attempt,
             )
-            for index, (completion, verdict) in enumerate(zip(completions, verdicts, strict=True))
+            for index, (episode, verdict) in enumerate(zip(episodes, verdicts, strict=True))
         )
         scored = await self._score(
             rules.to_score_before_advantages(samples), temperature, reference
@@ -147,25 +151,23 @@ class SlotPipeline:
         oldest: WeightsVersion,
         slot: Hashable | None = None,
         on_discard: OnDiscard = lambda reason: None,
-    ) -> tuple[Completion, ...]:
+    ) -> tuple[Turn, ...]:
         """`request.num_samples` completions whose tokens come from `oldest` or later weights.
 
         `slot` tells requests apart that share an ordinal; the ordinal by default.
         """
 
-        async def work(worker: Lease) -> tuple[Completion, ...]:
+        async def work(worker: Lease) -> tuple[Turn, ...]:
             limit_s = self._generation_timeout_s or None
             try:
-                completions: tuple[Completion, ...] = await worker.call(
-                    "generate", request, timeout_s=limit_s
-                )
+                turns: tuple[Turn, ...] = await worker.call("generate", request, timeout_s=limit_s)
             except DeadlineError as error:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
-            check_completions(request, completions, oldest)
-            return completions
+            check_completions(request, turns, oldest)
+            return turns
 
         with self._in_stage("generating", request.num_samples):
-            found: tuple[Completion, ...] = await self._leased(
+            found: tuple[Turn, ...] = await self._leased(
                 GENERATION,
                 work,
                 cost=request.num_samples,
@@ -176,7 +178,7 @@ class SlotPipeline:
         return found
 
     async def verify(
-        self, ordinal: int, question: Question, completions: tuple[Completion, ...]
+        self, ordinal: int, question: Question, completions: tuple[Turn, ...]
     ) -> tuple[Verdict, ...]:
         """A verdict for each completion; an error of the verifiers loses the whole group."""
         requests = tuple(
@@ -192,9 +194,10 @@ class SlotPipeline:
         """The samples with their reference log-probabilities; none are asked for no samples."""
         if not samples:
             return ()
+        rows = [row for sample in samples for row in sample.episode.rows]
         request = LogprobRequest(
-            samples[0].question.input_token_ids,
-            tuple(sample.completion.token_ids for sample in samples),
+            tuple(row.prompt_token_ids for row in rows),
+            tuple(row.token_ids for row in rows),
             temperature,
             version,
         )
@@ -217,10 +220,7 @@ class SlotPipeline:
                 slot=samples[0].ordinal,
                 on_retry=on_retry,
             )
-        return tuple(
-            replace(sample, reference_logprobs=score)
-            for sample, score in zip(samples, scores, strict=True)
-        )
+        return tuple(_with_scores(samples, scores))
 
     async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
         async def work(worker: Lease) -> tuple[Verdict, ...]:
@@ -291,3 +291,11 @@ class SlotPipeline:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
+
+
+def _with_scores(samples: Samples, scores: Sequence[Scores]) -> Iterator[Sample]:
+    """Each sample with the scores of its own rows, laid end to end."""
+    rest = iter(scores)
+    for sample in samples:
+        own = [next(rest) for _ in sample.episode.rows]
+        yield replace(sample, reference_logprobs=own[0] if len(own) == 1 else np.concatenate(own))

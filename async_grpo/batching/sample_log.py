@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from async_grpo import cluster
@@ -106,7 +107,7 @@ def _line(
     sample: Sample, attempt: int, batch: int, fate: str, *, has_tokens: bool
 ) -> dict[str, object]:
     """`SampleDump.cut_back` reads the first two."""
-    verdict, completion = sample.verdict, sample.completion
+    verdict, episode = sample.verdict, sample.episode
     return {
         "batch": batch,
         "ordinal": sample.ordinal,
@@ -114,7 +115,7 @@ def _line(
         "index": sample.index,
         "fate": fate,
         "input": sample.question.input,
-        "output": completion.text,
+        "output": episode.text,
         "answer": sample.question.answer,
         "reward": verdict.reward,
         "format_reward": verdict.format_reward,
@@ -124,22 +125,29 @@ def _line(
         "verdict": verdict.status,
         "adapter": verdict.adapter,
         "reason": verdict.reason,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": episode.finish_reason,
         "num_input_tokens": len(sample.question.input_token_ids),
-        "num_output_tokens": len(completion.token_ids),
-        "weights_versions": [
-            [str(span.version), span.start, span.stop] for span in completion.weights_versions
-        ],
+        "num_output_tokens": episode.num_sampled_tokens,
+        "weights_versions": _by_row(
+            [[str(span.version), span.start, span.stop] for span in row.weights_versions]
+            for row in episode.rows
+        ),
     } | (_token_columns(sample) if has_tokens else {})
 
 
 def _token_columns(sample: Sample) -> dict[str, object]:
     """About 90 bytes an output token, as JSON."""
-    completion = sample.completion
+    parts, rows = sample.parts(), sample.episode.rows
     return {
-        "input_token_ids": sample.question.input_token_ids,
-        "output_token_ids": completion.token_ids,
-        "loss_mask": completion.loss_mask,
-        "behaviour_logprobs": completion.logprobs,
-        "reference_logprobs": sample.reference_logprobs,
+        "input_token_ids": _by_row(row.prompt_token_ids for row in rows),
+        "output_token_ids": _by_row(row.token_ids for row in rows),
+        "loss_mask": _by_row(row.loss_mask for row in rows),
+        "behaviour_logprobs": _by_row(row.logprobs for row in rows),
+        "reference_logprobs": _by_row(part.reference_logprobs for part in parts),
     }
+
+
+def _by_row(values: Iterable[object]) -> object:
+    """The value of an episode's only row, or a list of one a row."""
+    found = list(values)
+    return found[0] if len(found) == 1 else found

@@ -63,7 +63,7 @@ class RewardShaping:
     def apply(self, sample: Sample) -> Sample:
         """The sample with its penalties; needs reference log-probabilities when k1 is on."""
         overlong = overlong_penalty(
-            len(sample.completion.token_ids),
+            sample.episode.longest_turn,
             max_tokens=self.max_tokens,
             buffer_tokens=self.overlong_buffer_tokens,
             largest=self.overlong_penalty,
@@ -80,9 +80,14 @@ class RewardShaping:
                 "k1 in the reward needs reference log-probabilities, sample "
                 f"{(sample.ordinal, sample.index)} has none: score it before its advantage"
             )
-        return kl_penalty(
-            sample.completion.logprobs,
-            sample.reference_logprobs,
-            loss_mask_L=sample.completion.loss_mask,
-            coefficient=self.kl_coefficient,
+        return sum(
+            kl_penalty(
+                row.logprobs,
+                part.reference_logprobs,
+                loss_mask_L=row.loss_mask,
+                coefficient=self.kl_coefficient,
+            )
+            for part in sample.parts()
+            for row in part.episode.rows
+            if row.logprobs is not None and part.reference_logprobs is not None
         )

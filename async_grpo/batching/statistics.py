@@ -37,7 +37,7 @@ class StepSums:
         Raises `StalenessError` for a token that is older than the run allows.
         """
         lags = [
-            tokens_by_lag(sample.completion, batch=batch, max_staleness=self._max_staleness)
+            tokens_by_lag(sample.episode, batch=batch, max_staleness=self._max_staleness)
             for sample in group.samples
         ]
         opened = self._steps.setdefault(step, _Step())
@@ -86,9 +86,11 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
         "format_reward_samples": len(formats),
         "overlong_penalty_sum": sum(sample.overlong_penalty for sample in samples),
         "kl_penalty_sum": sum(sample.kl_penalty for sample in samples),
-        "output_tokens": sum(len(sample.completion.token_ids) for sample in samples),
-        "prompt_tokens": sum(len(sample.question.input_token_ids) for sample in samples),
-        "truncated_samples": sum(s.completion.finish_reason == "length" for s in samples),
+        "output_tokens": sum(sample.episode.num_sampled_tokens for sample in samples),
+        "prompt_tokens": sum(
+            sample.num_tokens - sample.episode.num_sampled_tokens for sample in samples
+        ),
+        "truncated_samples": sum(s.episode.finish_reason == "length" for s in samples),
         "masked_samples": sum(sample.num_trained_tokens == 0 for sample in samples),
         "zero_advantage_samples": sum(sample.advantage == 0.0 for sample in samples),
         "unscorable_samples": sum(s.verdict.status == "unscorable" for s in samples),
@@ -105,7 +107,7 @@ def replaced_sums(samples: Sequence[Sample]) -> Sums:
         "num_replacements": 1,
         "replaced_samples": len(samples),
         "replaced_reward_sum": sum(sample.verdict.reward for sample in samples),
-        "replaced_tokens": sum(len(sample.completion.token_ids) for sample in samples),
+        "replaced_tokens": sum(sample.episode.num_sampled_tokens for sample in samples),
     }
 
 

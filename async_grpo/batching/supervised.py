@@ -11,20 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
-from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, Item, estimate_cost, pack_rounds
+from async_grpo.batching.packing import (
+    DEFAULT_ATTENTION_RATIO,
+    Item,
+    Key,
+    estimate_cost,
+    pack_rounds,
+)
 from async_grpo.errors import DataError
 from async_grpo.types import (
-    Completion,
     EndOfStep,
+    Episode,
     Minibatch,
     Question,
+    Row,
     Sample,
     StreamItem,
     Tally,
     TrainingPair,
     Verdict,
-    VersionSpan,
-    WeightsVersion,
     tally,
 )
 
@@ -63,7 +68,9 @@ def supervised_stream(
         for first in ordinals:
             step = window.step_of(first)
             ordinals = window.ordinals_of(step)
-            samples = {(o, 0): _sample(o, pairs[stream_index(o)]) for o in ordinals}
+            samples: dict[Key, Sample] = {
+                (o, 0, 0): _sample(o, pairs[stream_index(o)]) for o in ordinals
+            }
             lengths = {key: sample.num_tokens for key, sample in samples.items()}
             items = [
                 Item(key, n, estimate_cost(n, attention_ratio=attention_ratio))
@@ -96,17 +103,10 @@ def _check_pairs(pairs: Sequence[TrainingPair], max_tokens: int) -> None:
 
 
 def _sample(ordinal: int, pair: TrainingPair) -> Sample:
-    num_output = len(pair.completion_token_ids)
-    completion = Completion(
-        token_ids=pair.completion_token_ids,
-        logprobs=np.zeros(num_output, dtype=np.float32),
-        weights_versions=(VersionSpan(WeightsVersion(0, 0), 0, num_output),),
-        loss_mask=np.ones(num_output, dtype=np.bool_),
-        finish_reason="stop",
-        text="",
-    )
+    output = pair.completion_token_ids
+    row = Row(pair.prompt_token_ids, output, None, np.ones(len(output), np.bool_), ())
     question = Question(pair.prompt_token_ids, input="", answer=None, columns={})
-    return Sample(ordinal, 0, question, completion, DEMONSTRATION, advantage=1.0)
+    return Sample(ordinal, 0, question, Episode((row,)), DEMONSTRATION, advantage=1.0)
 
 
 def _tally(samples: Sequence[Sample]) -> Tally:

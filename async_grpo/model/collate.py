@@ -6,7 +6,7 @@ of the sequences, each with its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo.types import PackedMinibatch, Sample, token_weight
+from async_grpo.types import PackedMinibatch, Row, Sample, token_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +28,7 @@ class _Row:
     advantage: float
     behaviour: NDArray[np.float32]  # [L]
     reference: NDArray[np.float32] | None  # [L]
+    is_first: bool = True  # of its sample
 
 
 def collate(
@@ -45,7 +46,7 @@ def collate(
     `share_prompts` a prompt that several samples have lies in the row once: the same sums, of fewer
     products. `dtype` is that of the weights and advantages.
     """
-    rows = [_row(sample, aggregation, constant_length) for sample in samples]
+    rows = [row for sample in samples for row in _rows(sample, aggregation, constant_length)]
     return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype)
 
 
@@ -71,10 +72,10 @@ def collate_pairs(
     return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype)
 
 
-def split_by_sample(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
-    """Cut per-token `values` [N] into one tensor a sample, in the order they were packed."""
-    counts = torch.bincount(packed.sample_index, minlength=packed.num_samples)
-    return list(values.split(counts.tolist())[: packed.num_samples])
+def split_by_row(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
+    """Cut per-token `values` [N] into one tensor a row, in the order they were packed."""
+    counts = torch.bincount(packed.sample_index, minlength=packed.num_rows)
+    return list(values.split(counts.tolist())[: packed.num_rows])
 
 
 def to_device(packed: PackedMinibatch, device: torch.device) -> PackedMinibatch:
@@ -89,17 +90,25 @@ def _items(packed: PackedMinibatch) -> list[tuple[str, object]]:
     return [(field.name, getattr(packed, field.name)) for field in fields(packed)]
 
 
-def _row(sample: Sample, aggregation: str, constant_length: int) -> _Row:
-    completion = sample.completion
-    return _Row(
-        prompt=sample.question.input_token_ids,
-        output=completion.token_ids,
-        trained=np.flatnonzero(completion.loss_mask),
-        weight=token_weight(sample.num_trained_tokens, aggregation, constant_length),
-        advantage=sample.advantage,
-        behaviour=completion.logprobs,
-        reference=sample.reference_logprobs,
-    )
+def _rows(sample: Sample, aggregation: str, constant_length: int) -> Iterator[_Row]:
+    weight = token_weight(sample.num_trained_tokens, aggregation, constant_length)
+    for part in sample.parts():
+        (row,) = part.episode.rows
+        yield _Row(
+            prompt=row.prompt_token_ids,
+            output=row.token_ids,
+            trained=np.flatnonzero(row.loss_mask),
+            weight=weight,
+            advantage=sample.advantage,
+            behaviour=_behaviour(row),
+            reference=part.reference_logprobs,
+            is_first=part.row == 0,
+        )
+
+
+def _behaviour(row: Row) -> NDArray[np.float32]:
+    """[L]; zeros where nothing was sampled, which no loss reads."""
+    return np.zeros(len(row.token_ids), np.float32) if row.logprobs is None else row.logprobs
 
 
 def _filler(dtype: torch.dtype) -> PackedMinibatch:
@@ -114,7 +123,7 @@ def _filler(dtype: torch.dtype) -> PackedMinibatch:
         behaviour=nothing,
         reference=nothing,
     )
-    return replace(_pack([row], dtype), num_samples=0)
+    return replace(_pack([row], dtype), num_rows=0, num_samples=0)
 
 
 def _pack(
@@ -146,7 +155,8 @@ def _pack(
         advantages=torch.from_numpy(np.repeat([row.advantage for row in rows], counts)).to(dtype),
         behaviour_logprobs=_floats([row.behaviour[row.trained] for row in rows]),
         reference_logprobs=_references(rows),
-        num_samples=len(rows),
+        num_rows=len(rows),
+        num_samples=sum(row.is_first for row in rows),
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
     )

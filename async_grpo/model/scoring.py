@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from async_grpo.errors import WeightSyncError
 from async_grpo.model.attention import choose_attention
-from async_grpo.model.collate import collate_pairs, split_by_sample, to_device
+from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.folder import check_model_folder
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import hf_named_parameters
@@ -44,7 +44,7 @@ class Scorer:
         packed = collate_pairs(pairs, share_prompts=self._policy.shares_prompts)
         packed = to_device(packed, self._device)
         scored = self._policy(packed, temperature=temperature, chunk_size=CHUNK_SIZE)
-        return [part.float().cpu().numpy() for part in split_by_sample(scored.logprobs, packed)]
+        return [part.float().cpu().numpy() for part in split_by_row(scored.logprobs, packed)]
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

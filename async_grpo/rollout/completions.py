@@ -1,4 +1,4 @@
-"""What vLLM says of one sampled output, checked and made into a `Completion`."""
+"""What vLLM says of one sampled output, checked and made into a `Turn`."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.errors import WorkerError
-from async_grpo.types import Completion, VersionSpan, WeightsVersion
+from async_grpo.types import Turn, VersionSpan, WeightsVersion
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 
-def read_completion(output: CompletionOutput) -> Completion:
+def read_completion(output: CompletionOutput) -> Turn:
     """The output with an empty text; raises `WorkerError` when it cannot be trained on."""
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
-    return Completion(
+    return Turn(
         token_ids=token_ids,
         logprobs=_logprobs(output),
         weights_versions=_version_spans(output),
-        loss_mask=np.ones(len(token_ids), dtype=np.bool_),
         finish_reason=output.finish_reason,
         text="",
     )

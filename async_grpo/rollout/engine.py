@@ -36,9 +36,9 @@ from async_grpo.rollout.sampling import sampling_params
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.types import (
-    Completion,
     GenerationRequest,
     Pulse,
+    Turn,
     WeightsBucket,
     WeightsSnapshot,
     WeightsVersion,
@@ -101,7 +101,7 @@ class Engine:
                 spent_s += sum(process.cpu_times()[:2])
         return spent_s
 
-    async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
+    async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
         """Sample `request.num_samples` outputs; their `text` is left empty.
 
         Whoever is cancelled here ends them in the engine.

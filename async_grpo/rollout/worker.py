@@ -23,9 +23,9 @@ from async_grpo.errors import WorkerError
 from async_grpo.rollout.feed import UpdateFeed
 from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.types import (
-    Completion,
     GenerationRequest,
     Pulse,
+    Turn,
     WeightsAck,
     WeightsSnapshot,
     WeightsVersion,
@@ -123,7 +123,7 @@ class GenerationWorker:
                 return Pulse(str(self._version or "none"))
         return self._answering.result()
 
-    async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
+    async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
         """Sample one group.
 
         Raises:

@@ -17,7 +17,7 @@ from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
-from async_grpo.types import Completion, Question, Verdict, VerificationRequest, WorkerInfo
+from async_grpo.types import Question, Turn, Verdict, VerificationRequest, WorkerInfo
 
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
@@ -56,14 +56,13 @@ def _refuse_or_describe(verdict: Verdict, question: Question, config: TrainConfi
     return sentence
 
 
-def example_output(question: Question) -> Completion:
+def example_output(question: Question) -> Turn:
     """The expected answer as a model may give it; the prompt again where there is none."""
     token_ids = question.input_token_ids
-    return Completion(
+    return Turn(
         token_ids=token_ids,
         logprobs=np.zeros(len(token_ids), np.float32),
         weights_versions=(),
-        loss_mask=np.ones(len(token_ids), np.bool_),
         finish_reason="stop",
         text=question.answer or question.input,
     )

@@ -23,7 +23,7 @@ from async_grpo import cluster
 from async_grpo.checkpoint.references import read_reference
 from async_grpo.checkpoint.resume import Start, reference_of
 from async_grpo.errors import AsyncGrpoError, ProcessLostError, WorkerError
-from async_grpo.model.collate import collate_pairs, split_by_sample, to_device
+from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.run.preparation import Run, registries_of
 from async_grpo.training.fsdp import compute_dtype, iter_full_tensors
 from async_grpo.training.learner import Learner
@@ -148,7 +148,7 @@ class WeightSync:
         scored = self._learner.policy(
             packed, temperature=CANARY_TEMPERATURE, chunk_size=config.chunk_size
         )
-        parts = split_by_sample(scored.logprobs, packed)
+        parts = split_by_row(scored.logprobs, packed)
         return tuple(
             CanaryRow(row, part.float().cpu().numpy(), dtype)
             for row, part in zip(self._canary, parts, strict=True)

@@ -216,7 +216,8 @@ class LogprobWorker:
                 f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
                 f"{request.temperature}: give worker and trainer the same --temperature"
             )
-        longest = len(request.prompt_token_ids) + max(map(len, request.output_token_ids), default=0)
+        rows = list(zip(request.prompt_token_ids, request.output_token_ids, strict=True))
+        longest = max((len(prompt) + len(output) for prompt, output in rows), default=0)
         if longest > self._max_tokens:
             raise WorkerError(
                 f"a prompt and its output must fit the {self._max_tokens} tokens of worker "
@@ -226,13 +227,13 @@ class LogprobWorker:
         new_future = asyncio.get_running_loop().create_future
         return [
             _Output(
-                request.prompt_token_ids,
+                prompt,
                 token_ids,
                 request.temperature,
                 version,
                 new_future(),
             )
-            for token_ids in request.output_token_ids
+            for prompt, token_ids in rows
         ]
 
 

@@ -34,7 +34,7 @@ class Audit:
 
     def trained(self, minibatch: Minibatch, packed: PackedMinibatch) -> None:
         """Add a minibatch, as it is packed for the model."""
-        self._keys += [sample.key for sample in minibatch.samples]
+        self._keys += [part.key for sample in minibatch.samples for part in sample.parts()]
         self._num_samples += packed.num_samples
         self._num_tokens += packed.target_ids.numel()
         self._weight += float(packed.weights.double().sum())

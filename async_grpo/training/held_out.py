@@ -69,9 +69,9 @@ class HeldOutPairs:
         policy, device = self._learner.policy, self._learner.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ -lp, tokens
         for minibatch in self._minibatches:
-            samples = minibatch.samples
+            rows = [row for sample in minibatch.samples for row in sample.episode.rows]
             packed = collate_pairs(
-                [(s.question.input_token_ids, s.completion.token_ids) for s in samples],
+                [(row.prompt_token_ids, row.token_ids) for row in rows],
                 share_prompts=policy.shares_prompts,
             )
             scored = policy(

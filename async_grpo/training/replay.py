@@ -2,7 +2,7 @@
 
 A file holds what the loss reads, as plain arrays; texts and the questions' columns stay behind.
 
-Legend: M minibatches, S samples of all of them, in order; K weight-version spans of all samples;
+Legend: M minibatches, S samples of all of them, one row each, in order; K weight-version spans,
 P prompt and L output tokens of all samples, laid end to end.
 
     learner = Learner.build(config, ranks)  # the weights that the skipped step left untouched
@@ -24,9 +24,10 @@ from numpy.typing import DTypeLike, NDArray
 
 from async_grpo.errors import DataError
 from async_grpo.types import (
-    Completion,
+    Episode,
     Minibatch,
     Question,
+    Row,
     Sample,
     Verdict,
     VersionSpan,
@@ -36,7 +37,7 @@ from async_grpo.types import (
 logger = logging.getLogger(__name__)
 REPLAY_FOLDER = "non_finite"
 MAX_FILES = 8  # a rank; the first ones tell the most
-FORMAT = 1
+FORMAT = 2
 
 Columns = dict[str, NDArray[Any]]
 
@@ -119,11 +120,10 @@ def load_minibatches(path: str | Path) -> tuple[Minibatch, ...]:
 
 def _columns(minibatches: Sequence[Minibatch]) -> Columns:
     """Ragged arrays laid end to end, with their lengths."""
-    samples = [sample for minibatch in minibatches for sample in minibatch.samples]
-    completions = [sample.completion for sample in samples]
-    prompts = [sample.question.input_token_ids for sample in samples]
+    samples = [part for m in minibatches for sample in m.samples for part in sample.parts()]
+    rows = [row for sample in samples for row in sample.episode.rows]
     references = [sample.reference_logprobs for sample in samples]
-    spans = [_plain_spans(completion.weights_versions) for completion in completions]
+    spans = [_plain_spans(row.weights_versions) for row in rows]
     return {
         "format": np.array(FORMAT),
         "round_index": np.array([minibatch.round_index for minibatch in minibatches]),  # [M]
@@ -133,15 +133,21 @@ def _columns(minibatches: Sequence[Minibatch]) -> Columns:
         "advantage": np.array([sample.advantage for sample in samples], np.float64),  # [S]
         "reward": np.array([sample.verdict.reward for sample in samples], np.float64),  # [S]
         "verdict": np.array([sample.verdict.status for sample in samples], np.str_),  # [S]
-        "finish_reason": np.array([c.finish_reason for c in completions], np.str_),  # [S]
-        "prompt_length": _lengths(prompts),  # [S]
-        "output_length": _lengths([c.token_ids for c in completions]),  # [S]
+        "row": np.array([sample.row for sample in samples], np.int64),  # [S]
+        "num_trained_elsewhere": np.array(  # [S]
+            [sample.num_trained_elsewhere for sample in samples], np.int64
+        ),
+        "prompt_length": _lengths([row.prompt_token_ids for row in rows]),  # [S]
+        "output_length": _lengths([row.token_ids for row in rows]),  # [S]
         "num_spans": _lengths(spans),  # [S]
         "has_reference": np.array([r is not None for r in references], np.bool_),  # [S]
-        "prompt_ids": _join(prompts, np.int32),  # [P]
-        "output_ids": _join([c.token_ids for c in completions], np.int32),  # [L]
-        "loss_mask": _join([c.loss_mask for c in completions], np.bool_),  # [L]
-        "behaviour_logprobs": _join([c.logprobs for c in completions], np.float32),  # [L]
+        "has_behaviour": np.array([row.logprobs is not None for row in rows], np.bool_),  # [S]
+        "prompt_ids": _join([row.prompt_token_ids for row in rows], np.int32),  # [P]
+        "output_ids": _join([row.token_ids for row in rows], np.int32),  # [L]
+        "loss_mask": _join([row.loss_mask for row in rows], np.bool_),  # [L]
+        "behaviour_logprobs": _join(  # [L] of the rows that have them
+            [row.logprobs for row in rows if row.logprobs is not None], np.float32
+        ),
         "reference_logprobs": _join(  # [L] of the samples that have them
             [reference for reference in references if reference is not None], np.float32
         ),
@@ -155,29 +161,32 @@ def _samples(columns: Columns) -> Iterator[Sample]:
     prompts = _split(columns["prompt_ids"], columns["prompt_length"])
     outputs = _split(columns["output_ids"], output_length)
     masks = _split(columns["loss_mask"], output_length)
-    behaviours = _split(columns["behaviour_logprobs"], output_length)
+    behaviours = iter(
+        _split(columns["behaviour_logprobs"], output_length[columns["has_behaviour"]])
+    )
     references = iter(
         _split(columns["reference_logprobs"], output_length[columns["has_reference"]])
     )
     spans = _split(columns["spans"], columns["num_spans"])
     for i in range(len(columns["ordinal"])):
-        completion = Completion(
-            token_ids=outputs[i],
-            logprobs=behaviours[i],
-            weights_versions=tuple(_version_spans(spans[i])),
-            loss_mask=masks[i],
-            finish_reason=str(columns["finish_reason"][i]),  # type: ignore[arg-type]
-            text="",
+        row = Row(
+            prompts[i],
+            outputs[i],
+            next(behaviours) if columns["has_behaviour"][i] else None,
+            masks[i],
+            tuple(_version_spans(spans[i])),
         )
         status, reward = str(columns["verdict"][i]), float(columns["reward"][i])
         yield Sample(
             ordinal=int(columns["ordinal"][i]),
             index=int(columns["index"][i]),
             question=Question(prompts[i], "", None, {}),
-            completion=completion,
+            episode=Episode((row,)),
             verdict=Verdict(status, reward, None, "", "", 0.0),  # type: ignore[arg-type]
             advantage=float(columns["advantage"][i]),
             reference_logprobs=next(references) if columns["has_reference"][i] else None,
+            row=int(columns["row"][i]),
+            num_trained_elsewhere=int(columns["num_trained_elsewhere"][i]),
         )
 
 

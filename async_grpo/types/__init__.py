@@ -20,16 +20,19 @@ from async_grpo.types.rewards import Rewards, share_out
 from async_grpo.types.roles import Role, role_of
 from async_grpo.types.runs import RunId
 from async_grpo.types.samples import (
-    Completion,
+    Episode,
     FailureCause,
     FinishReason,
     Group,
     Question,
+    Row,
     Sample,
     SamplingContract,
     TrainingPair,
+    Turn,
     Verdict,
     VerdictStatus,
+    without_texts,
 )
 from async_grpo.types.training import (
     EndOfStep,
@@ -59,8 +62,8 @@ from async_grpo.types.workers import (
 
 __all__ = [
     "CanaryRow",
-    "Completion",
     "EndOfStep",
+    "Episode",
     "FailureCause",
     "FinishReason",
     "GenerationRequest",
@@ -79,6 +82,7 @@ __all__ = [
     "ResumePoint",
     "Rewards",
     "Role",
+    "Row",
     "RowKey",
     "RunId",
     "Sample",
@@ -88,6 +92,7 @@ __all__ = [
     "Tally",
     "TensorMeta",
     "TrainingPair",
+    "Turn",
     "Verdict",
     "VerdictStatus",
     "VerificationRequest",
@@ -105,4 +110,5 @@ __all__ = [
     "share_out",
     "tally",
     "token_weight",
+    "without_texts",
 ]

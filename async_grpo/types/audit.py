@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 DIGESTS = 1 << 64
 
-
 RowKey = tuple[int, int, int, int]  # of a sequence: ordinal, attempt, index in its group, row
 
 
@@ -37,13 +36,14 @@ def tally(
     samples: Iterable[Sample], *, incarnation: int, aggregation: str, constant_length: int = 0
 ) -> Tally:
     """Count samples that a rank is about to be sent."""
-    keys, num_tokens, weight = [], 0, 0.0
-    for sample in samples:
-        keys.append(sample.key)
-        num_trained = sample.num_trained_tokens
-        num_tokens += num_trained
-        weight += num_trained * token_weight(num_trained, aggregation, constant_length)
-    return Tally(len(keys), num_tokens, digest_of(keys, incarnation=incarnation), weight)
+    keys, num_samples, num_tokens, weight = [], 0, 0, 0.0
+    for part in (part for sample in samples for part in sample.parts()):
+        keys.append(part.key)
+        num_here = part.num_trained_tokens - part.num_trained_elsewhere
+        num_samples += part.row == 0  # a sample is counted where its first row is trained
+        num_tokens += num_here
+        weight += num_here * token_weight(part.num_trained_tokens, aggregation, constant_length)
+    return Tally(num_samples, num_tokens, digest_of(keys, incarnation=incarnation), weight)
 
 
 def token_weight(num_trained: int, aggregation: str, constant_length: int) -> float:

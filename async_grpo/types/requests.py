@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types.samples import Completion, Question, SamplingContract
+from async_grpo.types.samples import Question, SamplingContract, Turn
 from async_grpo.types.weights import WeightsVersion
 
 
@@ -34,7 +34,7 @@ class VerificationRequest:
     ordinal: int
     index: int
     question: Question
-    completion: Completion
+    completion: Turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +47,9 @@ class GradingRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobRequest:
-    """The outputs of one group, to be scored by the reference model or a teacher."""
+    """The rows of one group, to be scored by the reference model or a teacher."""
 
-    prompt_token_ids: NDArray[np.int32]  # [P]
+    prompt_token_ids: tuple[NDArray[np.int32], ...]  # [P] each
     output_token_ids: tuple[NDArray[np.int32], ...]  # [L] each
     temperature: float
     version: WeightsVersion | None  # exactly these weights; None: a teacher's own
@@ -57,5 +57,5 @@ class LogprobRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the packed forward that answers it: every output repeats the prompt."""
-        return sum(len(self.prompt_token_ids) + len(ids) for ids in self.output_token_ids)
+        """Tokens of the packed forward that answers it: every output has its prompt."""
+        return sum(map(len, (*self.prompt_token_ids, *self.output_token_ids)))

@@ -5,8 +5,8 @@ Legend: P prompt tokens, L output tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -48,15 +48,80 @@ class SamplingContract:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Completion:
+class Turn:
     """One sampled output, as the engine reported it."""
 
     token_ids: NDArray[np.int32]  # [L]
     logprobs: NDArray[np.float32]  # [L] behaviour log-probability, at the sampling temperature
     weights_versions: tuple[VersionSpan, ...]  # covers [0, L)
-    loss_mask: NDArray[np.bool_]  # [L] False: read by the model, not trained
     finish_reason: FinishReason
     text: str  # decoded for verifiers and people, without special tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """What is trained as one sequence: a prompt, then tokens of which some were sampled."""
+
+    prompt_token_ids: NDArray[np.int32]  # [P]
+    token_ids: NDArray[np.int32]  # [L]
+    logprobs: NDArray[np.float32] | None  # [L] behaviour; None: nothing was sampled, but given
+    loss_mask: NDArray[np.bool_]  # [L] False: read by the model, not trained
+    weights_versions: tuple[VersionSpan, ...]  # of what was first sampled here, in [0, L)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens: what the row costs of a token budget."""
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens that were first sampled in this row."""
+        return sum(span.stop - span.start for span in self.weights_versions)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Unmasked tokens."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """What became of one question: one row, unless its history was rewritten on the way."""
+
+    rows: tuple[Row, ...]
+    turns: tuple[Turn, ...] = ()  # in order; none where the output was given
+
+    @classmethod
+    def of_turn(cls, prompt_token_ids: NDArray[np.int32], turn: Turn) -> Episode:
+        """The prompt and one answer, all of which is trained."""
+        mask = np.ones(len(turn.token_ids), dtype=np.bool_)
+        row = Row(prompt_token_ids, turn.token_ids, turn.logprobs, mask, turn.weights_versions)
+        return cls((row,), (turn,))
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the last turn ended."""
+        return self.turns[-1].finish_reason if self.turns else "stop"
+
+    @property
+    def text(self) -> str:
+        """The last turn's: what verifiers grade."""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of all turns."""
+        return sum(row.num_sampled_tokens for row in self.rows)
+
+    @property
+    def longest_turn(self) -> int:
+        """Tokens of the longest turn, each of which may have as many as an output."""
+        return max((len(turn.token_ids) for turn in self.turns), default=0)
+
+    def untrained(self) -> Episode:
+        """The same with every token masked."""
+        rows = (replace(row, loss_mask=np.zeros_like(row.loss_mask)) for row in self.rows)
+        return replace(self, rows=tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +148,23 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One output of one question with everything the loss needs."""
+    """One episode of one question with everything the loss needs.
+
+    Arrays of [L] follow the tokens of all its rows, laid end to end.
+    """
 
     ordinal: int
     index: int  # within its group
     question: Question
-    completion: Completion
+    episode: Episode
     verdict: Verdict
     advantage: float
     reference_logprobs: NDArray[np.float32] | None = None  # [L], None where nobody needs them
     overlong_penalty: float = 0.0  # taken from the reward: see batching/shaping.py
     kl_penalty: float = 0.0
     attempt: int = 0  # questions that its slot had drawn before this one
+    row: int = 0  # number of the first row that is here: see `parts`
+    num_trained_elsewhere: int = 0  # unmasked tokens of rows that are not here
 
     @property
     def shaped_reward(self) -> float:
@@ -103,18 +173,53 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens: what the sample costs of a token budget."""
-        return len(self.question.input_token_ids) + len(self.completion.token_ids)
+        """Tokens of all rows, each with its prompt: what the sample costs of a token budget."""
+        return sum(row.num_tokens for row in self.episode.rows)
 
     @property
     def key(self) -> RowKey:
         """Return the identity that the audit of a step counts."""
-        return self.ordinal, self.attempt, self.index, 0
+        return self.ordinal, self.attempt, self.index, self.row
 
     @property
     def num_trained_tokens(self) -> int:
-        """Unmasked output tokens: the L_i of the loss."""
-        return int(self.completion.loss_mask.sum())
+        """Unmasked tokens of all rows: the L_i of the loss."""
+        here = sum(row.num_trained_tokens for row in self.episode.rows)
+        return here + self.num_trained_elsewhere
+
+    def parts(self) -> tuple[Sample, ...]:
+        """The sample cut into one a row, the unit of packing; each carries L_i of the whole."""
+        if len(self.episode.rows) == 1:
+            return (self,)
+        total = self.num_trained_tokens
+        parts, start = [], 0
+        for number, row in enumerate(self.episode.rows):
+            stop = start + len(row.token_ids)
+            reference = self.reference_logprobs
+            part = replace(
+                self,
+                episode=Episode((row,)),
+                reference_logprobs=None if reference is None else reference[start:stop],
+                row=number,
+                num_trained_elsewhere=total - row.num_trained_tokens,
+            )
+            parts.append(part)
+            start = stop
+        return tuple(parts)
+
+
+def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """What trainers need of the samples of one group: no text, and no column of the user's."""
+    question = replace(samples[0].question, input="", answer=None, columns={})
+    return tuple(
+        replace(
+            sample,
+            question=question,
+            episode=replace(sample.episode, turns=()),
+            verdict=replace(sample.verdict, reason="", place=""),
+        )
+        for sample in samples
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """One rank's share of one round. No samples: the rank trains an inert filler."""
+    """One rank's share of one round, each sample with one row (`Sample.parts`).
+
+    No samples: the rank trains an inert filler.
+    """
 
     round_index: int
     samples: tuple[Sample, ...]
@@ -85,6 +88,7 @@ class PackedMinibatch:
     advantages: torch.Tensor  # [N] float32
     behaviour_logprobs: torch.Tensor  # [N] float32
     reference_logprobs: torch.Tensor | None  # [N] float32
-    num_samples: int  # 0 for a filler
+    num_rows: int  # S, but 0 for a filler
+    num_samples: int  # those whose first row is here
     repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: no prompt is shared
     first_index: torch.Tensor | None = None  # [T] int64, in [0, U)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_grpo.types import (
-    Completion,
+    Episode,
     Minibatch,
     Question,
     Sample,
+    Turn,
     Verdict,
     VersionSpan,
     WeightsVersion,
@@ -70,11 +71,10 @@ def _sample(length: int, *, vocabulary: int, ordinal: int, rng: np.random.Genera
     num_output = length - num_prompt
     # Around what a random model says of every token.
     behaviour = (-np.log(vocabulary) + rng.normal(0, 0.05, num_output)).astype(np.float32)
-    completion = Completion(
+    turn = Turn(
         token_ids=ids[num_prompt:],
         logprobs=behaviour,
         weights_versions=(VersionSpan(WeightsVersion(0, 0), 0, num_output),),
-        loss_mask=np.ones(num_output, dtype=np.bool_),
         finish_reason="stop",
         text="",
     )
@@ -82,7 +82,7 @@ def _sample(length: int, *, vocabulary: int, ordinal: int, rng: np.random.Genera
         ordinal=ordinal,
         index=0,
         question=Question(ids[:num_prompt], "", None, {}),
-        completion=completion,
+        episode=Episode.of_turn(ids[:num_prompt], turn),
         verdict=Verdict("scored", 1.0, None, "random", "", 0.0),
         advantage=float(rng.normal()),
     )

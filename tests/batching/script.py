@@ -56,7 +56,7 @@ class Script:
         )
 
     def lengths(self, ordinal, attempt=0):
-        """(tokens, masked tokens) of each sample; now and then all of them are masked."""
+        """Tokens of each sample."""
         if (ordinal, attempt) not in self._lengths:
             self._lengths[ordinal, attempt] = self._draw_lengths(ordinal, attempt)
         return self._lengths[ordinal, attempt]
@@ -66,14 +66,11 @@ class Script:
         return {}
 
     def _draw_lengths(self, ordinal, attempt):
-        shape = []
-        for index in range(self.config.samples_per_question):
-            key = (self.seed, ordinal, attempt, index)
-            num_tokens = 1 + int(self.config.max_generation_tokens * self.chance("length", *key))
-            has_masked = self.chance("masked", *key) < 0.3
-            num_masked = int((num_tokens + 1) * self.chance("mask", *key)) if has_masked else 0
-            shape.append((num_tokens, num_masked))
-        return shape
+        longest = self.config.max_generation_tokens
+        return [
+            1 + int(longest * self.chance("length", self.seed, ordinal, attempt, index))
+            for index in range(self.config.samples_per_question)
+        ]
 
     def is_cut(self, num_tokens):
         return num_tokens == self.config.max_generation_tokens
@@ -82,7 +79,7 @@ class Script:
         """Dyadic numbers, so that no rounding decides what is equal."""
         config, shaped = self.config, []
         start = config.max_generation_tokens - config.overlong_buffer_tokens
-        for reward, (num_tokens, num_masked) in zip(
+        for reward, num_tokens in zip(
             self.rewards(ordinal, attempt), self.lengths(ordinal, attempt), strict=True
         ):
             value = reward
@@ -90,7 +87,7 @@ class Script:
                 excess = (num_tokens - start) / config.overlong_buffer_tokens
                 value -= config.overlong_penalty * excess
             if config.kl_estimator == "k1":
-                divergence = (num_tokens - num_masked) * (BEHAVIOUR - REFERENCE_LOGPROB)
+                divergence = num_tokens * (BEHAVIOUR - REFERENCE_LOGPROB)
                 value -= config.kl_coefficient * divergence
             shaped.append(value)
         return shaped
@@ -189,13 +186,13 @@ class ExpectedStep:
             return 0
         if config.kl_in_loss:
             return sum(
-                script.lengths(ordinal, self.slots[ordinal][1])[index][0]
+                script.lengths(ordinal, self.slots[ordinal][1])[index]
                 for (ordinal, index), (num_trained, _) in self._kept().items()
                 if num_trained
             )
 
         def with_trained_tokens(ordinal, attempt):
-            return sum(n for n, masked in script.lengths(ordinal, attempt) if masked < n)
+            return sum(script.lengths(ordinal, attempt))
 
         return self.sum_over_kept(with_trained_tokens) + self.sum_over_replaced(with_trained_tokens)
 
@@ -207,8 +204,8 @@ class ExpectedStep:
             if attempt is None:
                 continue
             rewards = np.array(self.script.shaped_rewards(ordinal, attempt))
-            for index, (num_tokens, num_masked) in enumerate(self.script.lengths(ordinal, attempt)):
-                num_trained = num_tokens - num_masked
+            for index, num_tokens in enumerate(self.script.lengths(ordinal, attempt)):
+                num_trained = num_tokens
                 if config.mask_truncated_samples and self.script.is_cut(num_tokens):
                     num_trained = 0
                 has_advantage = rewards[index] - rewards.mean() != 0.0

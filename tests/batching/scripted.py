@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import selectors
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +11,11 @@ import numpy as np
 from async_grpo.controller.leases import Lease
 from async_grpo.errors import LeaseLost, LossCause
 from async_grpo.types import (
-    Completion,
+    Episode,
     Question,
     RegistryStatus,
     Sample,
+    Turn,
     Verdict,
     VersionSpan,
     WorkerInfo,
@@ -109,14 +111,11 @@ def make_question(num_tokens=3):
     return Question(np.arange(num_tokens, dtype=np.int32), "2+2=", "4", {})
 
 
-def make_completion(
-    version, *, num_tokens=4, num_masked=0, finish_reason="stop", spans=None, logprob=-0.5
-):
-    return Completion(
+def make_completion(version, *, num_tokens=4, finish_reason="stop", spans=None, logprob=-0.5):
+    return Turn(
         token_ids=np.arange(num_tokens, dtype=np.int32),
         logprobs=np.full(num_tokens, logprob, dtype=np.float32),
         weights_versions=spans or (VersionSpan(version, 0, num_tokens),),
-        loss_mask=np.arange(num_tokens) >= num_masked,
         finish_reason=finish_reason,
         text="four",
     )
@@ -134,16 +133,21 @@ def make_sample(
     reward=1.0,
     advantage=0.5,
     verdict=None,
+    num_masked=0,
     overlong_penalty=0.0,
     kl_penalty=0.0,
     reference_logprobs=None,
     **kwargs,
 ):
+    question, turn = make_question(), make_completion(version, **kwargs)
+    episode = Episode.of_turn(question.input_token_ids, turn)
+    (row,) = episode.rows
+    mask = np.arange(len(row.token_ids)) >= num_masked
     return Sample(
         ordinal,
         index,
-        make_question(),
-        make_completion(version, **kwargs),
+        question,
+        replace(episode, rows=(replace(row, loss_mask=mask),)),
         verdict or make_verdict(reward),
         advantage,
         reference_logprobs,

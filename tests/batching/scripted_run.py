@@ -46,16 +46,15 @@ class Cluster:
         if ordinal in script.dropped or (ordinal in script.flaky and number == 1):
             raise WorkerError("this worker is out of order")
         shapes = script.lengths(ordinal, attempt)[: request.num_samples]
-        return tuple(self._completion(first, n, masked) for n, masked in shapes)
+        return tuple(self._completion(first, n) for n in shapes)
 
-    def _completion(self, first, num_tokens, num_masked):
+    def _completion(self, first, num_tokens):
         """Tokens of the weights at the start, then of those at the end."""
         cut = num_tokens // 2
         spans = (VersionSpan(first, 0, cut), VersionSpan(self.version, cut, num_tokens))
         return make_completion(
             first,
             num_tokens=num_tokens,
-            num_masked=num_masked,
             spans=tuple(span for span in spans if span.stop > span.start),
             finish_reason="length" if self.script.is_cut(num_tokens) else "stop",
             logprob=BEHAVIOUR,

@@ -2,15 +2,16 @@
 
 import asyncio
 import json
+import pickle
 
 import pytest
 from script import Script
-from scripted import make_completion, run
+from scripted import make_completion, make_question, run
 from scripted_run import ATTENTION_RATIO, Run, make_config, split_steps
 
 from async_grpo.batching.batcher import MAX_SEQUENTIAL_FAILURES
 from async_grpo.errors import WorkerError
-from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
 
 
 def keys(minibatches):
@@ -214,7 +215,7 @@ def test_the_status_follows_samples_through_the_stages():
     assert max(status.training for status in seen) > 0
     assert [seen[0].done, seen[-1].done] == [0, 12]
     assert seen[-1].workers == {"generation": 2, "reference": 1}
-    lengths = [n for ordinal in range(4) for n, _ in running.script.lengths(ordinal)]
+    lengths = [n for ordinal in range(4) for n in running.script.lengths(ordinal)]
     assert seen[-1].output_tokens == sum(lengths)
 
 
@@ -229,6 +230,14 @@ def test_dumped_samples_tell_the_same_story(tmp_path):
     assert len(lines) == len(told)
     assert told == {key: "trained" if key in trained else "zero_contribution" for key in kept}
     assert all(line["batch"] == line["ordinal"] // 4 for line in lines)
+
+
+def test_what_goes_to_ranks_has_no_text():
+    items, _, _ = run(train(Script(config=make_config())))
+    minibatches = [item for item in items[0] if isinstance(item, Minibatch)]
+    texts = (make_question().input, make_completion(WeightsVersion(0, 0)).text)
+    assert any(minibatch.samples for minibatch in minibatches)
+    assert not any(text.encode() in pickle.dumps(minibatches) for text in texts)
 
 
 def test_samples_that_the_disk_refuses_are_told_once_and_counted(tmp_path):

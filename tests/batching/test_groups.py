@@ -47,8 +47,8 @@ def test_what_was_cut_stays_in_the_baseline_and_is_not_trained():
     assert [sample.advantage for sample in masked] == [0.5, -0.5]
     assert [sample.num_trained_tokens for sample in masked] == [4, 0]
     assert [decided.contributes(sample) for sample in masked] == [True, False]
-    assert graded[1].completion.loss_mask.all()
-    assert len(masked[1].completion.token_ids) == 8
+    assert graded[1].episode.rows[0].loss_mask.all()
+    assert len(masked[1].episode.rows[0].token_ids) == 8
 
 
 def test_without_the_option_nothing_is_masked():

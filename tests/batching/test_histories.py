@@ -195,7 +195,7 @@ def check_samples(step, samples):
         assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
         assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
         assert (sample.reference_logprobs is not None) == config.needs_reference
-        for version, start, stop in sample.completion.weights_versions:
+        for version, start, stop in sample.episode.rows[0].weights_versions:
             assert stop > start
             assert 0 <= step.key.batch - version.batches <= config.max_staleness
 
@@ -231,8 +231,8 @@ def identity(sample):
     """All that the gradient of a sample depends on, but for who made its tokens when."""
     return (
         (sample.ordinal, sample.index, sample.advantage, sample.shaped_reward),
-        sample.completion.loss_mask.tolist(),
-        sample.completion.token_ids.tolist(),
+        sample.episode.rows[0].loss_mask.tolist(),
+        sample.episode.rows[0].token_ids.tolist(),
         len(sample.question.input_token_ids),
     )
 
@@ -277,9 +277,9 @@ def test_weights_that_are_too_old_end_the_run_with_the_bug_s_name():
 class Frozen(Cluster):
     """Workers that never load new weights."""
 
-    def _completion(self, first, num_tokens, num_masked):
+    def _completion(self, first, num_tokens):
         self.version = WeightsVersion(INCARNATION, 0)
-        return super()._completion(self.version, num_tokens, num_masked)
+        return super()._completion(self.version, num_tokens)
 
 
 def test_without_variance_a_slot_draws_up_to_its_bound_and_keeps_the_last():

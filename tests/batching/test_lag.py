@@ -4,14 +4,15 @@ from hypothesis import strategies as st
 from scripted import make_completion
 
 from async_grpo.batching.lag import StalenessError, covers_output, tokens_by_lag
-from async_grpo.types import VersionSpan, WeightsVersion
+from async_grpo.types import Episode, VersionSpan, WeightsVersion
 
 
 def completion(*spans, num_tokens=None):
     """(batches in the weights, start, stop) of each span."""
     stop = spans[-1][2] if num_tokens is None else num_tokens
     made = tuple(VersionSpan(WeightsVersion(9, b), start, end) for b, start, end in spans)
-    return make_completion(None, num_tokens=stop, spans=made)
+    turn = make_completion(None, num_tokens=stop, spans=made)
+    return Episode.of_turn(turn.token_ids[:1], turn)
 
 
 @settings(deadline=None)
@@ -50,6 +51,6 @@ def test_one_token_outside_the_bound_is_a_bug_with_a_name(batches, lag):
     ],
 )
 def test_every_token_has_exactly_one_version(spans):
-    assert not covers_output(spans)
-    with pytest.raises(StalenessError, match="every output token must have one version"):
+    assert not covers_output(spans.turns[0])
+    with pytest.raises(StalenessError, match="every sampled token must have one version"):
         tokens_by_lag(spans, batch=1, max_staleness=1)

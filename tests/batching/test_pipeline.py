@@ -102,7 +102,7 @@ def test_the_answer_of_a_revoked_lease_is_refused():
     stage = Stage(workers=[zombie, good])
     stage.generation.revoked.add(0)
     finished = stage.run()
-    assert finished.samples[0].completion.weights_versions[0].version == NEWER
+    assert finished.samples[0].episode.rows[0].weights_versions[0].version == NEWER
     assert len(stage.generation.asked) == 2
 
 

@@ -58,9 +58,9 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
     }
     tokens = {
         "input_token_ids": samples[0].question.input_token_ids.tolist(),
-        "output_token_ids": samples[0].completion.token_ids.tolist(),
-        "loss_mask": samples[0].completion.loss_mask.tolist(),
-        "behaviour_logprobs": samples[0].completion.logprobs.tolist(),
+        "output_token_ids": samples[0].episode.rows[0].token_ids.tolist(),
+        "loss_mask": samples[0].episode.rows[0].loss_mask.tolist(),
+        "behaviour_logprobs": samples[0].episode.rows[0].logprobs.tolist(),
         "reference_logprobs": None,
     }
     assert first == (columns | tokens if has_tokens else columns)

@@ -76,12 +76,12 @@ def test_a_demonstration_is_a_sample_with_advantage_one():
     pairs = [pair(3, 5)]
     minibatch = streams(pairs, ranks=1, questions_per_step=1)[0][0]
     (sample,) = minibatch.samples
-    assert sample.question.input_token_ids is pairs[0].prompt_token_ids
-    assert sample.completion.token_ids is pairs[0].completion_token_ids
-    assert sample.completion.logprobs.tolist() == [0.0] * 5
+    (row,) = sample.episode.rows
+    assert row.prompt_token_ids is pairs[0].prompt_token_ids
+    assert row.token_ids is pairs[0].completion_token_ids
     assert (sample.num_trained_tokens, sample.num_tokens) == (5, 8)
     assert (sample.advantage, sample.verdict.adapter, sample.verdict.status) == (1, "sft", "scored")
-    assert sample.completion.weights_versions[0][1:] == (0, 5)
+    assert (row.logprobs, row.weights_versions) == (None, ())
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from async_grpo.errors import WorkerError
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.types import (
-    Completion,
     GenerationRequest,
     Pulse,
+    Turn,
     VersionSpan,
     WeightsBucket,
     WeightsSnapshot,
@@ -66,14 +66,14 @@ class Engine:
         """Of the worker's own process: there is no other."""
         return time.process_time()
 
-    async def generate(self, request: GenerationRequest) -> tuple[Completion, ...]:
+    async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
         """Outputs of random lengths and tokens."""
         assert self._version is not None
         version = self._version
         await asyncio.sleep(ANSWER_S)
         return tuple(self._completion(request, version) for _ in range(request.num_samples))
 
-    def _completion(self, request: GenerationRequest, version: WeightsVersion) -> Completion:
+    def _completion(self, request: GenerationRequest, version: WeightsVersion) -> Turn:
         sampling = request.sampling
         length = int(self._random.integers(1, sampling.max_tokens + 1))
         token_ids = self._random.integers(
@@ -82,11 +82,10 @@ class Engine:
         is_finished = length < sampling.max_tokens
         if is_finished:
             token_ids[-1] = sampling.stop_token_ids[0]
-        return Completion(
+        return Turn(
             token_ids=token_ids,
             logprobs=np.full(length, LOGPROB, np.float32),
             weights_versions=(VersionSpan(version, 0, length),),
-            loss_mask=np.ones(length, np.bool_),
             finish_reason="stop" if is_finished else "length",
             text="",
         )

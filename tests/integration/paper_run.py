@@ -15,7 +15,7 @@ import torch
 from formulas import engine_corrections, group_advantages, objective, old_logprobs, policy_ratios
 from oracle import make_sample, oracle_logprobs, oracle_outputs, oracle_twin
 
-from async_grpo.types import Completion, VersionSpan, WeightsVersion
+from async_grpo.types import Turn, VersionSpan, WeightsVersion
 
 KNOWN_UPDATES = {
     "adam_beta1": 0.0,
@@ -68,11 +68,10 @@ def _hand_out(past, config, prompt, batches, rng):
         output = rng.integers(3, 70, size=length).astype(np.int32)
         recorded = _logprobs(past, make_sample(prompt, output), config)
         completions.append(
-            Completion(
+            Turn(
                 token_ids=output,
                 logprobs=recorded.astype(np.float32),
                 weights_versions=(VersionSpan(WeightsVersion(0, batches), 0, length),),
-                loss_mask=np.arange(length) % 7 != 3,
                 finish_reason="stop",
                 text="",
             )
@@ -90,7 +89,6 @@ def _samples(prompt, completions, advantages):
         make_sample(
             prompt,
             completion.token_ids,
-            mask=completion.loss_mask,
             behaviour=completion.logprobs,
             advantage=advantage,
         )

@@ -29,7 +29,7 @@ from async_grpo.run.preparation import load_data, plan_run
 from async_grpo.run.report import Report, silent
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.types import EndOfStep, Minibatch, Sample, Tally, Verdict, tally
+from async_grpo.types import EndOfStep, Episode, Minibatch, Sample, Tally, Verdict, tally
 
 
 def train_synchronously(story, ranks):
@@ -101,7 +101,7 @@ def group(story, plan, ordinal):
             ordinal,
             index,
             question,
-            completion,
+            Episode.of_turn(question.input_token_ids, completion),
             Verdict("scored", told.rewards[index], None, "story", "", 0.0),
             float(advantages[index]),
             told.references[index],

@@ -19,7 +19,7 @@ from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import WorkerError
-from async_grpo.types import Completion, Pulse, Verdict, WeightsAck, WeightsVersion, WorkerInfo
+from async_grpo.types import Pulse, Turn, Verdict, WeightsAck, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.buckets import unpack_bucket
 
 TIMEOUT_S = 120.0
@@ -34,7 +34,7 @@ class Told:
     out when these weights have come.
     """
 
-    completions: tuple[Completion, ...]
+    completions: tuple[Turn, ...]
     rewards: tuple[float, ...]
     references: tuple[np.ndarray, ...] = ()  # [L] float32
 

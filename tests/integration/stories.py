@@ -11,7 +11,7 @@ from tiny_models import load_model, make_model
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.folder import check_model_folder
 from async_grpo.run.preparation import load_data, plan_run
-from async_grpo.types import Completion, VersionSpan, WeightsVersion
+from async_grpo.types import Turn, VersionSpan, WeightsVersion
 
 NAMESPACE = "scripted-loop"
 GROUP = 4
@@ -26,7 +26,7 @@ COMMON = {
     "namespace": NAMESPACE,
     "logging_level": "ERROR",
 }
-REPLACED, EXHAUSTED, MASKED = 2, 8, (1, 2)  # ordinals; (ordinal, index)
+REPLACED, EXHAUSTED = 2, 8  # ordinals
 
 
 class World:
@@ -80,7 +80,7 @@ def lines(path):
 
 
 def make_story(world, name, options):
-    """Groups around the model's own numbers: some without variance, one sample fully masked."""
+    """Groups around the model's own numbers: some without variance."""
     config, rng = world.config(name, options), np.random.default_rng(7)
     prompt, twin = world.prompt(config), oracle_twin(load_model(world.model))
     keys = [(ordinal, 0) for ordinal in ordinals_of(config)] + [(REPLACED, 1), (EXHAUSTED, 1)]
@@ -92,8 +92,6 @@ def make_story(world, name, options):
         even = (ordinal, attempt) in ((REPLACED, 0), (EXHAUSTED, 0), (EXHAUSTED, 1))
         rewards = (0.1,) * GROUP if even else tuple(rng.random(GROUP).tolist())
         groups[ordinal, attempt] = Told(completions, rewards, references)
-    masked = groups[MASKED[0], 0].completions[MASKED[1]].loss_mask
-    masked[:] = False
     return Story(config=config, groups=groups)
 
 
@@ -102,11 +100,10 @@ def make_completion(twin, prompt, version, rng):
     """(completion, reference scores)."""
     output = rng.integers(3, 70, size=rng.integers(3, 21)).astype(np.int32)
     own = oracle_logprobs(twin, make_sample(prompt, output), temperature=1.0).numpy()
-    completion = Completion(
+    completion = Turn(
         token_ids=output,
         logprobs=(own + rng.normal(0, 0.2, len(own))).astype(np.float32),
         weights_versions=(VersionSpan(version, 0, len(output)),),
-        loss_mask=rng.random(len(output)) < 0.9,
         finish_reason="stop",
         text="",
     )

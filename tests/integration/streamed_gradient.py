@@ -27,11 +27,11 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
 from async_grpo.types import (
-    Completion,
     EndOfStep,
     Pulse,
     Question,
     SamplingContract,
+    Turn,
     Verdict,
     WeightsAck,
     WeightsSnapshot,
@@ -50,7 +50,7 @@ class Story:
 
     config: TrainConfig
     questions: tuple[Question, ...]
-    completions: tuple[tuple[Completion, ...], ...]
+    completions: tuple[tuple[Turn, ...], ...]
     verdicts: tuple[tuple[Verdict, ...], ...]
     references: tuple[tuple[object, ...], ...]
     unlucky: frozenset[int]  # the first try to generate these fails

@@ -181,7 +181,7 @@ def test_workers_serve_what_was_exported(setup, trained, driver):
         ids, said = completion.token_ids, completion.logprobs
         assert np.abs(recomputed(after, PROMPT, ids) - said).max() <= TOLERANCE
         assert np.abs(recomputed(before, PROMPT, ids) - said).max() > 1e-3
-    scored = LogprobRequest(PROMPT, (ids,), 1.0, first)
+    scored = LogprobRequest((PROMPT,), (ids,), 1.0, first)
     (scores,) = on_a_worker("logprob", "logprobs", scored, version=first)
     assert np.abs(recomputed(before, PROMPT, ids) - scores).max() <= TOLERANCE
 

@@ -20,7 +20,7 @@ from private_cluster import environment
 from streamed_gradient import VERSION, Story
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.types import Completion, Question, Sample, Verdict, VersionSpan
+from async_grpo.types import Episode, Question, Sample, Turn, Verdict, VersionSpan
 
 pytestmark = pytest.mark.integration
 
@@ -77,11 +77,10 @@ def own_logprobs(twin, prompt, output, temperature):
 
 
 def make_completion(output, own, rng):
-    return Completion(
+    return Turn(
         token_ids=output.astype(np.int32),
         logprobs=(own + rng.normal(0, 0.3, len(own))).astype(np.float32),
         weights_versions=(VersionSpan(VERSION, 0, len(output)),),
-        loss_mask=rng.random(len(output)) < 0.85,
         finish_reason="stop",
         text="",
     )
@@ -102,7 +101,7 @@ def expected_samples(story, ordinals):
                     ordinal,
                     index,
                     story.questions[ordinal],
-                    completion,
+                    Episode.of_turn(story.questions[ordinal].input_token_ids, completion),
                     story.verdicts[ordinal][index],
                     float(advantages[index]),
                     story.references[ordinal][index],

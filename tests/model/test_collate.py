@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_sample
 
-from async_grpo.model.collate import collate, collate_pairs, split_by_sample, to_device
+from async_grpo.model.collate import collate, collate_pairs, split_by_row, to_device
 
 IDS = st.lists(st.integers(0, 63), min_size=1, max_size=8)
 SAMPLES = st.lists(
@@ -47,10 +47,10 @@ def test_a_small_minibatch_by_hand():
 def test_every_trained_token_is_predicted_from_its_own_prefix(samples):
     packed = collate(samples, aggregation="token-mean")
     expected = [
-        (index, [*sample.question.input_token_ids, *sample.completion.token_ids[:t]], token)
+        (index, [*sample.question.input_token_ids, *sample.episode.rows[0].token_ids[:t]], token)
         for index, sample in enumerate(samples)
-        for t, token in enumerate(sample.completion.token_ids)
-        if sample.completion.loss_mask[t]
+        for t, token in enumerate(sample.episode.rows[0].token_ids)
+        if sample.episode.rows[0].loss_mask[t]
     ]
     starts = packed.cu_seqlens.tolist()
     got = [
@@ -110,7 +110,7 @@ def test_each_prompt_of_trained_samples_lies_in_the_row_once(samples):
     packed = collate(samples, aggregation="sample-mean", share_prompts=True)
     trained = [sample for sample in samples if sample.num_trained_tokens]
     prompts = {tuple(sample.question.input_token_ids.tolist()) for sample in trained}
-    outputs = [int(np.flatnonzero(sample.completion.loss_mask)[-1]) for sample in trained]
+    outputs = [int(np.flatnonzero(sample.episode.rows[0].loss_mask)[-1]) for sample in trained]
     alone = {
         tuple(sample.question.input_token_ids[:1].tolist())
         for sample in samples
@@ -138,7 +138,7 @@ def test_row_is_never_longer_than_its_samples_and_lengths_agree(samples):
 @given(samples=SAMPLES.filter(bool), constant=st.integers(1, 100))
 def test_weights_are_those_of_the_design(samples, constant):
     per_sample = {
-        name: split_by_sample(packed.weights, packed)
+        name: split_by_row(packed.weights, packed)
         for name in ("sample-mean", "token-mean", "constant")
         for packed in [collate(samples, aggregation=name, constant_length=constant)]
     }
@@ -152,10 +152,10 @@ def test_weights_are_those_of_the_design(samples, constant):
 @given(samples=SAMPLES)
 def test_splitting_gives_every_sample_its_own_values_back(samples):
     packed = collate(samples, aggregation="sample-mean")
-    parts = split_by_sample(packed.behaviour_logprobs, packed)
+    parts = split_by_row(packed.behaviour_logprobs, packed)
     assert len(parts) == len(samples)
     for part, sample in zip(parts, samples, strict=True):
-        own = sample.completion.logprobs[sample.completion.loss_mask]
+        own = sample.episode.rows[0].logprobs[sample.episode.rows[0].loss_mask]
         np.testing.assert_array_equal(part.numpy(), own)
 
 
@@ -172,7 +172,7 @@ def test_a_filler_has_a_row_and_nothing_to_score():
     assert packed.num_samples == 0
     assert len(packed.input_ids) == 1
     assert len(packed.target_ids) == len(packed.weights) == len(packed.reference_logprobs) == 0
-    assert split_by_sample(packed.weights, packed) == []
+    assert split_by_row(packed.weights, packed) == []
 
 
 def test_pairs_score_every_output_token():
@@ -180,7 +180,7 @@ def test_pairs_score_every_output_token():
     packed = collate_pairs([(prompt, output), (output, prompt)])
     assert packed.target_ids.tolist() == [3, 4, 5, 1, 2]
     assert packed.weights.tolist() == [1.0] * 5
-    assert [len(part) for part in split_by_sample(packed.weights, packed)] == [3, 2]
+    assert [len(part) for part in split_by_row(packed.weights, packed)] == [3, 2]
 
 
 def test_moving_keeps_everything():

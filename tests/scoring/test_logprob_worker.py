@@ -64,7 +64,7 @@ def make_request(seed, *, version=FIRST, num_outputs=3, longest=20):
     rng = np.random.default_rng(seed)
     outputs = (rng.integers(VOCAB_SIZE, size=rng.integers(1, longest)) for _ in range(num_outputs))
     return LogprobRequest(
-        rng.integers(VOCAB_SIZE, size=rng.integers(1, longest)).astype(np.int32),
+        (rng.integers(VOCAB_SIZE, size=rng.integers(1, longest)).astype(np.int32),) * num_outputs,
         tuple(output.astype(np.int32) for output in outputs),
         TEMPERATURE,
         version,
@@ -74,16 +74,14 @@ def make_request(seed, *, version=FIRST, num_outputs=3, longest=20):
 def error_of(request, scores, *, version=None):
     """Largest |worker - one unpacked float64 forward a sample| over a request's tokens."""
     twin = oracle_twin(MODELS[version or request.version])
-    pairs = zip(request.output_token_ids, scores, strict=True)
+    rows = zip(request.prompt_token_ids, request.output_token_ids, scores, strict=True)
     with torch.no_grad():
         return max(
             np.abs(
-                oracle_logprobs(
-                    twin, make_sample(request.prompt_token_ids, ids), temperature=TEMPERATURE
-                ).numpy()
+                oracle_logprobs(twin, make_sample(prompt, ids), temperature=TEMPERATURE).numpy()
                 - got
             ).max()
-            for ids, got in pairs
+            for prompt, ids, got in rows
         )
 
 
@@ -125,7 +123,7 @@ def test_an_idle_model_answers_at_once(worker):
         for _ in range(20):
             started = time.monotonic()
             worker._scorer.score(
-                [(request.prompt_token_ids, ids) for ids in request.output_token_ids],
+                list(zip(request.prompt_token_ids, request.output_token_ids, strict=True)),
                 temperature=TEMPERATURE,
             )
             alone = time.monotonic() - started
@@ -310,7 +308,9 @@ def test_pulses_tell_of_who_has_no_answer_and_work_that_is_given_up_is_not_done(
 def test_a_request_that_can_never_fit_is_refused_whole(worker):
     request = make_request(0)
     long = dataclasses.replace(
-        request, output_token_ids=(*request.output_token_ids, np.zeros(200, np.int32))
+        request,
+        prompt_token_ids=(*request.prompt_token_ids, request.prompt_token_ids[0]),
+        output_token_ids=(*request.output_token_ids, np.zeros(200, np.int32)),
     )
 
     async def scenario():

@@ -12,7 +12,7 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.replay import Replay
 from async_grpo.training.schedule import Scheduler
 from async_grpo.training.step import GradientStep, make_loss, make_optimizer
-from async_grpo.types import Minibatch
+from async_grpo.types import Episode, Minibatch
 
 
 def make_learner(folder, **options):
@@ -46,8 +46,9 @@ def make_minibatches():
     """A healthy one, a filler, and one whose reference holds a token impossible."""
     good = random_samples(np.random.default_rng(0), 3, model=oracle_twin(tiny_model(tied=True)))
     good = [
-        replace(s, completion=replace(s.completion, loss_mask=s.completion.loss_mask | True))
+        replace(s, episode=Episode((replace(row, loss_mask=row.loss_mask | True),)))
         for s in good
+        for row in s.episode.rows
     ]
     impossible = good[2].reference_logprobs.copy()
     impossible[0] = -np.inf

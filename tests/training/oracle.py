@@ -1,6 +1,6 @@
 """The gradient of a batch, computed the plain way: the judge of everything that packs or shards.
 
-One process, one unpacked forward a sample through transformers' own attention and head, full
+One process, one unpacked forward a row through transformers' own attention and head, full
 log-softmax; `formulas.py` has the objectives. Nothing of the package but the records decides
 anything here.
 """
@@ -19,10 +19,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.types import (
-    Completion,
+    Episode,
     Question,
+    Row,
     Sample,
     Tally,
+    Turn,
     Verdict,
     VersionSpan,
     WeightsVersion,
@@ -82,6 +84,18 @@ def with_exact_norms(model):
     return model
 
 
+def make_row(prompt, output, *, mask=None, behaviour=None) -> Row:
+    """A row out of plain lists."""
+    length = len(output)
+    return Row(
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        token_ids=np.array(output, dtype=np.int32),
+        logprobs=np.array(np.zeros(length) if behaviour is None else behaviour, dtype=np.float32),
+        loss_mask=np.array(np.ones(length) if mask is None else mask, dtype=np.bool_),
+        weights_versions=(VersionSpan(WeightsVersion(0, 0), 0, length),),
+    )
+
+
 def make_sample(
     prompt,
     output,
@@ -92,22 +106,21 @@ def make_sample(
     advantage: float = 1.0,
     ordinal: int = 0,
 ) -> Sample:
-    """A sample out of plain lists."""
-    length = len(output)
-    version = WeightsVersion(0, 0)
-    completion = Completion(
-        token_ids=np.array(output, dtype=np.int32),
-        logprobs=np.array(np.zeros(length) if behaviour is None else behaviour, dtype=np.float32),
-        weights_versions=(VersionSpan(version, 0, length),),
-        loss_mask=np.array(np.ones(length) if mask is None else mask, dtype=np.bool_),
-        finish_reason="stop",
-        text="",
-    )
+    """A sample of one row out of plain lists."""
+    row = make_row(prompt, output, mask=mask, behaviour=behaviour)
+    return sample_of_rows([row], reference=reference, advantage=advantage, ordinal=ordinal)
+
+
+def sample_of_rows(
+    rows: Sequence[Row], *, reference=None, advantage: float = 1.0, ordinal: int = 0
+) -> Sample:
+    """A sample with a turn in each of its rows; `reference` is laid end to end."""
+    turns = (Turn(row.token_ids, row.logprobs, row.weights_versions, "stop", "") for row in rows)
     return Sample(
         ordinal=ordinal,
         index=0,
-        question=Question(np.array(prompt, dtype=np.int32), "", None, {}),
-        completion=completion,
+        question=Question(rows[0].prompt_token_ids, "", None, {}),
+        episode=Episode(tuple(rows), tuple(turns)),
         verdict=Verdict("scored", 1.0, None, "test", "", 0.0),
         advantage=advantage,
         reference_logprobs=None if reference is None else np.array(reference, dtype=np.float32),
@@ -126,26 +139,28 @@ def random_samples(
     max_length: int = 12,
     temperature: float = 1.0,
     one_prompt: bool = False,
+    max_rows: int = 1,
     model,
 ) -> list[Sample]:
     """Samples whose behaviour and reference lie around the model's own log-probabilities."""
     samples = []
     for ordinal in range(count):
-        if not (one_prompt and samples):
-            prompt = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
-        output = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
-        plain = make_sample(prompt, output)
-        own = oracle_logprobs(model, plain, temperature=temperature).detach().numpy()
+        rows, own = [], []
+        for number in range(rng.integers(1, max_rows + 1) if max_rows > 1 else 1):
+            if number or not (one_prompt and samples):
+                prompt = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
+            output = rng.integers(VOCAB_SIZE, size=rng.integers(1, max_length))
+            plain = make_sample(prompt, output)
+            scores = oracle_logprobs(model, plain, temperature=temperature).detach().numpy()
+            mask = rng.random(len(output)) < 0.8
+            noisy = scores + rng.normal(0, 0.3, len(output))
+            rows.append(make_row(prompt, output, mask=mask, behaviour=noisy))
+            own.append(scores)
+        reference = np.concatenate(own)
+        reference = reference + rng.normal(0, 0.3, len(reference))
+        advantage = float(rng.normal())
         samples.append(
-            make_sample(
-                prompt,
-                output,
-                mask=rng.random(len(output)) < 0.8,
-                behaviour=own + rng.normal(0, 0.3, len(output)),
-                reference=own + rng.normal(0, 0.3, len(output)),
-                advantage=float(rng.normal()),
-                ordinal=ordinal,
-            )
+            sample_of_rows(rows, reference=reference, advantage=advantage, ordinal=ordinal)
         )
     return samples
 
@@ -162,12 +177,15 @@ def oracle_scores(
     model, sample: Sample, *, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of every output token, masked or not, and entropy where it was drawn: [L]."""
-    prompt, output = sample.question.input_token_ids, sample.completion.token_ids
-    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
-    logits = model(input_ids=ids[None], use_cache=False).logits[0]
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)[len(prompt) - 1 : -1]
-    chosen = torch.stack([logprobs[t, token] for t, token in enumerate(output)])
-    return chosen, -(logprobs.exp() * logprobs).sum(-1)
+    chosen, entropies = [], []
+    for row in sample.episode.rows:
+        prompt, output = row.prompt_token_ids, row.token_ids
+        ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        logprobs = torch.log_softmax(logits / temperature, dim=-1)[len(prompt) - 1 : -1]
+        chosen += [logprobs[t, token] for t, token in enumerate(output)]
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+    return torch.stack(chosen), torch.cat(entropies)
 
 
 def oracle_logprobs(model, sample: Sample, *, temperature: float) -> torch.Tensor:
@@ -186,14 +204,15 @@ def oracle_outputs(
     first step, for later steps of `decoupled`."""
     outputs = []
     for index, sample in enumerate(samples):
-        trained = np.flatnonzero(sample.completion.loss_mask)
+        rows = sample.episode.rows
+        trained = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
         logprobs, entropies = oracle_scores(model, sample, temperature=config.temperature)
         outputs.append(
             Output(
                 sample.advantage,
                 [logprobs[t] for t in trained],
                 [entropies[t] for t in trained],
-                _floats(sample.completion.logprobs, trained),
+                _floats(np.concatenate([row.logprobs for row in rows]), trained),
                 _floats(sample.reference_logprobs, trained),
                 _floats(None if start_logprobs is None else start_logprobs[index], trained),
             )

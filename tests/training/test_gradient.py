@@ -2,11 +2,11 @@
 
 Held fixed: the verified groups, the weights, the options. From rewards to the gradient: shaping,
 advantages and masks (`batching/groups.py`), packing, log-probabilities, loss. Free: the order of
-samples, the ranks, how many minibatches each of them makes, the fillers between, which samples of
-a minibatch share their prompt, and the chunks of the head; samples that contribute exactly zero are
-counted and not sent. float32 is compared away from the cuts of clip and mask, where a rounded ratio
-may fall on the other side, and both types where the terms do not cancel, which would leave nothing
-but their rounding.
+samples' rows, the ranks, how many minibatches each of them makes, the fillers between, which rows
+of a minibatch share their prompt, and the chunks of the head; samples that contribute exactly zero
+are counted and not sent. float32 is compared away from the cuts of clip and mask, where a rounded
+ratio may fall on the other side, and both types where the terms do not cancel, which would leave
+nothing but their rounding.
 """
 
 from dataclasses import replace
@@ -119,17 +119,30 @@ def make_groups(rng, *, num_groups, model, config):
     for _ in range(num_groups):
         count = rng.integers(2, 5)
         members = random_samples(
-            rng, count, temperature=config.temperature, one_prompt=rng.random() < 0.8, model=model
+            rng,
+            count,
+            temperature=config.temperature,
+            one_prompt=rng.random() < 0.8,
+            max_rows=1 if has_sequence_terms(config) else 3,
+            model=model,
         )
         groups.append(tuple(_verified(rng, sample) for sample in members))
     return groups
 
 
+def has_sequence_terms(config):
+    """Such ratios are refused for episodes of several rows."""
+    corrects = config.importance_correction != "none" and config.correction_level == "sequence"
+    return corrects or config.ratio_level == "sequence"
+
+
 def _verified(rng, sample):
     reason = "length" if rng.random() < 0.25 else "stop"
+    *turns, last = sample.episode.turns
+    turns = (*turns, replace(last, finish_reason=reason))
     return replace(
         sample,
-        completion=replace(sample.completion, finish_reason=reason),
+        episode=replace(sample.episode, turns=turns),
         verdict=replace(sample.verdict, reward=float(rng.integers(0, 3))),
     )
 
@@ -138,35 +151,49 @@ def oracle_group(group, config):
     """The group's samples with advantages and masks by the formulas."""
     rewards = []
     for sample in group:
-        completion, mask = sample.completion, sample.completion.loss_mask
+        rows = sample.episode.rows
+        mask = laid_end_to_end(row.loss_mask for row in rows)
         rewards.append(
             shaped_reward(
                 sample.verdict.reward,
                 config,
-                length=len(completion.token_ids),
-                behaviour=completion.logprobs[mask].tolist(),
+                length=max(len(row.token_ids) for row in rows),
+                behaviour=laid_end_to_end(row.logprobs for row in rows)[mask].tolist(),
                 reference=sample.reference_logprobs[mask].tolist(),
             )
         )
     advantages = group_advantages(rewards, config.advantage)
     samples = []
     for sample, advantage in zip(group, advantages, strict=True):
-        completion = sample.completion
-        if config.mask_truncated_samples and completion.finish_reason == "length":
-            completion = replace(completion, loss_mask=np.zeros_like(completion.loss_mask))
-        samples.append(replace(sample, completion=completion, advantage=advantage))
+        episode = sample.episode
+        if config.mask_truncated_samples and episode.turns[-1].finish_reason == "length":
+            rows = (replace(row, loss_mask=row.loss_mask & False) for row in episode.rows)
+            episode = replace(episode, rows=tuple(rows))
+        samples.append(replace(sample, episode=episode, advantage=advantage))
     return samples
+
+
+def laid_end_to_end(parts):
+    return np.concatenate(list(parts))
 
 
 def draw_start(rng, samples, config):
     """[L] a sample: log-probabilities at the start of the batch; none in the batch's first step."""
     if config.mode != "decoupled" or rng.random() < 0.3:
         return None
-    noise = [rng.normal(0, 0.2, len(sample.completion.logprobs)) for sample in samples]
-    return [
-        (sample.completion.logprobs + part).astype(np.float32)
-        for sample, part in zip(samples, noise, strict=True)
-    ]
+    behaviours = (laid_end_to_end(row.logprobs for row in s.episode.rows) for s in samples)
+    return [(own + rng.normal(0, 0.2, len(own))).astype(np.float32) for own in behaviours]
+
+
+def cut_into_parts(samples, start):
+    """The rows that are packed, and what belongs to each of them of `start`."""
+    parts, starts = [], []
+    for number, sample in enumerate(samples):
+        parts += sample.parts()
+        if start is not None:
+            lengths = [len(row.token_ids) for row in sample.episode.rows]
+            starts += np.split(start[number], np.cumsum(lengths)[:-1])
+    return parts, starts if start is not None else None
 
 
 def partition(rng, indices, *, num_ranks):
@@ -181,7 +208,7 @@ def partition(rng, indices, *, num_ranks):
 
 
 def streamed(policy, samples, ranks, config, *, start=None, chunk_size):
-    """Loss and gradient: every rank's plain sum over its minibatches, added up, divided once."""
+    """Loss and gradient of rows: every rank's plain sum over its minibatches, divided once."""
     total = {name: 0.0 for name, _ in hf_named_parameters(policy)}
     loss = 0.0
     for minibatches in ranks:
@@ -190,8 +217,9 @@ def streamed(policy, samples, ranks, config, *, start=None, chunk_size):
             loss += backward(policy, samples, indices, config, start=start, chunk_size=chunk_size)
         for name, parameter in hf_named_parameters(policy):
             total[name] += 0.0 if parameter.grad is None else parameter.grad
-    num_tokens = sum(sample.num_trained_tokens for sample in samples)
-    divisor = num_tokens if config.aggregation == "token-mean" else len(samples)
+    whole = [part for part in samples if part.row == 0]
+    num_tokens = sum(sample.num_trained_tokens for sample in whole)
+    divisor = num_tokens if config.aggregation == "token-mean" else len(whole)
     gradient = {name: value.double() / divisor for name, value in total.items()}
     return loss / divisor, gradient
 
@@ -208,7 +236,7 @@ def backward(policy, samples, indices, config, *, start, chunk_size):
     scored = policy(packed, temperature=config.temperature, chunk_size=chunk_size)
     old = None
     if start is not None:
-        parts = [start[index][samples[index].completion.loss_mask] for index in indices]
+        parts = [start[index][samples[index].episode.rows[0].loss_mask] for index in indices]
         old = torch.tensor(np.concatenate([[], *parts]), dtype=dtype)
     result = grpo_loss(
         scored.logprobs,
@@ -240,7 +268,8 @@ def check(config, *, precision, seed, num_groups, num_ranks, chunk_size, tied):
     assume(left == 0 or left > CANCELLED or config.entropy_coefficient)
     expected_loss.backward()
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
-    sent = [index for index, sample in enumerate(samples) if rules.contributes(sample)]
+    samples, start = cut_into_parts(samples, start)
+    sent = [index for index, part in enumerate(samples) if rules.contributes(part)]
     ranks = partition(rng, sent, num_ranks=num_ranks)
     loss, got = streamed(policy, samples, ranks, config, start=start, chunk_size=chunk_size)
     assert loss == pytest.approx(expected_loss.item(), rel=tolerance, abs=tolerance)

@@ -13,7 +13,7 @@ from oracle import make_sample, sent
 from async_grpo.errors import DataError
 from async_grpo.training.replay import MAX_FILES, Replay, load_minibatches, save_minibatches
 from async_grpo.training.step import NON_FINITE
-from async_grpo.types import EndOfStep, Minibatch, Verdict, VersionSpan, WeightsVersion
+from async_grpo.types import EndOfStep, Episode, Minibatch, Verdict, VersionSpan, WeightsVersion
 
 TOKENS = st.lists(st.integers(0, 63), min_size=1, max_size=6)
 
@@ -34,9 +34,10 @@ def samples(draw):
         advantage=draw(st.floats()),
         ordinal=draw(st.integers(0, 2**40)),
     )
-    completion = replace(
-        sample.completion,
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
+    (row,) = sample.episode.rows
+    row = replace(
+        row,
+        logprobs=draw(st.sampled_from([row.logprobs, None])),
         weights_versions=(
             VersionSpan(versions[0], 0, cut),
             VersionSpan(versions[1], cut, len(output)),
@@ -45,7 +46,14 @@ def samples(draw):
     verdict = Verdict(
         draw(st.sampled_from(["scored", "unscorable"])), draw(st.floats()), None, "", "", 0.0
     )
-    return replace(sample, index=draw(st.integers(0, 9)), completion=completion, verdict=verdict)
+    return replace(
+        sample,
+        index=draw(st.integers(0, 9)),
+        episode=Episode((row,)),
+        verdict=verdict,
+        row=draw(st.integers(0, 3)),
+        num_trained_elsewhere=draw(st.integers(0, 99)),
+    )
 
 
 MINIBATCHES = st.builds(Minibatch, st.integers(0, 9), st.lists(samples(), max_size=3).map(tuple))
@@ -53,12 +61,12 @@ MINIBATCHES = st.builds(Minibatch, st.integers(0, 9), st.lists(samples(), max_si
 
 def facts(sample):
     """Everything that the loss reads of a sample, or that tells where it comes from."""
-    completion, reference = sample.completion, sample.reference_logprobs
+    (row,), reference = sample.episode.rows, sample.reference_logprobs
     arrays = [
-        sample.question.input_token_ids,
-        completion.token_ids,
-        completion.logprobs,
-        completion.loss_mask,
+        row.prompt_token_ids,
+        row.token_ids,
+        *([] if row.logprobs is None else [row.logprobs]),
+        row.loss_mask,
         *([] if reference is None else [reference]),
     ]
     plain = [
@@ -67,8 +75,9 @@ def facts(sample):
         np.float64(sample.advantage).tobytes(),
         np.float64(sample.verdict.reward).tobytes(),
         sample.verdict.status,
-        completion.finish_reason,
-        completion.weights_versions,
+        row.weights_versions,
+        sample.row,
+        sample.num_trained_elsewhere,
     ]
     return plain, [(array.dtype, array.tolist()) for array in arrays]
 
@@ -168,8 +177,8 @@ def test_a_torn_file_is_named(tmp_path):
         load_minibatches(path)
 
 
-@pytest.mark.parametrize("columns", [{}, {"format": np.array(2)}, {"format": np.array([1, 1])}])
+@pytest.mark.parametrize("columns", [{}, {"format": np.array(1)}, {"format": np.array([1, 1])}])
 def test_another_format_is_refused(columns, tmp_path):
     np.savez(tmp_path / "foreign.npz", **columns)
-    with pytest.raises(DataError, match="format 1"):
+    with pytest.raises(DataError, match="format 2"):
         load_minibatches(tmp_path / "foreign.npz")

@@ -10,7 +10,7 @@ from verifier_processes import all_below, are_gone
 
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
-from async_grpo.types import Completion, GradingRequest, Pulse, Question, VerificationRequest
+from async_grpo.types import GradingRequest, Pulse, Question, Turn, VerificationRequest
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.pool import VerifierPool
@@ -21,8 +21,7 @@ REPOSITORY = str(Path(__file__).parents[2])
 def request(output, *, ordinal=0, columns=None):
     columns = {"nums": [2, 9, 8], "target": 15, "output": "forged"} if columns is None else columns
     question = Question(np.arange(3, dtype=np.int32), "use 2 9 8\n", "15", columns)
-    logprobs, mask = np.zeros(2, np.float32), np.ones(2, bool)
-    completion = Completion(np.array([7, 1], np.int32), logprobs, (), mask, "stop", output)
+    completion = Turn(np.array([7, 1], np.int32), np.zeros(2, np.float32), (), "stop", output)
     return VerificationRequest(ordinal, 0, question, completion)
 
 
