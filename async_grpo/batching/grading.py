@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from async_grpo.batching.leased_work import Progress, SlotFailed
-from async_grpo.types import Verdict, VerificationRequest
+from async_grpo.types import Problem, Verdict, VerificationRequest
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]
@@ -54,7 +54,7 @@ class Grading:
             away = [n for n, verdict in enumerate(verdicts) if verdict.cause == "connection"]
             if not away or clock() + pause_s - started > self._timeout_s:
                 break
-            self._progress.problem = f"{VERIFICATION}: reward {verdicts[away[0]].reason}"
+            self._progress.problem = Problem(VERIFICATION, f"reward {verdicts[away[0]].reason}")
             await asyncio.sleep(pause_s)
             again = await self._ask(tuple(requests[n] for n in away))
             for number, verdict in zip(away, again, strict=True):

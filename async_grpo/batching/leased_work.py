@@ -13,6 +13,7 @@ from async_grpo.errors import (
     StaleAnswerError,
     WorkerError,
 )
+from async_grpo.types import Problem
 
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
 QUARANTINE = "quarantine"  # the stage that loses a question which kills workers
@@ -36,11 +37,11 @@ class Progress:
 
     def __init__(self) -> None:
         self.answers = 0  # good ones, of workers
-        self.problem = ""  # why work is being tried again; empty when all is well
+        self.problem: Problem | None = None  # why work is being tried again; empty when all is well
 
     def moved(self) -> None:
         self.answers += 1
-        self.problem = ""
+        self.problem = None
 
 
 class Attempts:

@@ -30,6 +30,7 @@ from async_grpo.types import (
     GenerationRequest,
     Group,
     LogprobRequest,
+    Problem,
     Question,
     Sample,
     Turn,
@@ -83,8 +84,8 @@ class SlotPipeline:
         return self._progress.answers
 
     @property
-    def problem(self) -> str:
-        """Why work is being tried again; empty when all is well."""
+    def problem(self) -> Problem | None:
+        """Why work is being tried again; None when all is well."""
         return self._progress.problem
 
     @property
@@ -251,6 +252,7 @@ class SlotPipeline:
         attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
         try:
             while True:
+                asked = ""  # the worker, once there is one
                 is_suspect = self._quarantine.is_on_probation(slot)
                 turn = self._probation if is_suspect else contextlib.nullcontext()
                 lease = registry.lease(
@@ -258,11 +260,12 @@ class SlotPipeline:
                 )
                 try:
                     async with turn, lease as worker:
+                        asked = worker.worker_id
                         answer = await work(worker)
                 except (SlotFailed, NoWorkerError):
                     raise
                 except AsyncGrpoError as error:
-                    self._progress.problem = f"{stage}: {error}"
+                    self._progress.problem = Problem(stage, str(error), asked)
                     logger.warning("%s attempt failed: %s", stage, error)
                     reason, pause_s = attempts.pause_after(error)
                 else:

@@ -105,9 +105,11 @@ def panel(progress: Progress, *, now_s: float) -> RenderableType:
         parts.append(Text(step_line(progress.row, num_batches=progress.num_batches)))
     if progress.activity:
         parts.append(Text(f"trainer: {progress.activity}"))
-    problem = status.problem if status else "" if progress.row else "waiting for the pipeline"
+    problem = (
+        (status.problem or "") if status else "" if progress.row else "waiting for the pipeline"
+    )
     if problem:
-        parts.append(Text(problem, style="yellow"))
+        parts.append(Text(str(problem), style="yellow"))
     shown = Panel(Group(*parts), title=title, title_align="left", border_style="dim")
     # The cursor waits on a line of its own: what the terminal or a dying process writes there, such
     # as ^C, leaves the lower border whole.

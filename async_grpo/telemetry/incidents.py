@@ -46,8 +46,8 @@ class Incidents:
         if not status.problem:
             self._problem = None
         elif self._problem is None:
-            role = status.problem.partition(":")[0]
-            self._problem = Incident(now_s, role, status.problem, self._named_in(status.problem))
+            problem, worker = status.problem, self._known.get(status.problem.worker_id)
+            self._problem = Incident(now_s, problem.stage, str(problem), worker)
             self.latest.append(self._problem)
 
     def see_members(
@@ -78,6 +78,3 @@ class Incidents:
         ]
         candidates = lost + ([self._problem] if self._problem else [])
         return min(candidates, key=lambda incident: incident.at_s, default=None)
-
-    def _named_in(self, text: str) -> WorkerInfo | None:
-        return next((info for name, info in self._known.items() if name in text), None)

@@ -38,7 +38,9 @@ class Standstill:
 
 
 def _describe(status: PipelineStatus) -> str:
-    return status.problem or (
+    if status.problem:
+        return str(status.problem)
+    return (
         f"{status.generating} samples generating, {status.verifying} verifying, "
         f"{status.in_reference} in reference, {status.ready} ready; workers: "
         f"{dict(status.workers)}"

@@ -52,6 +52,7 @@ from async_grpo.types.weights import (
 )
 from async_grpo.types.workers import (
     PipelineStatus,
+    Problem,
     Pulse,
     RegistryEvent,
     RegistryStatus,
@@ -73,6 +74,7 @@ __all__ = [
     "Minibatch",
     "PackedMinibatch",
     "PipelineStatus",
+    "Problem",
     "PublishReport",
     "Pulse",
     "Question",

@@ -77,6 +77,17 @@ class RegistryStatus:
     num_tokens: int  # that workers have made since the registry was made, by their pulses
 
 
+class Problem(NamedTuple):
+    """Why work is being tried again."""
+
+    stage: str
+    reason: str
+    worker_id: str = ""  # whose answer was no good; empty: nobody's
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.reason}"
+
+
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
     """What every stage is doing right now, for people; counts are of samples."""
@@ -94,7 +105,7 @@ class PipelineStatus:
     reward_count: int
     workers: Mapping[str, int] = field(default_factory=dict)  # healthy workers by role
     worker_tokens: int = 0  # that workers have made, of answers that have come and that will
-    problem: str = ""  # what the pipeline is waiting for, when it cannot move
+    problem: Problem | None = None  # what the pipeline is waiting for, when it cannot move
     warnings: tuple[str, ...] = ()  # of the rewards: the first failure of each kind
 
     @property

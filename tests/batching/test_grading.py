@@ -106,4 +106,4 @@ def test_a_connection_that_stays_away_loses_the_group_at_the_stall_timeout():
     grading = make_grading(pool)
     assert lose(grading) == ("verification", "reward mine: ConnectionError: refused [mine.py:9]")
     assert TIMEOUT_S - 6.0 < pool.asked_at[-1] <= TIMEOUT_S
-    assert grading._progress.problem.startswith("verification: reward mine: ConnectionError")
+    assert str(grading._progress.problem).startswith("verification: reward mine: ConnectionError")

@@ -10,7 +10,7 @@ import pytest
 from async_grpo.errors import BatcherLostError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.run import recovery
 from async_grpo.run.recovery import MAX_BATCHER_RESTARTS, BatcherKeeper, LastingStream
-from async_grpo.types import EndOfStep, Minibatch, ResumePoint
+from async_grpo.types import EndOfStep, Minibatch, Problem, ResumePoint
 
 
 class World:
@@ -181,7 +181,9 @@ def test_an_evaluation_that_stands_still_ends_the_run(monkeypatch):
     monkeypatch.setattr(recovery, "STOP_POLL_S", 0.0)
     monkeypatch.setattr(recovery.time, "monotonic", itertools.count(step=10).__next__)
     monkeypatch.setattr(recovery.cluster, "is_ready", lambda call: False)
-    status = SimpleNamespace(moves=(1, 2), problem="no worker is free")
+    status = SimpleNamespace(moves=(1, 2), problem=Problem("generation", "no worker is free"))
     monkeypatch.setattr(recovery.cluster, "wait", lambda call, **_: status)
-    with pytest.raises(DeadlineError, match="for --stall-timeout-s 60: no worker is free"):
+    with pytest.raises(
+        DeadlineError, match="for --stall-timeout-s 60: generation: no worker is free"
+    ):
         evaluate(world)

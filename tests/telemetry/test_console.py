@@ -11,7 +11,7 @@ import rich.console
 
 from async_grpo.telemetry.console import Console, panel
 from async_grpo.telemetry.progress import Progress
-from async_grpo.types import PipelineStatus
+from async_grpo.types import PipelineStatus, Problem
 
 STATUS = PipelineStatus(
     batch=1,
@@ -25,7 +25,7 @@ STATUS = PipelineStatus(
     answers=7,
     reward_sum=1.0,
     reward_count=4,
-    problem="waiting for a logprob worker",
+    problem=Problem("reference", "waiting for a worker"),
 )
 
 
@@ -64,7 +64,7 @@ def test_the_panel_shows_stages_in_proportion():
     screen.print(panel(progress, now_s=65.0))
     text = screen.file.getvalue()
     assert "batch 2/9 · 1m05s elapsed" in text
-    assert "waiting for a logprob worker" in text
+    assert "reference: waiting for a worker" in text
     bars = [line.count("━") for line in text.splitlines() if re.search(r"\d ", line)]
     assert bars[1:6] == [32, 0, 0, 8, 16]
 

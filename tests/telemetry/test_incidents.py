@@ -1,14 +1,14 @@
 from dataclasses import replace
 
 from async_grpo.telemetry.incidents import Incidents
-from async_grpo.types import PipelineStatus, WorkerInfo
+from async_grpo.types import PipelineStatus, Problem, WorkerInfo
 
 QUIET = PipelineStatus(
     **{name: 0 for name in ("batch", "generating", "verifying", "in_reference", "ready")},
     **{name: 0 for name in ("training", "done", "output_tokens", "answers", "reward_count")},
     reward_sum=0.0,
 )
-OLD_WORRY = "generation: worker generation-a did not answer"
+OLD_WORRY = Problem("generation", "the worker did not answer", "generation-a")
 
 
 def worker(name, role="generation"):
@@ -25,7 +25,7 @@ def seen(*roll_calls):
 
 def test_the_death_that_left_a_role_empty_explains_a_later_stall():
     incidents = seen(("generation", "a", {}), ("generation", "", {"a": "worker a died"}))
-    incidents.see_status(replace(QUIET, problem="reference: nothing comes"), now_s=5)
+    incidents.see_status(replace(QUIET, problem=Problem("reference", "nothing comes")), now_s=5)
     cause = incidents.first_cause()
     assert (cause.at_s, cause.reason, cause.worker.pid) == (1, "worker a died", 7)
 
@@ -52,11 +52,16 @@ def test_a_loss_that_was_replaced_is_not_blamed_for_a_later_one():
 
 def test_the_first_problem_since_all_was_well_is_the_cause_and_names_the_worker():
     incidents = seen(("generation", ["generation-a"], {}))
-    problems = ("verification: old", "", OLD_WORRY, "generation: no worker was free")
+    problems = (
+        Problem("verification", "old"),
+        None,
+        OLD_WORRY,
+        Problem("generation", "no worker was free"),
+    )
     for now_s, problem in enumerate(problems):
         incidents.see_status(replace(QUIET, problem=problem), now_s=now_s)
     cause = incidents.first_cause()
-    assert (cause.at_s, cause.reason, cause.worker.worker_id) == (2, OLD_WORRY, "generation-a")
+    assert (cause.at_s, cause.reason, cause.worker.worker_id) == (2, str(OLD_WORRY), "generation-a")
     incidents.see_status(QUIET, now_s=9)
     assert incidents.first_cause() is None
 

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from async_grpo.telemetry.progress import Progress, step_line
-from async_grpo.types import PipelineStatus
+from async_grpo.types import PipelineStatus, Problem
 
 STATUS = PipelineStatus(
     batch=0,
@@ -67,12 +67,12 @@ def test_a_batcher_that_starts_again_gives_no_negative_rate():
 
 def test_the_status_line_shows_every_stage_and_what_is_waited_for():
     progress = Progress(num_batches=10, start_s=0.0)
-    progress.see_status(status(batch=1, problem="no generation worker"), now_s=1.0)
+    progress.see_status(status(batch=1, problem=Problem("generation", "no worker")), now_s=1.0)
     progress.activity = "training step 4: minibatch 3"
     assert progress.status_line(2.0) == (
         "batch 2/10 · generating 5 · verifying 4 · in reference 3 · ready 2 · training 1 · "
         "reward so far 0.25 · generated – tok/s · trainer: training step 4: minibatch 3 · "
-        "2 generation workers · left – · no generation worker"
+        "2 generation workers · left – · generation: no worker"
     )
 
 

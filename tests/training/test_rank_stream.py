@@ -8,7 +8,7 @@ import pytest
 
 from async_grpo.errors import BatcherLostError, DeadlineError, ProcessLostError
 from async_grpo.training import standstill, stream
-from async_grpo.types import Minibatch, PipelineStatus
+from async_grpo.types import Minibatch, PipelineStatus, Problem
 
 IDLE = {name: 0 for name in ("batch", "generating", "verifying", "in_reference", "ready")} | {
     name: 0 for name in ("training", "done", "output_tokens", "reward_sum", "reward_count")
@@ -42,7 +42,9 @@ class ScriptedBatcher:
     def wait(self, reference, *, timeout_s, who):
         if reference[0] == "status":
             moves = {"answers": next(self.answers), "worker_tokens": next(self.tokens)}
-            return PipelineStatus(**IDLE, **moves, problem="no worker is free")
+            return PipelineStatus(
+                **IDLE, **moves, problem=Problem("generation", "no worker is free")
+            )
         return Minibatch(reference[2], ())
 
 
@@ -69,7 +71,9 @@ def test_an_output_whose_tokens_come_is_waited_for_without_end(monkeypatch):
 
 def test_a_pipeline_that_stands_still_ends_the_run_with_its_reason(monkeypatch):
     batcher = ScriptedBatcher(monkeypatch, delay=10**6, answers=[4, 5, 5])
-    with pytest.raises(DeadlineError, match=r"--stall-timeout-s 0\.001: no worker is free"):
+    with pytest.raises(
+        DeadlineError, match=r"--stall-timeout-s 0\.001: generation: no worker is free"
+    ):
         next(stream.RankStream(batcher, rank=0, stall_timeout_s=0.001))
 
 
