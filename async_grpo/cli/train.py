@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from async_grpo import __version__
+from async_grpo import __version__, deadlines
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import RankInterrupts
 from async_grpo.cli.local_ranks import run_ranks
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from async_grpo.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-GROUP_TIMEOUT_SLACK_S = 600.0
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers' too
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -118,7 +117,7 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
         check_at_once(config)
     from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all that needs torch
 
-    timeout_s = config.stall_timeout_s + config.worker_timeout_s + GROUP_TIMEOUT_SLACK_S
+    timeout_s = config.stall_timeout_s + config.worker_timeout_s + deadlines.GROUP_SLACK_S
     try:
         _train(config, Ranks.start(timeout_s=timeout_s), stop=stop)
     except RuntimeError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from async_grpo import deadlines
 from async_grpo.config.objective import ObjectiveConfig, check_objective
 from async_grpo.config.option import LOG_LEVELS, option, require, required
 from async_grpo.config.presets import with_preset
@@ -25,7 +26,6 @@ POSITIVE = (
     "worker_timeout_s",
     "keep_checkpoints",
 )
-LEAST_STALL_TIMEOUT_S = 10.0  # workers tell of their tokens every 5 s
 NOT_NEGATIVE = (
     "learning_rate",
     "train_minibatch_size",
@@ -259,9 +259,10 @@ class TrainConfig(ObjectiveConfig):
 
     def _check_timeouts(self) -> None:
         require(
-            self.stall_timeout_s >= LEAST_STALL_TIMEOUT_S,
+            self.stall_timeout_s >= deadlines.LEAST_STALL_S,
             "stall_timeout_s",
-            f"must be at least {LEAST_STALL_TIMEOUT_S:g}, workers tell of their tokens every 5 s",
+            f"must be at least {deadlines.LEAST_STALL_S:g}, workers tell of their tokens "
+            f"every {deadlines.PING_S:g} s",
             self.stall_timeout_s,
             "900 is usual",
         )

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import StaleAnswerError, WorkerError
 from async_grpo.scoring.coalescer import Coalescer
 from async_grpo.types import (
@@ -71,7 +71,7 @@ class LogprobWorker:
         max_tokens: int,
         dtype: str = "auto",
         temperature: float | None = None,
-        lease_s: float = 30.0,
+        lease_s: float = deadlines.LEASE_S,
     ) -> None:
         # Not at the top: whoever starts workers imports this file, and these take seconds.
         began = time.monotonic()
