@@ -24,6 +24,8 @@ import numpy as np
 import ray
 
 from async_grpo import cluster
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
@@ -266,6 +268,7 @@ def make_batcher(
     services = Services(generation=registry, verifiers=player, reference=None)
     plan = BatcherPlan(
         config=config,
+        rules=LocalRules(find_algorithm(config)),
         questions=questions,
         held_out=(),
         order=QuestionStream(len(questions), seed=0).index,

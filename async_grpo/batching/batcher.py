@@ -20,7 +20,6 @@ from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.draws import Draws
 from async_grpo.batching.evaluation import evaluate
 from async_grpo.batching.grading import VERIFICATION, nothing_graded
-from async_grpo.batching.groups import GroupRules
 from async_grpo.batching.leased_work import Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
@@ -32,6 +31,7 @@ from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.services import Services
 from async_grpo.batching.statistics import StepSums
+from async_grpo.batching.step_groups import StepGroups
 from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import (
     EndOfStep,
@@ -61,11 +61,11 @@ class ExperienceBatcher:
         first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)
         self._plan = plan
         self._services = services
-        self._rules = GroupRules(config)
+        self._step_groups = StepGroups(plan.rules)
         quarantine = Quarantine(resume.quarantined if resume else ())
         self._pipeline = SlotPipeline(
             services,
-            rules=self._rules,
+            rules=plan.rules,
             timeout_s=config.stall_timeout_s,
             generation_timeout_s=config.generation_timeout_s,
             max_staleness=config.max_staleness,
@@ -180,6 +180,8 @@ class ExperienceBatcher:
         try:
             group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
+            ordinals = self._window.ordinals_of(step)
+            await self._step_groups.leave(step, ordinal, ordinals=ordinals)
             self._settle_failure(ordinal, step, failure)
         else:
             kept = without_texts(group.samples)
@@ -188,6 +190,7 @@ class ExperienceBatcher:
         self._unsettled[step] -= 1
         if not self._unsettled[step]:
             del self._unsettled[step]
+            self._step_groups.close(step)
             self._check_graded(step.batch)
             self._rounds.step_complete(step)
         self._news.set()
@@ -195,9 +198,15 @@ class ExperienceBatcher:
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
         """The group that the slot trains; those that it replaces are counted on the way."""
         oldest = self._window.oldest_weights(ordinal)
+        ordinals = self._window.ordinals_of(step)
+        join = partial(self._step_groups.join, step, ordinals=ordinals)
         for attempt in itertools.count():
             group = await self._draws.group(
-                ordinal, attempt, oldest=oldest, on_discard=partial(self._discard, ordinal)
+                ordinal,
+                attempt,
+                oldest=oldest,
+                on_discard=partial(self._discard, ordinal),
+                join_step=join,
             )
             self._receive(group, step)
             if not group.is_replaced:
@@ -223,7 +232,7 @@ class ExperienceBatcher:
         self._log.write(group, batch=step.batch, fates=("replaced",) * num_samples)
 
     def _settle_sample(self, sample: Sample, step: StepKey) -> str:
-        if self._rules.contributes(sample):
+        if sample.contributes:
             for part in sample.parts():
                 key, num_tokens = (part.ordinal, part.index, part.row), part.num_tokens
                 self._parts[key] = part

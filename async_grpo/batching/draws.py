@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
-from async_grpo.batching.pipeline import OnDiscard, SlotPipeline
+from async_grpo.batching.pipeline import JoinStep, OnDiscard, SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.types import Group, WeightsVersion
@@ -28,7 +28,13 @@ class Draws:
         return self._quarantine.questions
 
     async def group(
-        self, ordinal: int, attempt: int, *, oldest: WeightsVersion, on_discard: OnDiscard
+        self,
+        ordinal: int,
+        attempt: int,
+        *,
+        oldest: WeightsVersion,
+        on_discard: OnDiscard,
+        join_step: JoinStep,
     ) -> Group:
         """The finished group of a slot at one attempt; raises `SlotFailed` where there is none."""
         index = self._plan.index(ordinal, attempt=attempt)
@@ -39,7 +45,12 @@ class Draws:
         reference = oldest._replace(batches=oldest.batches // period * period)
         try:
             return await self._pipeline.run(
-                question, request, oldest=oldest, reference=reference, on_discard=on_discard
+                question,
+                request,
+                oldest=oldest,
+                reference=reference,
+                on_discard=on_discard,
+                join_step=join_step,
             )
         except SlotFailed as failure:
             if failure.stage == QUARANTINE and index not in self._quarantine:

@@ -68,6 +68,7 @@ def main(*, nproc_per_node: int, **_: Any) -> None:
     e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
     """
     config = config_of(click.get_current_context())
+    _check_algorithm(config)
     if "RANK" not in os.environ and nproc_per_node > 1:
         sys.exit(run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
@@ -95,6 +96,13 @@ def config_of(context: click.Context) -> TrainConfig:
     given = given_options(context)
     given.pop("nproc_per_node", None)
     return TrainConfig.from_options(given)
+
+
+def _check_algorithm(config: TrainConfig) -> None:
+    """With every reason that it has against these options."""
+    from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
+
+    find_algorithm(config)
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
@@ -134,10 +142,11 @@ def _check_started(num_ranks: int) -> None:
 
 
 def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
+    from async_grpo.algorithms.find import find_algorithm
     from async_grpo.run.folder_lock import folder_held
 
     with folder_held(Path(config.output_dir), ranks):
-        if config.objective == "sft":
+        if find_algorithm(config).learns_from_pairs:
             from async_grpo.run.sft import train_sft
 
             train_sft(config, ranks, stop=stop)

@@ -9,6 +9,8 @@ import numpy as np
 from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE, Script
 from scripted import Handle, Registry, make_completion, make_question, make_verdict
 
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
@@ -88,6 +90,7 @@ class Run:
             self.generation.revoked = {2}
         self.plan = BatcherPlan(
             config=script.config,
+            rules=LocalRules(find_algorithm(script.config)),
             questions=QUESTIONS,
             held_out=held_out,
             order=lambda ordinal: ordinal % NUM_QUESTIONS,
@@ -107,7 +110,9 @@ class Run:
         services = Services(
             generation=Handle(self.generation),
             verifiers=Handle(self.cluster),
-            reference=self.make_reference() if self.config.needs_reference else None,
+            reference=self.make_reference()
+            if find_algorithm(self.config).needs_reference
+            else None,
         )
         return ExperienceBatcher(replace(self.plan, resume=resume), services, self.recorder)
 
