@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from async_grpo import deadlines
 from async_grpo.errors import (
     AsyncGrpoError,
     ClusterError,
@@ -36,7 +37,6 @@ Places = tuple[tuple[str, int], ...]  # host and port of each
 VERIFIER_POOL = "verifier-pool"
 BATCHER = "experience-batcher"
 CONTROLLER = "controller"
-FETCH_TIMEOUT_S = 300.0
 
 
 def registry_name(role: str) -> str:
@@ -233,7 +233,7 @@ async def work(reference: Awaitable[T], *, timeout_s: float | None, who: str) ->
 
 
 async def fetch_bytes(
-    bucket: WeightsBucket, *, timeout_s: float = FETCH_TIMEOUT_S
+    bucket: WeightsBucket, *, timeout_s: float = deadlines.BUCKET_FETCH_S
 ) -> NDArray[np.uint8]:
     """The [size_bytes] bytes of a bucket of weights, out of the trainer's object store.
 

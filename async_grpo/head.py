@@ -8,11 +8,11 @@ import secrets
 import socket
 from pathlib import Path
 
+from async_grpo import deadlines
 from async_grpo.errors import ClusterError
 from async_grpo.ray_token import check_token, refused, settle_authentication
 
 logger = logging.getLogger(__name__)
-PROBE_TIMEOUT_S = 5.0
 NO_CLUSTER = (
     "start one with `ray start --head --include-dashboard=false`, or name a running one with "
     "--ray-address host:port"
@@ -90,7 +90,7 @@ def _only_cluster_here() -> str:
 def refusal(host: str, port: int) -> str:
     """Why nothing can be sent there; empty when something listens."""
     try:
-        socket.create_connection((host, port), timeout=PROBE_TIMEOUT_S).close()
+        socket.create_connection((host, port), timeout=deadlines.HEAD_PROBE_S).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -104,7 +104,7 @@ def _probe(address: str) -> None:
     with create_gcs_channel(address) as channel:
         get_cluster_id = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
         try:
-            get_cluster_id(b"", timeout=PROBE_TIMEOUT_S)
+            get_cluster_id(b"", timeout=deadlines.HEAD_PROBE_S)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.UNAUTHENTICATED:
                 raise refused(address) from None

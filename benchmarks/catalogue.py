@@ -6,6 +6,7 @@ NAMES = (
     "packing",  # token budget used, imbalance and fillers, by packing rule
     "scaling",  # devices on paper: which part saturates first
     "control_plane",  # leases and samples a second, and their CPU
+    "control_memory",  # of the control process: over many batches, and with many questions
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
     "startup",  # command to first optimizer step, by phase
     "staleness",  # what asynchrony buys on two cores

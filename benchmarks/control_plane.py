@@ -14,7 +14,7 @@ import os
 import pstats
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ import numpy as np
 import ray
 
 from async_grpo import cluster
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
 from async_grpo.bundles import Bundles
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.data.stream import QuestionStream
 from async_grpo.types import (
     EndOfStep,
     GenerationRequest,
@@ -242,7 +245,14 @@ def make_registry(player: Any, *, num_workers: int) -> Any:
     return registry
 
 
-def make_batcher(registry: Any, player: Any, *, batch_size: int) -> Any:
+def make_batcher(
+    registry: Any,
+    player: Any,
+    *,
+    batch_size: int,
+    questions: Sequence[Question] = (QUESTION,) * NUM_QUESTIONS,
+    num_ranks: int = NUM_RANKS,
+) -> Any:
     """A batcher of a run without end."""
     config = TrainConfig(
         model_name_or_path="none",
@@ -258,13 +268,14 @@ def make_batcher(registry: Any, player: Any, *, batch_size: int) -> Any:
     services = Services(generation=registry, verifiers=player, reference=None)
     plan = BatcherPlan(
         config=config,
-        questions=(QUESTION,) * NUM_QUESTIONS,
+        rules=LocalRules(find_algorithm(config)),
+        questions=questions,
         held_out=(),
-        order=lambda ordinal: ordinal % NUM_QUESTIONS,
+        order=QuestionStream(len(questions), seed=0).index,
         replacement=lambda slot, *, attempt: slot,
         seed_of=None,
         sampling=SamplingContract(1.0, (1,), config.max_generation_tokens),
-        num_ranks=NUM_RANKS,
+        num_ranks=num_ranks,
         incarnation=FIRST.incarnation,
     )
     return ray.remote(WatchedBatcher).options(**OPTIONS).remote(plan, services)
@@ -273,10 +284,10 @@ def make_batcher(registry: Any, player: Any, *, batch_size: int) -> Any:
 class Ranks:
     """Ranks that train nothing: they ask as real ones do, and rank 0 publishes."""
 
-    def __init__(self, batcher: Any, registry: Any) -> None:
+    def __init__(self, batcher: Any, registry: Any, *, num_ranks: int = NUM_RANKS) -> None:
         self._batcher = batcher
         self._registry = registry
-        self._ranks = range(NUM_RANKS)
+        self._ranks = range(num_ranks)
         self._index = 0
 
     async def train(self, *, num_batches: int) -> None:

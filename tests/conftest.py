@@ -9,7 +9,8 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in the home folder
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "training"), str(HERE / "batching")]
 
 # On a busy machine the same example may take ten times as long as it did before.
 settings.register_profile("any-machine", deadline=None)

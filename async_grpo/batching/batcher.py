@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.evaluation import evaluate
 from async_grpo.batching.grading import VERIFICATION, nothing_graded
-from async_grpo.batching.groups import GroupRules
 from async_grpo.batching.leased_work import QUARANTINE, Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
@@ -31,6 +30,7 @@ from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.statistics import StepSums
+from async_grpo.batching.step_groups import StepGroups
 from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import (
     EndOfStep,
@@ -46,7 +46,7 @@ from async_grpo.types import (
     tally,
     without_texts,
 )
-from async_grpo.types.roles import GENERATION, REFERENCE
+from async_grpo.types.roles import GENERATION
 
 if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
@@ -76,11 +76,11 @@ class ExperienceBatcher:
         first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)
         self._plan = plan
         self._registry_of = registry_of
-        self._rules = GroupRules(config)
+        self._step_groups = StepGroups(plan.rules)
         self._quarantine = Quarantine(resume.quarantined if resume else ())
         self._pipeline = SlotPipeline(
             registry_of,
-            rules=self._rules,
+            rules=plan.rules,
             timeout_s=config.stall_timeout_s,
             generation_timeout_s=config.generation_timeout_s,
             max_staleness=config.max_staleness,
@@ -104,7 +104,7 @@ class ExperienceBatcher:
             deterministic=config.deterministic,
             first_step=first,
         )
-        self._roles = (GENERATION, REFERENCE)[: 1 + config.needs_reference]
+        self._roles = (GENERATION, *dict.fromkeys(need.role for need in plan.rules.needs))
         self._outbox = Outbox(plan.num_ranks)
         self._sums = StepSums(max_staleness=config.max_staleness)
         self._parts: dict[Key, Sample] = {}
@@ -199,6 +199,8 @@ class ExperienceBatcher:
         try:
             group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
+            ordinals = self._window.ordinals_of(step)
+            await self._step_groups.leave(step, ordinal, ordinals=ordinals)
             self._settle_failure(ordinal, step, failure)
         else:
             kept = without_texts(group.samples)
@@ -207,6 +209,7 @@ class ExperienceBatcher:
         self._unsettled[step] -= 1
         if not self._unsettled[step]:
             del self._unsettled[step]
+            self._step_groups.close(step)
             self._check_graded(step.batch)
             self._rounds.step_complete(step)
         self._news.set()
@@ -216,6 +219,7 @@ class ExperienceBatcher:
         oldest = self._window.oldest_weights(ordinal)
         period = self._plan.config.num_batches_per_ref_model_update
         reference = oldest._replace(batches=oldest.batches // period * period)
+        ordinals = self._window.ordinals_of(step)
         for attempt in itertools.count():
             index = self._plan.index(ordinal, attempt=attempt)
             if index in self._quarantine:
@@ -228,6 +232,7 @@ class ExperienceBatcher:
                     oldest=oldest,
                     reference=reference,
                     on_discard=partial(self._discard, ordinal),
+                    join_step=partial(self._step_groups.join, step, ordinals=ordinals),
                 )
             except SlotFailed as failure:
                 if failure.stage == QUARANTINE:
@@ -268,7 +273,7 @@ class ExperienceBatcher:
         self._log.write(group, batch=step.batch, fates=("replaced",) * num_samples)
 
     def _settle_sample(self, sample: Sample, step: StepKey) -> str:
-        if self._rules.contributes(sample):
+        if sample.contributes:
             for part in sample.parts():
                 key, num_tokens = (part.ordinal, part.index, part.row), part.num_tokens
                 self._parts[key] = part

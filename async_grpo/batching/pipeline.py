@@ -14,13 +14,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from async_grpo.batching.answers import Scores, check_completions, check_scores
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests
-from async_grpo.batching.groups import GroupRules, Samples, with_scores
 from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.stages import StageClock
@@ -41,6 +41,7 @@ from async_grpo.types import (
 from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
 
 if TYPE_CHECKING:
+    from async_grpo.algorithms.base import GroupRules
     from async_grpo.controller.leases import Lease
     from async_grpo.controller.registry import WorkerRegistry
 
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 STAGES = {GENERATION: "generation", REFERENCE: "reference", VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
+JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
+Samples = tuple[Sample, ...]
 
 
 class SlotPipeline:
@@ -112,6 +115,7 @@ class SlotPipeline:
         *,
         oldest: WeightsVersion,
         reference: WeightsVersion,
+        join_step: JoinStep,
         on_discard: OnDiscard = lambda reason: None,
     ) -> Group:
         """The group of one slot at one attempt, finished or to be replaced by another question.
@@ -119,7 +123,9 @@ class SlotPipeline:
         `on_discard` hears of all samples that are given up and sampled again. Raises `SlotFailed`
         naming the stage that lost the group.
         """
-        rules, temperature = self._rules, request.sampling.temperature
+        scored = partial(
+            self._with_scores, temperature=request.sampling.temperature, version=reference
+        )
         turns = await self.generate(request, oldest=oldest, on_discard=on_discard)
         verdicts = await self.verify(request.ordinal, question, turns)
         episodes = [Episode.of_turn(request.input_token_ids, turn) for turn in turns]
@@ -135,15 +141,14 @@ class SlotPipeline:
             )
             for index, (episode, verdict) in enumerate(zip(episodes, verdicts, strict=True))
         )
-        scored = await self._score(
-            rules.to_score_before_advantages(samples), temperature, reference
-        )
-        samples = rules.graded(with_scores(samples, scored))
-        if rules.is_drawn_again(samples, attempt=request.attempt):
-            return Group(request.ordinal, request.attempt, samples, is_replaced=True)
-        samples = rules.masked(samples)
-        scored = await self._score(rules.to_score_for_loss(samples), temperature, reference)
-        return Group(request.ordinal, request.attempt, with_scores(samples, scored))
+        group = Group(request.ordinal, request.attempt, samples)
+        group = await scored(group, before_advantages=True)
+        group = await self._rules.finish_group(group)
+        if group.is_replaced:
+            return group
+        if self._rules.waits_for_step:
+            group = await join_step(group)
+        return await scored(group, before_advantages=False)
 
     async def generate(
         self,
@@ -189,12 +194,22 @@ class SlotPipeline:
         with self._in_stage("verifying", len(requests)):
             return await self._grading.verdicts(requests)
 
+    async def _with_scores(
+        self, group: Group, *, before_advantages: bool, temperature: float, version: WeightsVersion
+    ) -> Group:
+        """The group with what its algorithm needs at this point of the samples to be trained."""
+        for need in self._rules.needs:
+            wanted = tuple(s for s in group.samples if s.num_trained_tokens and s.contributes)
+            if wanted and need.before_advantages == before_advantages:
+                found = {s.index: s for s in await self._score(wanted, temperature, version)}
+                samples = tuple(found.get(sample.index, sample) for sample in group.samples)
+                group = replace(group, samples=samples)
+        return group
+
     async def _score(
         self, samples: Samples, temperature: float, version: WeightsVersion
     ) -> Samples:
-        """The samples with their reference log-probabilities; none are asked for no samples."""
-        if not samples:
-            return ()
+        """The samples with their reference log-probabilities."""
         rows = [row for sample in samples for row in sample.episode.rows]
         request = LogprobRequest(
             tuple(row.prompt_token_ids for row in rows),

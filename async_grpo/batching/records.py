@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import GenerationRequest, Question, ResumePoint, SamplingContract
+
+if TYPE_CHECKING:
+    from async_grpo.algorithms.base import GroupRules
 
 
 class Replacement(Protocol):
@@ -36,6 +39,7 @@ class BatcherPlan:
     sampling: SamplingContract
     num_ranks: int
     incarnation: int
+    rules: GroupRules  # the algorithm's, which finish groups
     attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
     resume: ResumePoint | None = None  # None: from the first question
 

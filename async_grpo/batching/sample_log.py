@@ -14,13 +14,11 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import Group, Sample
 
 MAX_QUEUED_BYTES = 64 * 2**20
-WRITE_TIMEOUT_S = 60.0
-FLUSH_TIMEOUT_S = 5.0
 
 
 class SampleLog:
@@ -78,7 +76,7 @@ class SampleLog:
     async def flush(self) -> None:
         """Wait until nothing is queued, or for a moment: no step stands still for the dump."""
         if self._sending is not None:
-            await asyncio.wait({self._sending}, timeout=FLUSH_TIMEOUT_S)
+            await asyncio.wait({self._sending}, timeout=deadlines.RECORDER_FLUSH_S)
 
     async def _send(self) -> None:
         while self._queue:
@@ -88,7 +86,7 @@ class SampleLog:
             )
             try:
                 self._num_refused, notices = await cluster.call(
-                    call, timeout_s=WRITE_TIMEOUT_S, who="the run's recorder"
+                    call, timeout_s=deadlines.RECORDER_WRITE_S, who="the run's recorder"
                 )
             except AsyncGrpoError as error:
                 self._count_unsent(sum(number for number, _ in groups), str(error))

@@ -64,6 +64,8 @@ def from_json(text: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST_NAME} must hold an object, got {_short(content)}")
     _check_format(content)
     _check_fields(content)
+    if "objective" in content["config"]:  # the option's name until release 0.1
+        content["config"]["algorithm"] = content["config"].pop("objective")
     return Manifest(**{name: content[name] for name in NAMES})
 
 

@@ -13,12 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import CheckpointError
 from async_grpo.types import WeightsSnapshot
 from async_grpo.weight_sync.buckets import unpack_bucket
-
-FETCH_TIMEOUT_S = 300.0
 
 
 def save_references(snapshots: Iterable[WeightsSnapshot], folder: Path) -> None:
@@ -28,7 +26,9 @@ def save_references(snapshots: Iterable[WeightsSnapshot], folder: Path) -> None:
     """
     for snapshot in snapshots:
         for number, bucket in enumerate(snapshot.buckets, 1):
-            data = cluster.wait(bucket.data, timeout_s=FETCH_TIMEOUT_S, who="the object store")
+            data = cluster.wait(
+                bucket.data, timeout_s=deadlines.BUCKET_FETCH_S, who="the object store"
+            )
             prefix = _prefix(snapshot.version.batches)
             tensors = {prefix + name: tensor for name, tensor in unpack_bucket(bucket, data)}
             file = folder / f"{prefix.rstrip('.')}_{number:05}.safetensors"

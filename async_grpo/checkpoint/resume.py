@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.manifest import MANIFEST_NAME, Manifest
 from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER, METRICS_FILE, PARAMETERS_FILE
@@ -24,7 +25,7 @@ from async_grpo.weight_sync.references import reference_batches
 logger = logging.getLogger(__name__)
 # They define which questions a step is made of, and which weights score them.
 FIXED = (
-    "objective",
+    "algorithm",
     "batch_size",
     "train_minibatch_size",
     "samples_per_question",
@@ -239,7 +240,7 @@ def _check_references(start: Start, config: TrainConfig) -> None:
     batches = range(start.batches, start.batches + config.max_staleness + 1)
     needed = {reference_of(config, batch) for batch in batches} - {0, start.batches}
     missing = sorted(needed - set(start.state["references"]))
-    if config.needs_reference and missing:
+    if find_algorithm(config).needs_reference and missing:
         raise ConfigError(
             f"{start.folder} must hold the weights of the reference after batch {missing[0]}, it "
             "was saved without a reference: leave --kl-coefficient at 0, or start a new run"

@@ -2,7 +2,7 @@
 
 consumes:     the end of a batch: policy, optimizer and counters between two gradient steps
 produces:     committed checkpoints, by rank 0
-waits for:    the save before this one, up to `SAVE_TIMEOUT_S`
+waits for:    the save before this one, up to `deadlines.CHECKPOINT_S`
 unblocked by: the disk
 
 A save that fails is told loudly and counted, and the last good checkpoint stands: it ends no run.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from async_grpo import deadlines
 from async_grpo.checkpoint.background import in_background
 from async_grpo.checkpoint.exports import Exports
 from async_grpo.checkpoint.folder import CheckpointFolder
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from async_grpo.run.report import Report
 
 logger = logging.getLogger(__name__)
-SAVE_TIMEOUT_S = 1800.0  # for one save, and for one rank that waits for another
 
 References = Callable[[int], tuple[WeightsSnapshot, ...]]
 
@@ -80,7 +80,7 @@ class Checkpoints:
         self._folder = CheckpointFolder(
             Path(config.output_dir) / CHECKPOINTS_FOLDER, keep=config.keep_checkpoints
         )
-        timeout = timedelta(seconds=SAVE_TIMEOUT_S)
+        timeout = timedelta(seconds=deadlines.CHECKPOINT_S)
         # The threads' own: collectives of the training loop must not meet theirs.
         self._group = (
             dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
@@ -121,9 +121,9 @@ class Checkpoints:
         if self._running is None:
             return
         try:
-            self._running.result(SAVE_TIMEOUT_S)
+            self._running.result(deadlines.CHECKPOINT_S)
         except FutureTimeoutError:
-            logger.error("the checkpoint was not written within %g s", SAVE_TIMEOUT_S)
+            logger.error("the checkpoint was not written within %g s", deadlines.CHECKPOINT_S)
 
     @property
     def is_complete(self) -> bool:

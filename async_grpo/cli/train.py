@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from async_grpo import __version__
+from async_grpo import __version__, deadlines
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import RankInterrupts
 from async_grpo.cli.local_ranks import run_ranks
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from async_grpo.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-GROUP_TIMEOUT_SLACK_S = 600.0
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers' too
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -69,6 +68,7 @@ def main(*, nproc_per_node: int, **_: Any) -> None:
     e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
     """
     config = config_of(click.get_current_context())
+    _check_algorithm(config)
     if "RANK" not in os.environ and nproc_per_node > 1:
         sys.exit(run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
@@ -98,6 +98,13 @@ def config_of(context: click.Context) -> TrainConfig:
     return TrainConfig.from_options(given)
 
 
+def _check_algorithm(config: TrainConfig) -> None:
+    """With every reason that it has against these options."""
+    from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
+
+    find_algorithm(config)
+
+
 def resolved(config: TrainConfig) -> TrainConfig:
     """The same run with the model as a folder, and a dump that is no bare name as a whole path."""
     folder = local_folder(config.model_name_or_path, revision=config.model_revision)
@@ -118,7 +125,7 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
         check_at_once(config)
     from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all that needs torch
 
-    timeout_s = config.stall_timeout_s + config.worker_timeout_s + GROUP_TIMEOUT_SLACK_S
+    timeout_s = config.stall_timeout_s + config.worker_timeout_s + deadlines.GROUP_SLACK_S
     try:
         _train(config, Ranks.start(timeout_s=timeout_s), stop=stop)
     except RuntimeError as error:
@@ -135,10 +142,11 @@ def _check_started(num_ranks: int) -> None:
 
 
 def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
+    from async_grpo.algorithms.find import find_algorithm
     from async_grpo.run.folder_lock import folder_held
 
     with folder_held(Path(config.output_dir), ranks):
-        if config.objective == "sft":
+        if find_algorithm(config).learns_from_pairs:
             from async_grpo.run.sft import train_sft
 
             train_sft(config, ranks, stop=stop)

@@ -1,6 +1,6 @@
 """The options that define the update, and the combinations that cannot be meant.
 
-design, section 4, has the formulas; `training/loss.py` and `batching/` compute them.
+design, section 4, has the formulas; `algorithms/` computes them.
 """
 
 from __future__ import annotations
@@ -86,11 +86,6 @@ class ObjectiveConfig:
     dynamic_sampling: int = option(
         0, "questions drawn to replace one whose samples all have the same reward; 0: none"
     )
-
-    @property
-    def needs_reference(self) -> bool:
-        """Reference log-probabilities are used somewhere."""
-        return self.kl_coefficient > 0
 
     @property
     def kl_in_loss(self) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from async_grpo.config.objective import ObjectiveConfig, check_objective
+from async_grpo import deadlines
+from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.option import LOG_LEVELS, option, require, required
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
@@ -25,7 +26,6 @@ POSITIVE = (
     "worker_timeout_s",
     "keep_checkpoints",
 )
-LEAST_STALL_TIMEOUT_S = 10.0  # workers tell of their tokens every 5 s
 NOT_NEGATIVE = (
     "learning_rate",
     "train_minibatch_size",
@@ -75,10 +75,11 @@ class TrainConfig(ObjectiveConfig):
     learning_rate: float = option(1e-6, "peak learning rate of AdamW")
     max_tokens_per_gpu: int = option(16384, "prompt + output tokens of one rank's minibatch")
 
-    objective: str = option(
+    algorithm: str = option(
         "grpo",
-        "grpo, or sft on prompt and completion pairs or on plain text",
-        choices=("grpo", "sft"),
+        "grpo, sft on prompt and completion pairs or on plain text, or your own: "
+        "package.module:Name, path/to/file.py:Name",
+        aliases=("objective",),
         group="The run and its data",
     )
     resume: str = option(
@@ -247,8 +248,6 @@ class TrainConfig(ObjectiveConfig):
         )
         self._check_timeouts()
         check_schedule(self)
-        if self.objective == "grpo":
-            self._check_grpo()
         require(
             self.batch_size % self.questions_per_step == 0,
             "train_minibatch_size",
@@ -259,14 +258,16 @@ class TrainConfig(ObjectiveConfig):
 
     def _check_timeouts(self) -> None:
         require(
-            self.stall_timeout_s >= LEAST_STALL_TIMEOUT_S,
+            self.stall_timeout_s >= deadlines.LEAST_STALL_S,
             "stall_timeout_s",
-            f"must be at least {LEAST_STALL_TIMEOUT_S:g}, workers tell of their tokens every 5 s",
+            f"must be at least {deadlines.LEAST_STALL_S:g}, workers tell of their tokens "
+            f"every {deadlines.PING_S:g} s",
             self.stall_timeout_s,
             "900 is usual",
         )
 
-    def _check_grpo(self) -> None:
+    def check_sampling(self) -> None:
+        """Raise `ConfigError` for options with which questions cannot be sampled to learn."""
         require(
             self.temperature > 0,
             "temperature",
@@ -288,7 +289,6 @@ class TrainConfig(ObjectiveConfig):
             self.max_tokens_per_gpu,
             "raise it or lower --max-generation-tokens",
         )
-        check_objective(self, mode=self.mode, max_generation_tokens=self.max_generation_tokens)
         require(
             not (self.deterministic and self.max_staleness),
             "max_staleness",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from async_grpo.config.option import LOG_LEVELS, option, require
+from async_grpo.deadlines import LEASE_S
 from async_grpo.roles import GENERATION, LOGPROB, MODES, REFERENCE, TEACHER, VERIFIER, teacher
 
 
@@ -67,7 +68,7 @@ class WorkerConfig:
         600.0, "seconds a worker may take to load and register", group="Keeping workers alive"
     )
     worker_lease_s: float = option(
-        30.0,
+        LEASE_S,
         "seconds of silence after which a worker counts as lost: more than it ever computes "
         "without a pause, on a slow machine",
     )

@@ -10,12 +10,12 @@ import logging
 import os
 from pathlib import Path
 
+from async_grpo import deadlines
 from async_grpo.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 NOT_NEEDED = ("*/*", "consolidated*")  # other formats of the same weights
-ANSWER_TIMEOUT_S = 10.0  # of a hub that says nothing, as behind a firewall
 
 
 def local_folder(model: str, *, revision: str = "") -> str:
@@ -65,7 +65,7 @@ def _snapshot(model: str, revision: str) -> str:
     hub = constants.ENDPOINT
     try:
         # snapshot_download would ask the same, and wait for minutes where nobody answers.
-        HfApi().model_info(model, revision=revision, timeout=ANSWER_TIMEOUT_S)
+        HfApi().model_info(model, revision=revision, timeout=deadlines.HUB_ANSWER_S)
         logger.info("asking %s for the model %s", hub, model)
         return snapshot_download(
             model, revision=revision, allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED]

@@ -25,6 +25,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from async_grpo import deadlines
 from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.rollout.cached_tokens import cached_tokens
 from async_grpo.rollout.completions import read_completion
@@ -48,8 +49,6 @@ T = TypeVar("T")
 Fetch = Callable[[WeightsBucket], Awaitable[NDArray[np.uint8]]]
 
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
-STAGE_TIMEOUT_S = 120.0  # verifying one bucket, with a step of generation before it
-APPLY_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +224,7 @@ class Engine:
         snapshot: WeightsSnapshot,
         *,
         updates: AsyncIterable[dict[str, Any]] | None = None,
-        timeout_s: float = APPLY_TIMEOUT_S,
+        timeout_s: float = deadlines.WEIGHTS_APPLIED_S,
     ) -> Loaded:
         replay, paused_at = CanaryReplay(self._llm, snapshot.canary), time.monotonic()
         try:
@@ -270,7 +269,7 @@ class Engine:
         await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
 
     async def _transfer(
-        self, what: str, call: Awaitable[T], *, timeout_s: float = STAGE_TIMEOUT_S
+        self, what: str, call: Awaitable[T], *, timeout_s: float = deadlines.BUCKET_STAGED_S
     ) -> T:
         try:
             return await asyncio.wait_for(call, timeout_s)

@@ -19,11 +19,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from async_grpo import deadlines
 from async_grpo.errors import WorkerError
 from async_grpo.types import CanaryRow
 
 FIRST_IN_LINE = -1  # every other request has the priority 0
-TIMEOUT_S = 60.0
 
 
 class CanaryReplay:
@@ -33,7 +33,7 @@ class CanaryReplay:
     """
 
     def __init__(
-        self, llm: AsyncLLM, rows: Sequence[CanaryRow], *, timeout_s: float = TIMEOUT_S
+        self, llm: AsyncLLM, rows: Sequence[CanaryRow], *, timeout_s: float = deadlines.CANARY_S
     ) -> None:
         self._llm = llm
         self._rows = rows

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ray
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import WorkerError
 from async_grpo.rollout.feed import UpdateFeed
 from async_grpo.rollout.settings import EngineConfig, worker_environment
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-ENGINE_POLL_S = 0.5
+ENGINE_POLL_INTERVAL_S = 0.5
 
 
 class GenerationWorker:
@@ -53,7 +53,7 @@ class GenerationWorker:
         worker_id: str,
         overhead_seqs: int = 0,
         temperature: float | None = None,
-        lease_s: float = 30.0,
+        lease_s: float = deadlines.LEASE_S,
     ) -> None:
         # Not at the top: whoever starts workers imports this file, and these take seconds.
         began = time.monotonic()
@@ -107,7 +107,7 @@ class GenerationWorker:
         while (left_s := deadline - time.monotonic()) > 0:
             if self._engine.is_dead:
                 _end_process(f"worker {self._worker_id} ends: its engine has died")
-            await asyncio.sleep(min(left_s, ENGINE_POLL_S))
+            await asyncio.sleep(min(left_s, ENGINE_POLL_INTERVAL_S))
         return await self._pulse_of_engine()
 
     async def _pulse_of_engine(self) -> Pulse:
@@ -117,7 +117,7 @@ class GenerationWorker:
                 self._alive(self._engine.pulse()), name="pulse-of-engine"
             )
         spent_s = self._engine.cpu_seconds()
-        while not (await asyncio.wait({self._answering}, timeout=ENGINE_POLL_S))[0]:
+        while not (await asyncio.wait({self._answering}, timeout=ENGINE_POLL_INTERVAL_S))[0]:
             # One that is frozen meanwhile spends nothing: its deadlines are too long to wait for.
             if self._loading.locked() and self._engine.cpu_seconds() > spent_s:
                 return Pulse(str(self._version or "none"))

@@ -26,7 +26,9 @@ def check_at_once(config: TrainConfig) -> None:
     for name in ("data_path", "eval_data_path"):
         if path := getattr(config, name):
             check_source(path, option=flag(name), build=lambda row: Columns(row, mapping=mapping))
-    if config.objective == "grpo":
+    from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
+
+    if not find_algorithm(config).learns_from_pairs:
         head.locate(config.ray_address)
 
 

@@ -15,12 +15,13 @@ from contextlib import ExitStack
 from threading import Event
 
 from async_grpo import cluster
+from async_grpo.algorithms.base import Algorithm
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.exports import Exports, export_finished
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.checkpoint.saving import Checkpoints
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train import TrainConfig
-from async_grpo.config.words import objective_in_words
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.preparation import Run, open_run
 from async_grpo.run.recovery import BatcherKeeper, LastingStream
@@ -69,7 +70,7 @@ def _train(
     if run is None:
         cluster.connect(config.ray_address, namespace=config.namespace)
     else:
-        _describe(run)
+        _describe(run, find_algorithm(config))
     learner = Learner.build(config, ranks)
     with ExitStack() as stack:
         if run:
@@ -161,10 +162,10 @@ def train_steps(
         doing("waiting for samples")
 
 
-def _describe(run: Run) -> None:
+def _describe(run: Run, algorithm: Algorithm) -> None:
     """Say in words what will be trained."""
     logger.info("outputs end with token ids %s", run.plan.sampling.stop_token_ids)
-    for sentence in objective_in_words(run.plan.config):
+    for sentence in algorithm.in_words():
         logger.info("%s", sentence)
 
 

@@ -17,6 +17,8 @@ from ray.exceptions import RayError
 from transformers import AutoTokenizer
 
 from async_grpo import cluster
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services, renewed
@@ -161,6 +163,7 @@ def plan_run(
         # Later than that of any earlier run on these workers, so that they never take its
         # weights for ours.
         incarnation=time.time_ns() // 1_000_000,
+        rules=LocalRules(find_algorithm(config)),
         attention_ratio=read_attention_ratio(config),
         resume=resume,
     )

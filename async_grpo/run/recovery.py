@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.batching.records import EvaluationResult
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import BatcherLostError, ClusterError, ProcessLostError
@@ -26,7 +26,7 @@ from async_grpo.run.preparation import Run
 from async_grpo.run.weights import WeightSync
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.standstill import STATUS_TIMEOUT_S, Standstill
+from async_grpo.training.standstill import Standstill
 from async_grpo.training.stream import RankStream
 from async_grpo.types import EndOfStep, ResumePoint, StreamItem
 
@@ -85,7 +85,7 @@ class BatcherKeeper:
                 meanwhile()
                 due_at = time.monotonic() + MEANWHILE_S
         result: EvaluationResult = cluster.wait(
-            call, timeout_s=STATUS_TIMEOUT_S, who="the evaluation of held-out questions"
+            call, timeout_s=deadlines.STATUS_S, who="the evaluation of held-out questions"
         )
         return result
 

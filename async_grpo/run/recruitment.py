@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo import cluster
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ClusterError, ConfigError, DeadlineError, WorkerError
@@ -59,7 +60,7 @@ def find_services(demand: Demand) -> Services:
     dispatcher = f"`python worker_dispatcher.py --model-path {demand.config.model_name_or_path}"
     generation = _find(_Need("generation", "", f"{dispatcher} --mode generation`"), demand)
     reference = None
-    if demand.config.needs_reference:
+    if find_algorithm(demand.config).needs_reference:
         why = " (the KL coefficient is not 0)"
         reference = _find(_Need("logprob", why, f"{dispatcher} --mode logprob`"), demand)
     verifiers = cluster.find_actor(cluster.VERIFIER_POOL)

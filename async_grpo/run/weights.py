@@ -115,7 +115,7 @@ class WeightSync:
         what the model folder holds: the reference's weights, under this run's incarnation.
         """
         config = self._learner.config
-        if not config.needs_reference:
+        if not self._learner.algorithm.needs_reference:
             return
         if reference_of(config, start.batches) == 0:
             tensors = iter_full_tensors(self._learner.policy)

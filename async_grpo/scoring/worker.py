@@ -19,7 +19,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.roles import REFERENCE
 from async_grpo.scoring.coalescer import Coalescer
@@ -75,7 +75,7 @@ class LogprobWorker:
         role: str = REFERENCE,
         dtype: str = "auto",
         temperature: float | None = None,
-        lease_s: float = 30.0,
+        lease_s: float = deadlines.LEASE_S,
     ) -> None:
         # Not at the top: whoever starts workers imports this file, and these take seconds.
         began = time.monotonic()

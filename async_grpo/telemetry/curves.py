@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo import deadlines
 from async_grpo.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 METRICS_FILENAME = "training_metrics.jsonl"
 EVALUATIONS_FILENAME = "evaluation_metrics.jsonl"
 CLOCKS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}  # axes made of `total_seconds`
-SSH_TIMEOUT_S = 60
 Floats = NDArray[np.float64]
 
 
@@ -250,10 +250,11 @@ def _quoted(path: str) -> str:
 def _ssh(remote: str, command: str) -> subprocess.CompletedProcess[bytes]:
     ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", remote, command]
     try:
-        return subprocess.run(ssh, capture_output=True, timeout=SSH_TIMEOUT_S, check=False)
+        return subprocess.run(ssh, capture_output=True, timeout=deadlines.SSH_S, check=False)
     except FileNotFoundError as error:
         raise ConfigError("--remote needs ssh, which is not installed: install OpenSSH") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"--remote {remote} did not answer within {SSH_TIMEOUT_S} s: try `ssh {remote}` by hand"
+            f"--remote {remote} did not answer within {deadlines.SSH_S:g} s: try `ssh {remote}` "
+            "by hand"
         ) from error

@@ -216,7 +216,7 @@ EVALUATION_METRICS = (
     Metric("eval_solved", "num_solved", "num_questions", "fraction", "Held-out questions solved",
            "share of questions with at least one correct sample"),
     Metric("eval_loss", "loss_sum", "num_tokens", "nats", "Held-out loss",
-           "with --objective sft: cross-entropy of the held-out pairs, a trained token"),
+           "with --algorithm sft: cross-entropy of the held-out pairs, a trained token"),
 )
 # fmt: on
 

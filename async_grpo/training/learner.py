@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from async_grpo.algorithms.base import Algorithm
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
@@ -14,16 +16,11 @@ from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.audit import Audit
 from async_grpo.training.fsdp import compute_dtype, shard
-from async_grpo.training.old_policy import BatchStart, needs_batch_start
+from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.replay import Replay
 from async_grpo.training.schedule import Scheduler
-from async_grpo.training.step import (
-    GradientStep,
-    StepResult,
-    make_loss,
-    make_optimizer,
-)
+from async_grpo.training.step import GradientStep, StepResult, make_optimizer
 from async_grpo.types import EndOfStep, Minibatch
 
 logger = logging.getLogger(__name__)
@@ -34,6 +31,7 @@ class Learner:
     """One rank's share of the policy and of its updates."""
 
     config: TrainConfig
+    algorithm: Algorithm
     device: torch.device
     policy: PolicyModel
     step: GradientStep
@@ -64,27 +62,27 @@ class Learner:
     @classmethod
     def equip(cls, policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> Learner:
         """Give a policy that is where and as it shall be trained its optimizer and its step."""
+        algorithm = find_algorithm(config)
         optimizer = make_optimizer(policy, config)
         step = GradientStep(
             policy,
             optimizer=optimizer,
-            scheduler=Scheduler(optimizer, config),
-            loss=make_loss(config),
-            temperature=config.temperature if config.objective == "grpo" else 1.0,
+            scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
+            algorithm=algorithm,
             chunk_size=config.chunk_size,
             max_grad_norm=config.max_grad_norm,
-            batch_start=BatchStart(policy) if needs_batch_start(config) else None,
+            batch_start=BatchStart(policy) if algorithm.uses_old_policy else None,
             defer_gradient_sync=config.defer_gradient_sync,
         )
         replay = Replay(config.output_dir, rank=ranks.rank)
-        return cls(config, ranks.device, policy, step, replay)
+        return cls(config, algorithm, ranks.device, policy, step, replay)
 
     def accumulate(self, minibatch: Minibatch) -> None:
         """Back-propagate one minibatch's plain sum; a filler when it is empty."""
         self.replay.keep(minibatch)
         packed = collate(
             minibatch.samples,
-            aggregation=self.aggregation,
+            aggregation=self.algorithm.aggregation,
             constant_length=self.config.constant_length_samples,
             share_prompts=self.policy.shares_prompts,
         )
@@ -117,9 +115,4 @@ class Learner:
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""
-        return end.num_tokens if self.aggregation == "token-mean" else end.num_samples
-
-    @property
-    def aggregation(self) -> str:
-        """Supervised steps are normalised by tokens over the whole step."""
-        return "token-mean" if self.config.objective == "sft" else self.config.aggregation
+        return end.num_tokens if self.algorithm.aggregation == "token-mean" else end.num_samples

@@ -13,15 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from async_grpo.config.train import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import reshard
 from async_grpo.types import PackedMinibatch
-
-
-def needs_batch_start(config: TrainConfig) -> bool:
-    """With one step a batch the policy itself is what it was at the start."""
-    return config.mode == "decoupled" and config.steps_per_batch > 1
 
 
 class BatchStart:

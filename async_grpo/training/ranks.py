@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from async_grpo import deadlines
 from async_grpo.errors import AsyncGrpoError, RankLostError
 
 T = TypeVar("T")
-STORE_TIMEOUT_S = 300.0  # in which all ranks have started
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -123,6 +123,6 @@ def _store_of_this_attempt() -> dist.Store:
         int(os.environ["MASTER_PORT"]),
         int(os.environ["WORLD_SIZE"]),
         is_master=serves,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        timeout=timedelta(seconds=deadlines.RANKS_START_S),
     )
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -69,14 +69,16 @@ class Clocks:
 class Scheduler:
     """Sets an optimizer's learning rate from the clock that the run chose."""
 
-    def __init__(self, optimizer: Optimizer, config: TrainConfig) -> None:
+    def __init__(self, optimizer: Optimizer, config: TrainConfig, *, samples_per_slot: int) -> None:
         self.clocks = Clocks()
         self._optimizer = optimizer
         self._peak = config.learning_rate
         self._schedule = config.lr_scheduler
         self._by_samples = config.schedule_clock == "samples"
         self._smallest = config.min_learning_rate_ratio
-        self._num_total = _num_samples(config) if self._by_samples else _num_steps(config)
+        self._num_total = config.num_training_batches * (
+            config.batch_size * samples_per_slot if self._by_samples else config.steps_per_batch
+        )
         number = config.num_warmup_samples if self._by_samples else config.num_warmup_steps
         self._num_warmup = number or math.ceil(config.warmup_ratio * self._num_total)
 
@@ -99,14 +101,3 @@ class Scheduler:
     def stepped(self, num_samples: int) -> None:
         """Move both clocks past the step that the optimizer has taken."""
         self.clocks = Clocks(self.clocks.steps + 1, self.clocks.samples + num_samples)
-
-
-def _num_steps(config: TrainConfig) -> int:
-    """Gradient steps of the run."""
-    return config.num_training_batches * config.steps_per_batch
-
-
-def _num_samples(config: TrainConfig) -> int:
-    """Samples of a run that drops none; supervised, a pair is a sample."""
-    per_question = 1 if config.objective == "sft" else config.samples_per_question
-    return config.num_training_batches * config.batch_size * per_question

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import DeadlineError
 from async_grpo.types import PipelineStatus
-
-STATUS_TIMEOUT_S = 10.0
 
 
 class Standstill:
@@ -27,7 +25,7 @@ class Standstill:
             return
         now: PipelineStatus = cluster.wait(
             self._batcher.status.remote(),
-            timeout_s=STATUS_TIMEOUT_S,
+            timeout_s=deadlines.STATUS_S,
             who="the experience batcher",
         )
         if self._before is not None and now.moves == self._before.moves:

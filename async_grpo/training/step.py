@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
+from async_grpo.algorithms.base import Algorithm, LossSums
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate, to_device
-from async_grpo.model.logprobs import TokenLogprobs
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
-from async_grpo.training.loss import LossSums, Objective, grpo_loss, sft_loss
 from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.schedule import Clocks, Scheduler
 from async_grpo.types import PackedMinibatch
-
-# The policy's answer, its minibatch, and log-probabilities at the start of the batch or None.
-LossFunction = Callable[[TokenLogprobs, PackedMinibatch, Tensor | None], LossSums]
 
 NO_SAMPLES = "no samples"
 NON_FINITE = "non-finite loss or gradient"
@@ -45,16 +42,6 @@ class StepResult:
     clocks: Clocks  # after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # sums and maxima over all ranks
     suspects: tuple[int, ...] = ()  # NON_FINITE: which of this rank's minibatches may be the cause
-
-
-def make_loss(config: TrainConfig) -> LossFunction:
-    """The objective of the run as a function of the policy's answer and its minibatch."""
-    if config.objective == "sft":
-        return lambda scored, packed, _: sft_loss(scored.logprobs, scored.entropy, packed)
-    objective = Objective.from_config(config)
-    return lambda scored, packed, old: grpo_loss(
-        scored.logprobs, scored.entropy, packed, objective=objective, old_logprobs=old
-    )
 
 
 def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW:
@@ -86,8 +73,7 @@ class GradientStep:
         *,
         optimizer: Optimizer,
         scheduler: Scheduler,
-        loss: LossFunction,
-        temperature: float,
+        algorithm: Algorithm,
         chunk_size: int,
         max_grad_norm: float,
         batch_start: BatchStart | None = None,
@@ -98,8 +84,7 @@ class GradientStep:
         self._batch_start = batch_start
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._loss = loss
-        self._temperature = temperature
+        self._algorithm = algorithm
         self._chunk_size = chunk_size
         self._max_grad_norm = max_grad_norm
         self._defer_gradient_sync = defer_gradient_sync
@@ -129,23 +114,30 @@ class GradientStep:
         self._scheduler.clocks = clocks
 
     @property
+    def _setting(self) -> dict[str, Any]:
+        """Of every forward of the policy."""
+        return {"temperature": self._algorithm.temperature, "chunk_size": self._chunk_size}
+
+    @property
     def _device(self) -> torch.device:
         return next(self._policy.parameters()).device
 
     def accumulate(self, packed: PackedMinibatch) -> LossSums:
         """Back-propagate the minibatch's plain sum; every rank must call it equally often."""
-        setting = {"temperature": self._temperature, "chunk_size": self._chunk_size}
-        old = self._batch_start.logprobs(packed, **setting) if self._batch_start else None
-        scored = self._policy(packed, **setting)
-        result = self._loss(scored, packed, old)
+        old = self._batch_start.logprobs(packed, **self._setting) if self._batch_start else None
+        scored = self._policy(packed, **self._setting)
+        result = self._algorithm.loss(scored, packed, old)
         with deferred_gradients(self._policy, defer=self._defer_gradient_sync):
             result.loss.backward()
-        for name, value in result.sums.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.double()
+        loss, entropy = result.loss.detach(), scored.entropy.detach()
+        common = {"loss_sum": loss, "entropy_sum": entropy.sum()}
+        for name, value in {**common, **result.sums}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
         for name, value in result.maxima.items():
-            previous = self._maxima.get(name, value.double())
-            self._maxima[name] = torch.maximum(previous, value.double())
-        self._losses.append(result.loss.detach())
+            number = value.detach().double()
+            self._maxima[name] = torch.maximum(self._maxima.get(name, number), number)
+        self.count(trained_tokens=entropy.numel(), trained_samples=packed.num_samples)
+        self._losses.append(loss)
         return result
 
     def count(self, **amounts: int) -> None:
@@ -202,7 +194,7 @@ class GradientStep:
         It trains nothing and is counted nowhere.
         """
         filler = to_device(collate([], aggregation="sample-mean"), self._device)
-        scored = self._policy(filler, temperature=self._temperature, chunk_size=self._chunk_size)
+        scored = self._policy(filler, **self._setting)
         (scored.logprobs.sum() + scored.entropy.sum()).backward()
 
     def _update(self, grad_norm: float, denominator: int, num_samples: int) -> None:

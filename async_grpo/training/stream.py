@@ -15,9 +15,9 @@ from typing import Any
 
 import ray
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import BatcherLostError, ProcessLostError
-from async_grpo.training.standstill import STATUS_TIMEOUT_S, Standstill
+from async_grpo.training.standstill import Standstill
 from async_grpo.types import StreamItem
 
 POLL_INTERVAL_S = 0.5  # after which a rank that waits looks whether it is to stop
@@ -91,7 +91,7 @@ class RankStream(Iterator[StreamItem]):
         while not self._stop.is_set():
             if ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
                 item: StreamItem = cluster.wait(
-                    reference, timeout_s=STATUS_TIMEOUT_S, who="the experience batcher"
+                    reference, timeout_s=deadlines.STATUS_S, who="the experience batcher"
                 )
                 return item
             standstill.check()

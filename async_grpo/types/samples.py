@@ -163,6 +163,7 @@ class Sample:
     overlong_penalty: float = 0.0  # taken from the reward: see batching/shaping.py
     kl_penalty: float = 0.0
     attempt: int = 0  # questions that its slot had drawn before this one
+    contributes: bool = True  # False: its gradient is exactly zero, it is counted and not trained
     row: int = 0  # number of the first row that is here: see `parts`
     num_trained_elsewhere: int = 0  # unmasked tokens of rows that are not here
 

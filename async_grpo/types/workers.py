@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from async_grpo.deadlines import LEASE_S
 from async_grpo.types.rewards import Rewards
 from async_grpo.types.weights import WeightsVersion
 
@@ -26,7 +27,7 @@ class WorkerInfo:
     tokenizer_hash: str = ""  # `model.encoding`; empty: nobody knows
     temperature: float | None = None  # None: whatever the trainer asks for
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
-    lease_s: float = 30.0  # silent for so long, it counts as lost
+    lease_s: float = LEASE_S  # silent for so long, it counts as lost
     startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
     rewards: Rewards | None = None  # of a verifier pool
     owner: str = ""  # its dispatcher, for whoever must be stopped

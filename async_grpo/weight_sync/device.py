@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import ConfigError, DeadlineError
 from async_grpo.types import PublishReport, WeightsSnapshot, WorkerInfo
 from async_grpo.weight_sync.links import Link
@@ -18,7 +18,6 @@ from async_grpo.weight_sync.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 ROLE = "generation"
-CALL_TIMEOUT_S = 60.0
 NUM_SENDERS = 4  # links that send at a time, each with its own tensors on the trainer's device
 Connect = Callable[[WorkerInfo, Any], Link]
 
@@ -52,7 +51,7 @@ class DeviceTransport:
 
     def _send_to_all(self, snapshot: WeightsSnapshot, registry: Any, *, deadline: float) -> None:
         call = registry.receivers.remote()
-        receivers = cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who=f"the {ROLE} registry")
+        receivers = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=f"the {ROLE} registry")
         for worker in self._links.keys() - {worker for worker, _ in receivers}:
             self._drop(worker)
         outcomes = {

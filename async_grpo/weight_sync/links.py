@@ -9,13 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import WeightsSnapshot
 from async_grpo.weight_sync.buckets import unpack_bucket
 
 OnFailure = Callable[[Exception], None]
-FETCH_TIMEOUT_S = 60.0  # out of this machine's own object store
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +89,6 @@ def device_tensors(
     Raises `WeightSyncError` when bytes are not those that were gathered.
     """
     for bucket in snapshot.buckets:
-        data = cluster.wait(bucket.data, timeout_s=FETCH_TIMEOUT_S, who="the object store")
+        data = cluster.wait(bucket.data, timeout_s=deadlines.BUCKET_HERE_S, who="the object store")
         for name, tensor in unpack_bucket(bucket, data):
             yield name, tensor.to(device)

@@ -15,12 +15,10 @@ import numpy as np
 import ray
 import torch
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import WeightSyncError
 from async_grpo.types import PublishReport, WeightsBucket, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import BUCKET_BYTES, NamedTensors, pack_buckets
-
-REGISTRY_SLACK_S = 30.0  # a registry answers after its workers' deadline
 
 
 class Publisher:
@@ -83,7 +81,7 @@ class Publisher:
         reports = {}
         for role, call in calls.items():
             reports[role] = cluster.wait(
-                call, timeout_s=timeout_s + REGISTRY_SLACK_S, who=f"the {role} registry"
+                call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S, who=f"the {role} registry"
             )
             self._served[role] = snapshot
         return reports

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import PACKED, choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import shard
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.step import make_loss
 from async_grpo.types import Minibatch
 from benchmarks.gpu import attention, clock, rows
 from benchmarks.gpu.isolation import NotHereError
@@ -130,7 +130,7 @@ def gradient(
     packed = collate(minibatch.samples, aggregation=config.aggregation, dtype=dtype)
     packed = to_device(packed, device)
     scored = policy(packed, temperature=1.0, chunk_size=CHUNK_SIZE)
-    make_loss(config)(scored, packed, None).loss.backward()
+    find_algorithm(config).loss(scored, packed, None).loss.backward()
     return flat([parameter.grad for parameter in policy.parameters()])
 
 

@@ -179,7 +179,7 @@ def _memory(variant: Variant, learner: Learner) -> Iterator[Figure]:
     device, policy, name = learner.device, learner.policy, variant.name
     states = learner.step.optimizer.state.values()
     moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
-    packed = collate(minibatches(variant)[0].samples, aggregation=learner.aggregation)
+    packed = collate(minibatches(variant)[0].samples, aggregation=learner.algorithm.aggregation)
     packed = to_device(packed, device)
     before = clock.allocated_bytes(device)
     scored = policy(packed, temperature=1.0, chunk_size=learner.config.chunk_size)

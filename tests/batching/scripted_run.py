@@ -9,6 +9,8 @@ import numpy as np
 from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE_LOGPROB, Script
 from scripted import Handle, Registry, make_completion, make_question, make_verdict
 
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train import TrainConfig
@@ -90,6 +92,7 @@ class Run:
             self.generation.revoked = {2}
         self.plan = BatcherPlan(
             config=script.config,
+            rules=LocalRules(find_algorithm(script.config)),
             questions=QUESTIONS,
             held_out=held_out,
             order=lambda ordinal: ordinal % NUM_QUESTIONS,

@@ -7,7 +7,8 @@ import pytest
 from scripted import Registry, make_completion, make_question, make_verdict, run
 from scripted_run import make_config
 
-from async_grpo.batching.groups import GroupRules
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, roles
@@ -69,10 +70,10 @@ class Stage:
         }
         if reference and not objective:
             objective = {"kl_coefficient": 0.1}
-        rules = GroupRules(make_config(max_generation_tokens=8, **objective))
+        algorithm = find_algorithm(make_config(max_generation_tokens=8, **objective))
         self.pipeline = SlotPipeline(
             registries.__getitem__,
-            rules=rules,
+            rules=LocalRules(algorithm),
             timeout_s=TIMEOUT_S,
             generation_timeout_s=generation_timeout_s,
         )
@@ -80,7 +81,11 @@ class Stage:
     def run(self):
         """The group; afterwards no sample may be left in a stage and no lease may be open."""
         try:
-            return run(self.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE))
+            return run(
+                self.pipeline.run(
+                    QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None
+                )
+            )
         finally:
             assert set(self.pipeline.stages.counts.values()) <= {0}
             assert not self.generation.open and not self.verifiers.open and not self.reference.open

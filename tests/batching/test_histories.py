@@ -12,6 +12,7 @@ from script import Script
 from scripted import run
 from scripted_run import INCARNATION, QUESTIONS, Cluster, Run, make_config, split_steps
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching import batcher
 from async_grpo.types import Minibatch, WeightsVersion, tally
 
@@ -194,7 +195,7 @@ def check_samples(step, samples):
         assert sample.question is QUESTIONS[script.question(ordinal, attempt)]
         assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
         assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
-        assert (sample.reference_logprobs is not None) == config.needs_reference
+        assert (sample.reference_logprobs is not None) == find_algorithm(config).needs_reference
         for version, start, stop in sample.episode.rows[0].weights_versions:
             assert stop > start
             assert 0 <= step.key.batch - version.batches <= config.max_staleness

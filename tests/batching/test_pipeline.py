@@ -62,7 +62,9 @@ def test_the_samples_of_a_slot_are_counted_in_the_stage_they_are_in():
             seen.append(+stage.pipeline.stages.counts)
 
     async def scenario():
-        slot = stage.pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE)
+        slot = stage.pipeline.run(
+            QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None
+        )
         await asyncio.gather(slot, look())
 
     run(scenario())

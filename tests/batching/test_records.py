@@ -3,6 +3,8 @@ from functools import partial
 from scripted import make_question
 from scripted_run import make_config
 
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.types import SamplingContract
@@ -12,6 +14,7 @@ def make_plan(seed_of):
     stream = QuestionStream(50, seed=3)
     plan = BatcherPlan(
         config=make_config(samples_per_question=5),
+        rules=LocalRules(find_algorithm(make_config(samples_per_question=5))),
         questions=tuple(make_question() for _ in range(50)),
         held_out=(),
         order=stream.index,

@@ -4,7 +4,8 @@ import json
 import pytest
 from scripted import Handle, make_sample, make_verdict, run
 
-from async_grpo.batching.sample_log import FLUSH_TIMEOUT_S, SampleLog
+from async_grpo.batching.sample_log import SampleLog
+from async_grpo.deadlines import RECORDER_FLUSH_S
 from async_grpo.errors import ProcessLostError
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import Group, VersionSpan, WeightsVersion
@@ -104,7 +105,7 @@ def test_a_step_waits_a_moment_for_a_recorder_that_is_stuck_and_no_longer():
         clock = asyncio.get_running_loop().time
         started = clock()
         await log.flush()
-        assert clock() - started == FLUSH_TIMEOUT_S
+        assert clock() - started == RECORDER_FLUSH_S
 
     run(scene())
 

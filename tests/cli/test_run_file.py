@@ -107,7 +107,7 @@ TRAIN = "[train]\n"
         (TRAIN + "learning_rate = '1'", "learning_rate must be a number, got '1'"),
         (TRAIN + "deterministic = 1", "deterministic must be true or false, got 1"),
         (TRAIN + "data_path = 7", "data_path must be a text, got 7"),
-        (TRAIN + "objective = 'ppo'", r"\[train\] objective: 'ppo' is not one of grpo, sft"),
+        (TRAIN + "policy_loss = 'ppo'", r"\[train\] policy_loss: 'ppo' is not one of clip, cispo"),
         (TRAIN + "nproc_per_node = 0", r"nproc_per_node: 0 is not in the range x>=1"),
         (TRAIN + "a b = 1", r"run.toml is no TOML: .*line 2, column 3"),
     ],

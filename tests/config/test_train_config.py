@@ -2,11 +2,12 @@
 
 import pytest
 
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.algorithms.grpo_words import clip_is_inert, objective_in_words
 from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.config.option import flag
 from async_grpo.config.presets import preset_options
 from async_grpo.config.train import TrainConfig
-from async_grpo.config.words import clip_is_inert, objective_in_words
 from async_grpo.errors import ConfigError
 
 REQUIRED = {"model_name_or_path": "m", "data_path": "d"}
@@ -83,7 +84,7 @@ def config(**options):
 )
 def test_combinations_that_cannot_work_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        config(**options)
+        find_algorithm(config(**options))
 
 
 def test_a_high_learning_rate_is_taken_from_who_says_so():
@@ -107,6 +108,7 @@ def test_the_ratio_mode_follows_from_the_configuration(options, mode):
 @pytest.mark.parametrize("name", PRESET_NAMES)
 def test_every_preset_makes_a_valid_run_and_prints_what_it_stands_for(name):
     chosen = TrainConfig.from_options({"preset": name, **REQUIRED})
+    assert find_algorithm(chosen).aggregation == chosen.aggregation
     named = preset_options(name, max_generation_tokens=chosen.max_generation_tokens)
     assert {option: getattr(chosen, option) for option in named} == named
     words = objective_in_words(chosen)[0]

@@ -112,7 +112,7 @@ def live(life, rank, port):
         patched(life.failure.where, failing(life.failure))
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
     ranks = Ranks.start(timeout_s=TIMEOUT_S)
-    if life.story.config.objective == "sft":
+    if life.story.config.algorithm == "sft":
         train_sft(life.story.config, ranks)
     else:
         train_asynchronously(life.story, ranks)

@@ -19,7 +19,7 @@ import torch
 from scripted_services import TIMEOUT_S, tell
 
 from async_grpo import cluster
-from async_grpo.batching.advantage import group_advantages
+from async_grpo.algorithms.advantages import group_advantages
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.exports import Exports
 from async_grpo.model.folder import check_model_folder

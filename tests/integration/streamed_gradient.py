@@ -16,6 +16,8 @@ import ray
 import torch
 
 from async_grpo import cluster
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
@@ -116,6 +118,7 @@ def start_services(stories):
 def start_batcher(number, story, services, num_ranks):
     plan = BatcherPlan(
         config=story.config,
+        rules=LocalRules(find_algorithm(story.config)),
         questions=story.questions,
         held_out=(),
         order=lambda ordinal: ordinal,
@@ -125,7 +128,7 @@ def start_batcher(number, story, services, num_ranks):
         num_ranks=num_ranks,
         incarnation=VERSION.incarnation,
     )
-    if not story.config.needs_reference:
+    if not find_algorithm(story.config).needs_reference:
         services = Services(services.generation, services.verifiers, None)
     options = ray.remote(ExperienceBatcher).options(
         name=f"batcher-{number}", num_cpus=0, max_concurrency=1000

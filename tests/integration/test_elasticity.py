@@ -6,6 +6,8 @@ from collections import Counter
 from scripted import Handle, make_completion, make_question, make_verdict, run
 from scripted_run import INCARNATION, Run, Script, make_config
 
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.services import Services
@@ -70,6 +72,7 @@ class Elastic(Run):
         self.first, self.second = SlowWorker(), SlowWorker()
         plan = BatcherPlan(
             config=self.config,
+            rules=LocalRules(find_algorithm(self.config)),
             questions=(make_question(),),
             held_out=(),
             order=lambda ordinal: 0,

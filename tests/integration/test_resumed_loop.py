@@ -49,7 +49,7 @@ LAGGING = EXACT | {
     "num_batches_per_ref_model_update": 2,
 }
 SUPERVISED = {
-    "objective": "sft",
+    "algorithm": "sft",
     "batch_size": 4,
     "train_minibatch_size": 2,
     "num_training_batches": 4,

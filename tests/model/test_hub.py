@@ -127,9 +127,9 @@ def test_several_processes_of_a_node_download_once(hub, tmp_path):
 def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch, online):
     import socket
 
-    from async_grpo.model import hub as module
+    from async_grpo import deadlines
 
-    monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(deadlines, "HUB_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(f"http://127.0.0.1:{silent.getsockname()[1]}", monkeypatch)
         begun = time.monotonic()

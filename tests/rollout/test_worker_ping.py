@@ -44,7 +44,7 @@ def no_real_end(monkeypatch):
         raise Ended(reason)
 
     monkeypatch.setattr(module, "_end_process", end)
-    monkeypatch.setattr(module, "ENGINE_POLL_S", POLL_S)
+    monkeypatch.setattr(module, "ENGINE_POLL_INTERVAL_S", POLL_S)
 
 
 def make_worker(engine):

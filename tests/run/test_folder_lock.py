@@ -49,10 +49,10 @@ def another_trainer(folder):
             os.kill(child, 9)
 
 
-@pytest.mark.parametrize("objective", ["grpo", "sft"])
-def test_a_second_trainer_is_refused_and_told_who_the_first_is(tmp_path, objective):
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_second_trainer_is_refused_and_told_who_the_first_is(tmp_path, algorithm):
     config = TrainConfig(
-        model_name_or_path="m", data_path="d", output_dir=str(tmp_path / "a"), objective=objective
+        model_name_or_path="m", data_path="d", output_dir=str(tmp_path / "a"), algorithm=algorithm
     )
     with another_trainer(tmp_path / "a") as first:
         with pytest.raises(ConfigError) as refused:

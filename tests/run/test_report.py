@@ -23,7 +23,7 @@ RESULT = StepResult("", 1.0, 1e-3, 2, Clocks(1, 4), {"loss_sum": 6.0, "trained_t
 
 def make_config(folder, **options):
     paths = {"model_name_or_path": "m", "data_path": "d", "output_dir": str(folder)}
-    return TrainConfig(**paths, **{"objective": "sft", "trackers": ""} | options)
+    return TrainConfig(**paths, **{"algorithm": "sft", "trackers": ""} | options)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_the_trainer_s_minibatches_are_counted_against_those_of_the_step_before(
 
 def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
     sums = {"num_samples": 4, "reward_sum": 4.0, "zero_advantage_samples": 4}
-    with Report(make_config(tmp_path, objective="grpo", num_training_batches=9)) as report:
+    with Report(make_config(tmp_path, algorithm="grpo", num_training_batches=9)) as report:
         for batch in range(9):
             end = EndOfStep(batch, 0, True, num_samples=4, num_tokens=8, sums=sums)
             report.step(end, StepResult("", 0.0, 1e-6, 1, Clocks()), denominator=4, waited=0.0)

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.export import export_hf
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import PACKED
@@ -28,7 +29,7 @@ from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.schedule import Scheduler
-from async_grpo.training.step import GradientStep, make_loss, make_optimizer
+from async_grpo.training.step import GradientStep, make_optimizer
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
 
 CONFIG = TrainConfig(
@@ -110,15 +111,15 @@ def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, **options):
 
 
 def equip(policy, config=CONFIG):
+    algorithm = find_algorithm(config)
     optimizer = make_optimizer(policy, config)
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
     step = GradientStep(
         policy,
         optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config),
-        loss=make_loss(config),
-        temperature=1.0,
+        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
+        algorithm=algorithm,
         chunk_size=config.chunk_size,
         max_grad_norm=config.max_grad_norm,
         defer_gradient_sync=config.defer_gradient_sync,
@@ -256,7 +257,7 @@ def build_learner(rank, config):
 
 def held_out(rank, *, source, target):
     """The held-out loss before and after a step, and the weights after it."""
-    config = replace(CONFIG, model_name_or_path=source, output_dir=target, objective="sft")
+    config = replace(CONFIG, model_name_or_path=source, output_dir=target, algorithm="sft")
     learner = build_learner(rank, config)
     evaluation = HeldOutPairs(make_pairs(7), learner, make_ranks(rank))
     before = evaluation.loss()

@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from oracle import oracle_twin, random_samples, tiny_model
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.learner import Learner
 from async_grpo.training.replay import Replay
 from async_grpo.training.schedule import Scheduler
-from async_grpo.training.step import GradientStep, make_loss, make_optimizer
+from async_grpo.training.step import GradientStep, make_optimizer
 from async_grpo.types import Episode, Minibatch
 
 
@@ -29,17 +30,18 @@ def make_learner(folder, **options):
         **options,
     )
     policy = PolicyModel(tiny_model(tied=True))
+    algorithm = find_algorithm(config)
     optimizer = make_optimizer(policy, config)
     step = GradientStep(
         policy,
         optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config),
-        loss=make_loss(config),
-        temperature=1.0,
+        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
+        algorithm=algorithm,
         chunk_size=8,
         max_grad_norm=1.0,
     )
-    return Learner(config, torch.device("cpu"), policy, step, Replay(str(folder), rank=3))
+    replay = Replay(str(folder), rank=3)
+    return Learner(config, algorithm, torch.device("cpu"), policy, step, replay)
 
 
 def make_minibatches():

@@ -1,4 +1,4 @@
-"""A random batch as padding libraries see it, and what `training/loss.py` makes of the same batch.
+"""A random batch as padding libraries see it, and what `grpo_loss.py` makes of the same batch.
 
 Legend: B samples, T positions; a position is padding, a hole (read, not trained), or trained.
 """
@@ -12,9 +12,9 @@ import torch
 from oracle import make_sample
 from torch import Tensor
 
+from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
-from async_grpo.training.loss import Objective, grpo_loss
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -85,7 +85,7 @@ def ours(batch: PaddedBatch, config: TrainConfig, *, old: Tensor | None = None):
         logprobs[trained],
         entropies[trained],
         pack(batch, config),
-        objective=Objective.from_config(config),
+        config=config,
         old_logprobs=None if old is None else old[trained],
     )
     divisor = batch.num_tokens if config.aggregation == "token-mean" else len(batch.advantages)

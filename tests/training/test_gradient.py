@@ -1,7 +1,7 @@
 """The project's first promise: any streaming of a batch gives the gradient of one float64 pass.
 
 Held fixed: the verified groups, the weights, the options. From rewards to the gradient: shaping,
-advantages and masks (`batching/groups.py`), packing, log-probabilities, loss. Free: the order of
+advantages and masks (`algorithms/grpo.py`), packing, log-probabilities, loss. Free: the order of
 samples' rows, the ranks, how many minibatches each of them makes, the fillers between, which rows
 of a minibatch share their prompt, and the chunks of the head; samples that contribute exactly zero
 are counted and not sent. float32 is compared away from the cuts of clip and mask, where a rounded
@@ -9,6 +9,7 @@ ratio may fall on the other side, and both types where the terms do not cancel, 
 nothing but their rounding.
 """
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -33,11 +34,13 @@ from oracle import (
     tiny_model,
 )
 
-from async_grpo.batching.groups import GroupRules
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.training.loss import Objective, grpo_loss
+from async_grpo.types import Group
 
 F64, F32 = (torch.float64, 1e-12), (torch.float32, 1e-5)
 CUT = 1e-4  # a float32 ratio of these samples is rounded by less
@@ -147,6 +150,13 @@ def _verified(rng, sample):
     )
 
 
+def finished(groups, config):
+    """All samples with the advantages and masks of the package's own rules."""
+    rules = LocalRules(find_algorithm(config))
+    found = [asyncio.run(rules.finish_group(Group(0, 99, tuple(group)))) for group in groups]
+    return [sample for group in found for sample in group.samples]
+
+
 def oracle_group(group, config):
     """The group's samples with advantages and masks by the formulas."""
     rewards = []
@@ -242,7 +252,7 @@ def backward(policy, samples, indices, config, *, start, chunk_size):
         scored.logprobs,
         scored.entropy,
         packed,
-        objective=Objective.from_config(config),
+        config=config,
         old_logprobs=old,
     )
     result.loss.backward()
@@ -257,8 +267,7 @@ def check(config, *, precision, seed, num_groups, num_ranks, chunk_size, tied):
     twin.zero_grad()
     groups = make_groups(rng, num_groups=num_groups, model=twin, config=config)
     exact = [sample for group in groups for sample in oracle_group(group, config)]
-    rules = GroupRules(config)
-    samples = [sample for group in groups for sample in rules.masked(rules.graded(group))]
+    samples = finished(groups, config)
     assume(any(sample.num_trained_tokens for sample in exact))
     start = draw_start(rng, samples, config)
     outputs = oracle_outputs(twin, exact, config, start_logprobs=start)
@@ -269,7 +278,7 @@ def check(config, *, precision, seed, num_groups, num_ranks, chunk_size, tied):
     expected_loss.backward()
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
     samples, start = cut_into_parts(samples, start)
-    sent = [index for index, part in enumerate(samples) if rules.contributes(part)]
+    sent = [index for index, part in enumerate(samples) if part.contributes]
     ranks = partition(rng, sent, num_ranks=num_ranks)
     loss, got = streamed(policy, samples, ranks, config, start=start, chunk_size=chunk_size)
     assert loss == pytest.approx(expected_loss.item(), rel=tolerance, abs=tolerance)

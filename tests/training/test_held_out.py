@@ -40,7 +40,7 @@ def oracle_loss(pairs, model):
 def test_the_loss_is_a_mean_over_all_tokens_whatever_the_packing(tmp_path, max_tokens, monkeypatch):
     monkeypatch.setattr("async_grpo.training.held_out.PACKED_TOGETHER", 4)
     pairs = make_pairs(9)
-    options = {"max_tokens_per_gpu": max_tokens, "max_generation_tokens": 12, "objective": "sft"}
+    options = {"max_tokens_per_gpu": max_tokens, "max_generation_tokens": 12, "algorithm": "sft"}
     learner = make_learner(tmp_path, **options)
     alone = Ranks(0, 1, learner.device, mesh=None)
     result = HeldOutPairs(pairs, learner, alone).loss()
@@ -58,7 +58,7 @@ def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     model = tiny_model(tied=True)
-    step, _, gradients = equip(PolicyModel(model), replace(CONFIG, objective="sft"))
+    step, _, gradients = equip(PolicyModel(model), replace(CONFIG, algorithm="sft"))
     for item in supervised_stream(
         load_pairs(str(path)), stream_index=int, batch_size=4, questions_per_step=4, num_batches=1,
         num_ranks=1, rank=0, max_tokens=8,

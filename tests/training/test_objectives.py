@@ -7,7 +7,7 @@ import pytest
 import torch
 from worked import LOG2, evaluate, make_outputs
 
-from async_grpo.training.loss import grpo_loss
+from async_grpo.algorithms.grpo_loss import grpo_loss
 
 
 def one_token(ratio, *, advantage, **options):
@@ -204,7 +204,7 @@ def test_a_ratio_beyond_floats_is_cut_not_lost(dtype):
         {"behaviour": [-1000.0], "advantage": 1.0}, ratio_mode="behaviour"
     )
     logprobs = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
-    result = grpo_loss(logprobs, torch.zeros(1, dtype=dtype), packed, objective=objective)
+    result = grpo_loss(logprobs, torch.zeros(1, dtype=dtype), packed, config=objective)
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-1.2)
     assert logprobs.grad.tolist() == [0.0]

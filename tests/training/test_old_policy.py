@@ -11,13 +11,14 @@ from oracle import oracle_gradient, oracle_logprobs, random_samples, relative_di
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import reshard, shard
-from async_grpo.training.old_policy import BatchStart, needs_batch_start
+from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.schedule import Scheduler
-from async_grpo.training.step import GradientStep, make_loss, make_optimizer
+from async_grpo.training.step import GradientStep, make_optimizer
 
 CONFIG = TrainConfig(
     model_name_or_path="m",
@@ -32,13 +33,13 @@ CONFIG = TrainConfig(
 
 
 def equip(policy, config=CONFIG):
+    algorithm = find_algorithm(config)
     optimizer = make_optimizer(policy, config)
     return GradientStep(
         policy,
         optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config),
-        loss=make_loss(config),
-        temperature=1.0,
+        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
+        algorithm=algorithm,
         chunk_size=5,
         max_grad_norm=1.0,
         batch_start=BatchStart(policy),
@@ -55,11 +56,11 @@ def pack(samples, dtype=torch.float64):
 
 
 def test_only_several_decoupled_steps_keep_a_copy():
-    assert needs_batch_start(CONFIG)
+    assert find_algorithm(CONFIG).uses_old_policy
     one_step = {"model_name_or_path": "m", "data_path": "d", "ratio_mode": "decoupled"}
-    assert not needs_batch_start(TrainConfig(**one_step))
+    assert not find_algorithm(TrainConfig(**one_step)).uses_old_policy
     behaviour = one_step | {"ratio_mode": "behaviour", "batch_size": 8, "train_minibatch_size": 4}
-    assert not needs_batch_start(TrainConfig(**behaviour))
+    assert not find_algorithm(TrainConfig(**behaviour)).uses_old_policy
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2])

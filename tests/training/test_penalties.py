@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import make_sample
+from oracle import make_config, make_sample
 from worked import LOG2, evaluate, make_outputs
 
+from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.model.collate import collate
-from async_grpo.training.loss import Objective, grpo_loss
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_a_penalty_beyond_floats_is_clamped_and_counted(estimator, behaviour, re
     """float32 ends at e^88; the second token is as likely as ever."""
     sample = make_sample([1], [2, 3], behaviour=[behaviour, -1.0], reference=[reference, -1.0])
     packed = collate([sample], aggregation="token-mean")
-    objective = Objective(mode="behaviour", kl_coefficient=0.1, kl_estimator=estimator)
+    objective = make_config(ratio_mode="behaviour", kl_coefficient=0.1, kl_estimator=estimator)
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    result = grpo_loss(logprobs, torch.zeros(2), packed, objective=objective)
+    result = grpo_loss(logprobs, torch.zeros(2), packed, config=objective)
     result.loss.backward()
     assert result.loss.dtype == torch.float32
     assert result.loss.isfinite() and logprobs.grad.isfinite().all()
@@ -87,7 +87,7 @@ def test_without_a_penalty_in_the_loss_there_is_no_kl_to_report():
         ({"kl_coefficient": 0.1}, True),
     ):
         packed, objective = make_outputs(sample, ratio_mode="behaviour", **options)
-        result = grpo_loss(torch.tensor([-1.0]), torch.zeros(1), packed, objective=objective)
+        result = grpo_loss(torch.tensor([-1.0]), torch.zeros(1), packed, config=objective)
         assert ("kl_sum" in result.sums) == is_there
 
 
@@ -107,7 +107,7 @@ def expected_gradients(estimator, *, mode):
     )  # fmt: skip
     samples = torch.from_numpy(behaviour).double() if mode == "behaviour" else logprobs.detach()
     packed = replace(packed, weights=samples.exp())
-    loss = grpo_loss(logprobs, torch.zeros(5), packed, objective=objective).loss
+    loss = grpo_loss(logprobs, torch.zeros(5), packed, config=objective).loss
     divergence = (logprobs.exp() * (logprobs - torch.from_numpy(reference))).sum()
     return [
         torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (loss, divergence)

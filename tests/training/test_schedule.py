@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.training.schedule import Clocks, Scheduler, learning_rate_factor
 
@@ -23,7 +24,8 @@ def make_scheduler(**options):
     config = TrainConfig(model_name_or_path="m", data_path="d", **options)
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=config.learning_rate)
-    return Scheduler(optimizer, config), optimizer
+    samples_per_slot = find_algorithm(config).samples_per_slot
+    return Scheduler(optimizer, config, samples_per_slot=samples_per_slot), optimizer
 
 
 def test_schedules_by_hand():
@@ -160,7 +162,7 @@ def test_a_warm_up_as_a_share_is_that_number_of_the_planned_clock(clock, number)
     [
         ({"train_minibatch_size": 4}, Clocks(steps=10)),
         ({"schedule_clock": "samples", "samples_per_question": 3}, Clocks(samples=120)),
-        ({"schedule_clock": "samples", "objective": "sft"}, Clocks(samples=40)),
+        ({"schedule_clock": "samples", "algorithm": "sft"}, Clocks(samples=40)),
     ],
 )
 def test_the_run_s_length(options, length):

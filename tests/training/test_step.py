@@ -9,6 +9,7 @@ import torch
 from oracle import oracle_gradient, random_samples, tiny_model
 from tensor_watchers import NumbersRead
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.logprobs import token_logprobs
@@ -18,7 +19,6 @@ from async_grpo.training.step import (
     NO_SAMPLES,
     NON_FINITE,
     GradientStep,
-    make_loss,
     make_optimizer,
 )
 
@@ -34,13 +34,13 @@ def make_config(**changes):
 
 
 def make_step(policy, config):
+    algorithm = find_algorithm(config)
     optimizer = make_optimizer(policy, config)
     step = GradientStep(
         policy,
         optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config),
-        loss=make_loss(config),
-        temperature=config.temperature,
+        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
+        algorithm=algorithm,
         chunk_size=config.chunk_size,
         max_grad_norm=config.max_grad_norm,
     )
@@ -144,14 +144,14 @@ def test_a_non_finite_gradient_is_skipped_and_leaves_no_trace():
 
 def spoil(step, *, loss=0.0, gradient=False):
     """From now on losses are off by `loss`, and `gradient` makes the gradient alone infinite."""
-    compute = step._loss
+    compute = step._algorithm.loss
 
     def spoilt(*args):
         result = compute(*args)
         zero = (args[0].logprobs - args[0].logprobs.detach()).sum()
         return replace(result, loss=result.loss + loss + (zero.sqrt() if gradient else 0.0))
 
-    step._loss = spoilt
+    step._algorithm.loss = spoilt
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -273,7 +273,7 @@ def test_discarding_forgets_gradients_and_metrics():
 
 def test_a_supervised_run_learns_its_pairs():
     model = tiny_model(tied=True)
-    config = make_config(objective="sft", aggregation="token-mean", max_grad_norm=0.0)
+    config = make_config(algorithm="sft", aggregation="token-mean", max_grad_norm=0.0)
     step, _ = make_step(PolicyModel(model), config)
     samples = batch(tiny_model(tied=True, dtype=torch.float64))
     num_tokens = sum(sample.num_trained_tokens for sample in samples)

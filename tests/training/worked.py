@@ -5,8 +5,8 @@ import math
 import torch
 from oracle import make_config, make_sample
 
+from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.model.collate import collate
-from async_grpo.training.loss import Objective, grpo_loss
 
 LOG2 = math.log(2)
 
@@ -21,7 +21,7 @@ def make_outputs(*samples, **options):
         constant_length=config.constant_length_samples,
         dtype=torch.float64,
     )
-    return packed, Objective.from_config(config)
+    return packed, config
 
 
 def evaluate(logprobs, outputs, *, old=None):
@@ -30,6 +30,6 @@ def evaluate(logprobs, outputs, *, old=None):
     lp = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
     entropy = torch.full_like(lp, 0.5, requires_grad=True)
     given = None if old is None else torch.tensor(old, dtype=torch.float64)
-    loss = grpo_loss(lp, entropy, packed, objective=objective, old_logprobs=given).loss
+    loss = grpo_loss(lp, entropy, packed, config=objective, old_logprobs=given).loss
     gradients = torch.autograd.grad(loss, (lp, entropy), allow_unused=True, materialize_grads=True)
     return loss.item(), *(gradient.tolist() for gradient in gradients)

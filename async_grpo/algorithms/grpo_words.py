@@ -83,7 +83,7 @@ def _correction(config: TrainConfig) -> str:
 
 def _penalties(config: TrainConfig) -> str:
     parts = []
-    if config.needs_reference:
+    if config.kl_coefficient:
         where = "loss" if config.kl_in_loss else "reward"
         parts.append(f"{config.kl_coefficient:g} * KL ({config.kl_estimator}) in the {where}")
     if config.entropy_coefficient:

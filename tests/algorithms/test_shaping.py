@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import make_sample
 
-from async_grpo.batching.shaping import RewardShaping, kl_penalty, overlong_penalty
+from async_grpo.algorithms.shaping import RewardShaping, kl_penalty, overlong_penalty
 from async_grpo.types import WeightsVersion
 
 VERSION = WeightsVersion(0, 0)

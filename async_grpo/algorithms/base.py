@@ -1,0 +1,171 @@
+"""What an algorithm is: how samples become a gradient, in one object that one file defines.
+
+                            asked by the controller          asked by trainer ranks
+which scores are needed     `needs`
+a finished group            `finish_group`, `mask`,
+                            `contributes`
+a finished step             `finish_step`
+the sum over tokens                                          `aggregation`, `terms`, `loss`
+
+The controller's half imports no torch: a `loss` that needs it imports it in its own body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from async_grpo.types import Group, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from async_grpo.config.train import TrainConfig
+    from async_grpo.model.logprobs import TokenLogprobs
+    from async_grpo.types import PackedMinibatch
+
+REFERENCE = "reference"
+Samples = tuple[Sample, ...]
+Advantage = float  # of a sample
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreNeed:
+    """Log-probabilities of a sample's tokens under another model: `Sample.scores[role]`."""
+
+    role: str  # whose workers give them, and their name
+    before_advantages: bool = False  # of every sample, for rewards or advantages are made of them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossSums:
+    """What one minibatch adds to the gradient and to the metrics of its step."""
+
+    loss: Tensor  # [] differentiable, Σ w_i * loss_it
+    sums: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; all minibatches add up
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; the largest counts
+
+
+class Algorithm:
+    """The base of every algorithm: each default is that of plain scoring without advantages.
+
+    Example: advantages that are normalised over the whole gradient step.
+
+        class GlobalNorm(Grpo):
+            def finish_step(self, groups):
+                rewards = np.array([s.shaped_reward for g in groups for s in g.samples])
+                ...
+                return [[(s.shaped_reward - mean) / std for s in g.samples] for g in groups]
+    """
+
+    needs: tuple[ScoreNeed, ...] = ()
+    learns_from_pairs = False  # of prompt and completion: neither questions nor workers are needed
+    uses_old_policy = False  # `scores["old"]`: the policy as it was when the batch began
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether advantages need the whole gradient step: its rounds then wait for it."""
+        return type(self).finish_step is not Algorithm.finish_step
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy's own earlier weights score its samples."""
+        return any(need.role == REFERENCE for need in self.needs)
+
+    @property
+    def temperature(self) -> float:
+        """At which the policy's log-probabilities are computed."""
+        return self.config.temperature
+
+    @property
+    def samples_per_slot(self) -> int:
+        """Samples that a slot of the batch is planned to give."""
+        return self.config.samples_per_question
+
+    @property
+    def aggregation(self) -> str:
+        """The weight w_i of a token, and with it what D counts (design, section 4)."""
+        return self.config.aggregation
+
+    def finish_group(self, group: Group) -> Group:
+        """The group with shaped rewards and advantages, or replaced: its slot draws again.
+
+        Every member was verified, and has the scores that are needed before advantages.
+        """
+        return group
+
+    def finish_step(self, groups: Sequence[Group]) -> Sequence[Sequence[Advantage]]:
+        """The advantages of all groups that a gradient step keeps, a sample each."""
+        raise NotImplementedError
+
+    def mask(self, samples: Samples) -> Samples:
+        """The samples with the tokens masked that are not trained; decided after advantages."""
+        return samples
+
+    def contributes(self, sample: Sample) -> bool:
+        """False only where the gradient of the sample is exactly zero, whatever the policy."""
+        return sample.num_trained_tokens > 0
+
+    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch, old: Tensor | None) -> LossSums:
+        """Plain sums over the minibatch's tokens: nothing here divides by a count of them."""
+        raise NotImplementedError
+
+    def in_words(self) -> tuple[str, ...]:
+        """What is optimised, a sentence each."""
+        return ()
+
+
+class GroupRules(Protocol):
+    """The controller's half of an algorithm, in this process or in another."""
+
+    needs: tuple[ScoreNeed, ...]
+    waits_for_step: bool
+
+    async def finish_group(self, group: Group) -> Group:
+        """`Algorithm.finish_group`; of a group that is kept and waits for no step, all of it."""
+        ...
+
+    async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """The same groups with the advantages of their step, masks and contributions."""
+        ...
+
+
+class LocalRules:
+    """An algorithm's rules as plain calls."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.needs = algorithm.needs
+        self.waits_for_step = algorithm.waits_for_step
+        self._algorithm = algorithm
+
+    async def finish_group(self, group: Group) -> Group:
+        finished = self._algorithm.finish_group(group)
+        return finished if finished.is_replaced or self.waits_for_step else self._settled(finished)
+
+    async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        found = self._algorithm.finish_step(groups)
+        return tuple(
+            self._settled(with_advantages(group, advantages))
+            for group, advantages in zip(groups, found, strict=True)
+        )
+
+    def _settled(self, group: Group) -> Group:
+        """With masks, and the samples told apart that contribute exactly zero."""
+        samples = tuple(
+            sample if self._algorithm.contributes(sample) else replace(sample, contributes=False)
+            for sample in self._algorithm.mask(group.samples)
+        )
+        return replace(group, samples=samples)
+
+
+def with_advantages(group: Group, advantages: Sequence[Advantage]) -> Group:
+    """The group with an advantage for each of its samples."""
+    samples = tuple(
+        replace(sample, advantage=advantage)
+        for sample, advantage in zip(group.samples, advantages, strict=True)
+    )
+    return replace(group, samples=samples)

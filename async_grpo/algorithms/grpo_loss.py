@@ -1,0 +1,160 @@
+"""The GRPO family's loss, as plain sums over tokens: nothing here divides by a count of them.
+
+    gradient = (1 / D) * d/dθ  Σ_i Σ_t  w_i * loss_it        (design, section 4)
+    loss_it  = f(old / b) * policy_it + β * kl_it - c * entropy_it
+
+Legend: N trained tokens of a minibatch, `lp` the policy's log-probability, `b` the engine's, `old`
+the one that the policy ratio compares with, sg stop-gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from async_grpo.algorithms.base import LossSums
+from async_grpo.algorithms.ratios import (
+    MAX_EXPONENT,
+    bounded,
+    cispo_policy_loss,
+    clipped_policy_loss,
+    correction_weights,
+    kl_penalty,
+    policy_ratio,
+)
+from async_grpo.config.train import TrainConfig
+from async_grpo.types import PackedMinibatch
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    entropy: Tensor,
+    packed: PackedMinibatch,
+    *,
+    config: TrainConfig,
+    old_logprobs: Tensor | None = None,
+) -> LossSums:
+    """Policy gradient with its penalties (DeepSeekMath, arXiv 2402.03300, eq. 3 and 19).
+
+    logprobs, entropy [N]; `old_logprobs` [N] is for the mode `decoupled` alone, where None says
+    that the policy has not moved since the start of the batch. The population of every sum is the
+    minibatch's N trained tokens; `policy_loss_sum` and `kl_sum` are weighted like the loss, the
+    others are not.
+    """
+    old = _old(logprobs, packed, config, old_logprobs)
+    policy, clipped = _policy_loss(logprobs, old, packed, config)
+    policy, corrected = _corrected(policy, old, packed, config)
+    policy_sum = (packed.weights * policy).sum()
+    loss, kl_sums = policy_sum, {}
+    if config.kl_in_loss:
+        kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, config)
+        loss = loss + config.kl_coefficient * kl_sums["kl_sum"]
+    if config.entropy_coefficient:
+        loss = loss - config.entropy_coefficient * (packed.weights * entropy).sum()
+    mismatch_sums, maxima = _mismatch(logprobs, packed.behaviour_logprobs)
+    sums = {
+        "policy_loss_sum": policy_sum,
+        **kl_sums,
+        "clipped_tokens": clipped.sum(),
+        "corrected_tokens": corrected.sum(),
+        "far_tokens": _is_far(logprobs, old, packed, config).sum(),
+        **mismatch_sums,
+    }
+    return LossSums(loss, sums=sums, maxima=maxima)
+
+
+def _old(
+    logprobs: Tensor, packed: PackedMinibatch, config: TrainConfig, given: Tensor | None
+) -> Tensor:
+    """What the ratio compares with, [N], without gradient."""
+    if config.mode == "behaviour":
+        return packed.behaviour_logprobs
+    if config.mode == "decoupled" and given is not None:
+        return given.detach()
+    return logprobs.detach()
+
+
+def _policy_loss(
+    logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig
+) -> tuple[Tensor, Tensor]:
+    ratio = policy_ratio(logprobs, old, packed, level=config.ratio_level)
+    clip_low, clip_high = config.clip_low, config.clip_high
+    if config.policy_loss == "cispo":
+        return cispo_policy_loss(
+            ratio, logprobs, packed.advantages, clip_low=clip_low, clip_high=clip_high
+        )
+    return clipped_policy_loss(
+        ratio,
+        packed.advantages,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=config.dual_clip,
+    )
+
+
+def _corrected(
+    policy: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig
+) -> tuple[Tensor, Tensor]:
+    """The policy's loss weighted by f(exp(old - b)), and where f cut the weight."""
+    if config.importance_correction == "none":
+        return policy, torch.zeros_like(policy, dtype=torch.bool)
+    weights, cut = correction_weights(
+        old,
+        packed.behaviour_logprobs,
+        packed,
+        kind=config.importance_correction,
+        level=config.correction_level,
+        low=config.correction_low,
+        high=config.correction_high,
+    )
+    return weights * policy, cut
+
+
+def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
+    """Σ w_i * kl_it.
+
+    `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
+    policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
+    if packed.reference_logprobs is None:
+        raise ValueError(
+            f"a KL coefficient of {config.kl_coefficient} needs reference log-probabilities, "
+            "got none: start a logprob worker"
+        )
+    is_weighted = config.kl_estimator == "k3_iw"
+    estimator = "k3" if is_weighted else config.kl_estimator
+    kl = kl_penalty(logprobs, packed.reference_logprobs, estimator=estimator)
+    if is_weighted:
+        kl = kl * torch.exp(bounded(logprobs - old))
+    return (packed.weights * kl).sum()
+
+
+@torch.no_grad()
+def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
+    """[N] bool: which tokens are beyond the bound of exponents."""
+    is_far = logprobs - old > MAX_EXPONENT
+    if config.kl_in_loss and packed.reference_logprobs is not None:
+        is_far |= packed.reference_logprobs - logprobs > MAX_EXPONENT
+    return is_far
+
+
+@torch.no_grad()
+def _mismatch(logprobs: Tensor, behaviour: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How far trainer and engine differ on what was sampled: (sums, maxima), [] each.
+
+    Of the ratio exp(lp - b): Σ of the k3 estimate of KL(behaviour || policy), Σ and Σ of squares,
+    which make the effective sample size; the largest ratio, and the largest |lp - b|.
+    """
+    difference = logprobs - behaviour
+    ratio = torch.exp(difference)
+    sums = {
+        "mismatch_kl_sum": (torch.expm1(difference) - difference).sum(),
+        "mismatch_ratio_sum": ratio.sum(),
+        "mismatch_ratio_square_sum": ratio.square().sum(),
+    }
+    none = difference.new_zeros(1)
+    maxima = {
+        "mismatch_max": torch.cat([difference.abs(), none]).max(),
+        "mismatch_ratio_max": torch.cat([ratio, none]).max(),
+    }
+    return sums, maxima

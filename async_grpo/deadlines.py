@@ -1,0 +1,42 @@
+"""Every wait of one process on another, in seconds, and how the waits nest. Imports nothing.
+
+A wait that contains another is longer, so that the inner one ends first and names the cause:
+
+    ping ──< lease ──< answer of an actor ──< publication ──< stall (--stall-timeout-s) ──< group
+               bucket staged ──< weights applied ─┘                checkpoint ──────────────┘
+    status of the batcher ──< least stall
+
+`tests/test_deadlines.py` holds the table to this. How often a process looks at something itself
+(`…_INTERVAL_S`) stands beside the loop that does it.
+"""
+
+from __future__ import annotations
+
+# What tells that somebody lives.
+PING_S = 5.0  # between two pings of a worker, which tell how many tokens it has made
+LEASE_S = 30.0  # a worker that is silent for so long counts as lost (--worker-lease-s)
+LEAST_STALL_S = 2 * PING_S  # no --stall-timeout-s is shorter: progress is heard of by pings
+
+# Answers that cost the other side next to nothing.
+HEAD_PROBE_S = 5.0  # of a Ray head's port
+HUB_ANSWER_S = 10.0  # of a hub that says nothing, as behind a firewall
+STATUS_S = 10.0  # of the batcher, to a rank that waits for samples
+ANSWER_S = 60.0  # of an actor, which may be starting
+SSH_S = 60.0  # of a machine whose metrics are plotted
+
+# The dump of samples, which no step waits for longer than this.
+RECORDER_FLUSH_S = 5.0
+RECORDER_WRITE_S = 60.0
+
+# Weights.
+BUCKET_HERE_S = 60.0  # a bucket out of this machine's own object store
+BUCKET_STAGED_S = 120.0  # verifying one bucket, with a step of generation before it
+BUCKET_FETCH_S = 300.0  # a bucket out of another machine's object store
+CANARY_S = 60.0  # the engine's log-probabilities of a few fixed tokens
+WEIGHTS_APPLIED_S = 300.0  # the pause of an engine that takes new weights
+PUBLISH_SLACK_S = 30.0  # whoever asks for a publication hears of it so much after its deadline
+
+# Ranks.
+RANKS_START_S = 300.0  # in which all ranks have started
+CHECKPOINT_S = 1800.0  # for one save, and for one rank that waits for another
+GROUP_SLACK_S = 600.0  # of a collective, beyond what rank 0 may wait for samples and workers

@@ -1,0 +1,57 @@
+"""Algorithms are found by name, and what the controller asks of them imports no torch."""
+
+import subprocess
+import sys
+
+import pytest
+from scripted_run import make_config
+
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.algorithms.grpo import Grpo
+from async_grpo.algorithms.sft import Sft
+from async_grpo.errors import ConfigError
+
+MINE = """
+from async_grpo.algorithms.grpo import Grpo
+class Mine(Grpo):
+    pass
+class Other:
+    pass
+"""
+
+
+def test_shipped_algorithms_go_by_a_word():
+    assert type(find_algorithm(make_config())) is Grpo
+    assert type(find_algorithm(make_config(algorithm="sft"))) is Sft
+
+
+def test_an_algorithm_may_be_a_class_of_a_file_or_of_a_module(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    by_path = find_algorithm(make_config(algorithm=f"{tmp_path}/mine.py:Mine"))
+    monkeypatch.syspath_prepend(tmp_path)
+    by_module = find_algorithm(make_config(algorithm="mine:Mine"))
+    assert {type(found).__name__ for found in (by_path, by_module)} == {"Mine"}
+    assert isinstance(by_path, Grpo) and isinstance(by_module, Grpo)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("ppo", "no algorithm of that name among grpo, sft"),
+        ("nowhere.at.all:Mine", "nowhere.at.all cannot be imported: ModuleNotFound"),
+        ("{folder}/mine.py:Missing", "has no class Missing derived from Algorithm"),
+        ("{folder}/mine.py:Other", "has no class Other derived from Algorithm"),
+        ("{folder}/broken.py:Mine", "cannot be imported: SyntaxError"),
+    ],
+)
+def test_what_is_no_algorithm_is_refused_with_the_reason(tmp_path, name, reason):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("class Mine(")
+    with pytest.raises(ConfigError, match=reason):
+        find_algorithm(make_config(algorithm=name.format(folder=tmp_path)))
+
+
+def test_finding_an_algorithm_imports_neither_torch_nor_ray():
+    script = "import sys, async_grpo.algorithms.find; print({'torch', 'ray'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stdout.strip() == "set()", found.stderr

@@ -1,0 +1,82 @@
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import async_grpo
+from async_grpo import deadlines
+from async_grpo.config.train import TrainConfig
+
+PACKAGE = Path(async_grpo.__file__).parent
+DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
+# Whose waits still stand beside their code.
+LEFT = ("batching", "cli", "controller", "run", "verification", "weight_sync/announcer.py")
+WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|PATIENCE|FROZEN|ENDING|LEASE|DEADLINE)[A-Z_]*_S$")
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ("PING_S", "LEASE_S"),  # several pings, so that one that is lost kills nobody
+        ("LEASE_S", "ANSWER_S"),  # a frozen worker is fenced before whoever asks it gives up
+        ("BUCKET_STAGED_S", "WEIGHTS_APPLIED_S"),
+        ("BUCKET_HERE_S", "BUCKET_FETCH_S"),
+        ("CANARY_S", "WEIGHTS_APPLIED_S"),
+        ("STATUS_S", "ANSWER_S"),
+        ("RECORDER_FLUSH_S", "STATUS_S"),  # a step that waits for its dump is no silence
+        ("RECORDER_FLUSH_S", "RECORDER_WRITE_S"),
+        ("WEIGHTS_APPLIED_S", "CHECKPOINT_S"),
+        ("RANKS_START_S", "CHECKPOINT_S"),
+    ],
+)
+def test_a_wait_is_shorter_than_those_that_contain_it(inner, outer):
+    assert getattr(deadlines, inner) < getattr(deadlines, outer)
+
+
+def test_progress_is_heard_of_before_a_stall():
+    assert deadlines.LEAST_STALL_S >= 2 * deadlines.PING_S
+
+
+def test_weights_are_applied_before_the_default_stall():
+    applied = deadlines.WEIGHTS_APPLIED_S + deadlines.PUBLISH_SLACK_S
+    assert applied < DEFAULTS["stall_timeout_s"]
+
+
+def test_a_collective_outlasts_what_rank_0_may_wait_for():
+    assert deadlines.GROUP_SLACK_S > deadlines.WEIGHTS_APPLIED_S + deadlines.PUBLISH_SLACK_S
+
+
+def waits(path):
+    """Constants that are waits, and numbers given as a timeout, as `line: source`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+            names = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(name, ast.Name) and WAIT.search(name.id) for name in names):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif (
+            isinstance(node, ast.keyword)
+            and node.arg in ("timeout", "timeout_s")
+            and isinstance(node.value, ast.Constant)
+            and node.value.value
+        ):
+            yield f"{node.value.lineno}: {ast.unparse(node)}"
+
+
+def test_waits_stand_in_the_table_alone():
+    found = {
+        f"{path.relative_to(PACKAGE)}:{wait}"
+        for path in PACKAGE.rglob("*.py")
+        if not str(path.relative_to(PACKAGE)).startswith((*LEFT, "deadlines.py"))
+        for wait in waits(path)
+    }
+    assert not found
+
+
+def test_every_wait_of_the_table_is_waited():
+    names = [name for name in vars(deadlines) if name.endswith("_S")]
+    code = "".join(
+        path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "deadlines.py"
+    )
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
