@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from async_grpo.roles import REFERENCE
 from async_grpo.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from async_grpo.model.logprobs import TokenLogprobs
     from async_grpo.types import PackedMinibatch
 
-REFERENCE = "reference"
+
 Samples = tuple[Sample, ...]
 Advantage = float  # of a sample
 

@@ -160,7 +160,7 @@ class Sample:
     verdict: Verdict
     advantage: float
     reference_logprobs: NDArray[np.float32] | None = None  # [L], None where nobody needs them
-    overlong_penalty: float = 0.0  # taken from the reward: see batching/shaping.py
+    overlong_penalty: float = 0.0  # taken from the reward: see algorithms/shaping.py
     kl_penalty: float = 0.0
     attempt: int = 0  # questions that its slot had drawn before this one
     contributes: bool = True  # False: its gradient is exactly zero, it is counted and not trained

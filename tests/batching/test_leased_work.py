@@ -6,7 +6,8 @@ import pytest
 from scripted import Registry, run
 from scripted_run import make_config
 
-from async_grpo.batching.groups import GroupRules
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.leased_work import AFTER_LOSS_S, QUARANTINE, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
@@ -26,7 +27,7 @@ class Desk:
         self.reasons, self.quarantine = [], Quarantine()
         self.pipeline = SlotPipeline(
             {GENERATION: self.registry}.__getitem__,
-            rules=GroupRules(make_config()),
+            rules=LocalRules(find_algorithm(make_config())),
             timeout_s=TIMEOUT_S,
             quarantine=self.quarantine,
         )

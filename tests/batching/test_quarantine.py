@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from scripted import Handle, run
 from scripted_run import make_config
 
-from async_grpo.batching.groups import GroupRules
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import QUARANTINE_DEATHS, Quarantine
@@ -86,7 +87,7 @@ async def outcomes(num_slots, **options):
         await fleet.join()
     pipeline = SlotPipeline(
         {GENERATION: fleet.registry}.__getitem__,
-        rules=GroupRules(make_config()),
+        rules=LocalRules(find_algorithm(make_config())),
         timeout_s=900.0,
         quarantine=quarantine,
     )
