@@ -162,7 +162,7 @@ def check_end(step, end):
     sums = end.sums
     assert sums.get("num_samples", 0) == end.num_samples
     assert sums.get("lag_max", 0) <= config.max_staleness
-    num_tokens = step.sum_over_kept(lambda o, a: sum(n for n, _ in script.lengths(o, a)))
+    num_tokens = step.sum_over_kept(lambda o, a: sum(script.lengths(o, a)))
     assert sums.get("output_tokens", 0) == num_tokens
     assert (lag_bins(sums, "samples"), lag_bins(sums, "tokens")) == (end.num_samples, num_tokens)
     rewards = step.sum_over_kept(lambda o, a: sum(script.rewards(o, a)))
@@ -172,7 +172,7 @@ def check_end(step, end):
     assert rewards - penalties == shaped
     assert sums.get("num_replacements", 0) == step.sum_over_replaced(lambda o, a: 1)
     assert sums.get("replaced_tokens", 0) == step.sum_over_replaced(
-        lambda o, a: sum(n for n, _ in script.lengths(o, a))
+        lambda o, a: sum(script.lengths(o, a))
     )
 
 

@@ -7,6 +7,8 @@ from faulty_workers import FOREVER_S, Worker, now_s
 from scripted import Handle, run
 from scripted_run import QUESTIONS, make_config
 
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller import controller as module
 from async_grpo.controller.controller import IDLE_TICKS, SILENT_TICKS, Controller
@@ -57,6 +59,7 @@ class House:
     def plan(self, incarnation):
         return BatcherPlan(
             config=make_config(),
+            rules=LocalRules(find_algorithm(make_config())),
             questions=QUESTIONS,
             held_out=QUESTIONS[:1],
             order=lambda ordinal: ordinal % len(QUESTIONS),
