@@ -293,6 +293,6 @@ def test_without_variance_a_slot_draws_up_to_its_bound_and_keeps_the_last():
     assert (end.fates["replaced"], end.fates["zero_contribution"] >= 3) == (6, True)
     assert (end.num_samples, end.sums["num_replacements"]) == (6, 2)
     assert end.sums["replaced_reward_sum"] == 6 * 0.5
-    received = sum(n for a in range(3) for n, _ in script.lengths(0, a))
-    received += sum(n for n, _ in script.lengths(1))
+    received = sum(n for a in range(3) for n in script.lengths(0, a))
+    received += sum(script.lengths(1))
     assert running.batcher._ledger.counts().output_tokens == received
