@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +38,7 @@ Places = tuple[tuple[str, int], ...]  # host and port of each
 VERIFIER_POOL = "verifier-pool"
 BATCHER = "experience-batcher"
 CONTROLLER = "controller"
+FIND_INTERVAL_S = 0.5
 
 
 def registry_name(role: str) -> str:
@@ -96,6 +98,20 @@ def find_actor(name: str) -> Any | None:
         return ray.get_actor(name)
     except ValueError:
         return None
+
+
+def find_same_actor(name: str, *, actor_id: str) -> Any:
+    """The named actor that another process means by `actor_id`; an earlier one may still be there.
+
+    Raises `ClusterError` when it cannot be found.
+    """
+    deadline = time.monotonic() + deadlines.ANSWER_S
+    while time.monotonic() < deadline:
+        actor = find_actor(name)
+        if actor is not None and actor._actor_id.hex() == actor_id:
+            return actor
+        time.sleep(FIND_INTERVAL_S)
+    raise ClusterError(f"the {name} of rank 0 has gone: look at rank 0's error")
 
 
 @dataclass(frozen=True, slots=True)

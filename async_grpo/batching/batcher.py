@@ -217,8 +217,7 @@ class ExperienceBatcher:
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
         """The group that the slot trains; those that it replaces are counted on the way."""
         oldest = self._window.oldest_weights(ordinal)
-        period = self._plan.config.num_batches_per_ref_model_update
-        reference = oldest._replace(batches=oldest.batches // period * period)
+        reference = oldest._replace(batches=self._plan.config.reference_of(step.batch))
         ordinals = self._window.ordinals_of(step)
         for attempt in itertools.count():
             index = self._plan.index(ordinal, attempt=attempt)

@@ -7,7 +7,6 @@ synced, a new or changed name once its folder is.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import stat
@@ -15,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
+
+from async_grpo import files
 
 HASHING_THREADS = 4  # hashing runs outside Python's lock
 Kind = Literal["file", "folder", "other"]  # other: links, sockets, devices
@@ -33,15 +34,7 @@ def write(path: Path, content: bytes) -> None:
 
 def sync(path: Path) -> None:
     """Return once a file's bytes, or a folder's names, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder, and say so.
-        if error.errno != errno.EINVAL or not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
+    files.sync(path)
 
 
 def rename(old: Path, new: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from async_grpo.files import sync
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors
 
@@ -115,7 +115,7 @@ def _shards(
 
 def _sync_to_disk(folder: Path) -> None:
     for path in [*folder.iterdir(), folder]:
-        _sync(path)
+        sync(path)
 
 
 def _replace_folder(new: Path, goal: Path) -> None:
@@ -125,13 +125,5 @@ def _replace_folder(new: Path, goal: Path) -> None:
     if goal.exists():
         goal.rename(old)
     new.rename(goal)
-    _sync(goal.parent)
+    sync(goal.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,7 +20,6 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError, ConfigError
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import ResumePoint
-from async_grpo.weight_sync.references import reference_batches
 
 logger = logging.getLogger(__name__)
 # They define which questions a step is made of, and which weights score them.
@@ -134,15 +133,6 @@ def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, An
     }
 
 
-def reference_of(config: TrainConfig, batch: int) -> int:
-    """The version of the reference, in batches, that scores a batch."""
-    return reference_batches(
-        batch,
-        period=config.num_batches_per_ref_model_update,
-        max_staleness=config.max_staleness,
-    )
-
-
 def _own(config: TrainConfig, output: Path) -> Start:
     """The start of a command line whose output folder holds a run already."""
     if config.resume not in ("auto", "never"):
@@ -238,7 +228,7 @@ def _checked(start: Start, config: TrainConfig) -> Start:
 def _check_references(start: Start, config: TrainConfig) -> None:
     """The reference's moved weights are in the checkpoint, unless they are the policy's own."""
     batches = range(start.batches, start.batches + config.max_staleness + 1)
-    needed = {reference_of(config, batch) for batch in batches} - {0, start.batches}
+    needed = {config.reference_of(batch) for batch in batches} - {0, start.batches}
     missing = sorted(needed - set(start.state["references"]))
     if find_algorithm(config).needs_reference and missing:
         raise ConfigError(

@@ -38,7 +38,7 @@ from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep, WeightsSnapshot
 
 if TYPE_CHECKING:
-    from async_grpo.run.report import Report
+    from async_grpo.run.report import NoReport, Report
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,11 @@ class Checkpoints:
         ranks: Ranks,
         *,
         exports: Exports,
-        report: Report | None,
+        report: Report | NoReport,
         hashes: Future[Mapping[str, str]] | None,
         references: References = lambda _: (),
     ) -> None:
-        """`report` and `hashes` are rank 0's. `references`: what to save of a moved reference."""
+        """`hashes` is rank 0's. `references`: what to save of a moved reference."""
         self._config = config
         self._learner = learner
         self._ranks = ranks
@@ -133,7 +133,7 @@ class Checkpoints:
     def _cut(self, end: EndOfStep) -> _Cut:
         batches = end.batch + 1
         num_updates = self._learner.step.num_updates
-        if self._report is None:
+        if not self._ranks.is_main:
             return _Cut(batches, num_updates, {}, ())
         references = self._references(batches)
         state = {
@@ -147,8 +147,7 @@ class Checkpoints:
 
     def _save(self, cut: _Cut) -> None:
         started = time.monotonic()
-        if self._report:
-            self._report.doing(f"saving the checkpoint after batch {cut.batches}")
+        self._report.doing(f"saving the checkpoint after batch {cut.batches}")
         self.wait()
         is_busy = self._running is not None and not self._running.done()
         if self._ranks.agree(int(is_busy)):
@@ -158,8 +157,7 @@ class Checkpoints:
         tensors = staged_tensors(self._learner.policy, step.optimizer, step.clocks)
         self._saved = cut.batches
         self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
-        if self._report:
-            self._report.checkpointing(time.monotonic() - started)
+        self._report.checkpointing(time.monotonic() - started)
 
     def _write(self, cut: _Cut, tensors: Tensors) -> None:
         """All ranks, in their threads; whatever goes wrong ends here."""
@@ -167,19 +165,19 @@ class Checkpoints:
         try:
             temporary = self._begin(cut)
             save_tensors(tensors, temporary, group=self._group)
-            if self._report:
+            if self._ranks.is_main:
                 save_references(cut.references, temporary)
                 self._report.sync_files()  # the checkpoint tells their sizes
                 self._commit(cut, temporary)
         except Exception as error:  # the boundary of a thread: a run goes on without a checkpoint
-            if self._report and temporary:
+            if self._ranks.is_main and temporary:
                 self._folder.abandon(temporary)
             self._failed(cut, f"{error}" if isinstance(error, CheckpointError) else repr(error))
 
     def _begin(self, cut: _Cut) -> Path:
         """The temporary folder that rank 0 made; its failure is every rank's."""
         answer: list[str] = ["", ""]  # folder, error
-        if self._report:
+        if self._ranks.is_main:
             try:
                 answer[0] = str(self._folder.begin(cut.batches))
             except (CheckpointError, OSError) as error:
@@ -204,8 +202,8 @@ class Checkpoints:
 
     def _failed(self, cut: _Cut, reason: str) -> None:
         """Rank 0 tells of it, once for all ranks."""
-        if self._report:
-            self._report.checkpoint_failed()
+        self._report.checkpoint_failed()
+        if self._ranks.is_main:
             logger.error(
                 "the checkpoint after batch %d FAILED, the last good one stands and training goes "
                 "on: %s",

@@ -39,7 +39,7 @@ class Interrupted(KeyboardInterrupt):
 class Stop(Protocol):
     """What a run looks at before each of its items: see `training.stopping`."""
 
-    is_honoured: bool
+    is_observed: bool
 
     def set(self) -> None: ...
 
@@ -49,7 +49,7 @@ class Stop(Protocol):
 class RankInterrupts:
     """Answers the signals of one trainer rank, from any state of its main thread.
 
-    The first one sets `stop` where that is honoured; elsewhere it raises `Interrupted` on the main
+    The first one sets `stop` where that is observed; elsewhere it raises `Interrupted` on the main
     rank and ends another. After a time of grace, or at a later deliberate signal, the process ends.
     """
 
@@ -115,7 +115,7 @@ class RankInterrupts:
 
     def _is_ending(self) -> bool:
         """Whether the main thread ends in order, or will when it sees the request."""
-        return self._stop.is_honoured or self._stop.is_set()
+        return self._stop.is_observed or self._stop.is_set()
 
     def _next_signal(self, deadline: float | None) -> int:
         """The number of the next of our signals; 0 when none comes before the deadline."""

@@ -316,6 +316,11 @@ class TrainConfig(ObjectiveConfig):
         """Questions a gradient step: M of the design."""
         return self.train_minibatch_size or self.batch_size
 
+    def reference_of(self, batch: int) -> int:
+        """Return the version of the moving reference, in batches, that scores a batch."""
+        period = self.num_batches_per_ref_model_update
+        return max(0, batch - self.max_staleness) // period * period
+
     @property
     def chunk_size(self) -> int:
         """Tokens whose logits exist at a time."""

@@ -17,7 +17,7 @@ from typing import Any
 from async_grpo import cluster
 from async_grpo.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.log_tail import tail_of_process
-from async_grpo.run.watcher import call_the_roll
+from async_grpo.run.watcher import see_members
 from async_grpo.telemetry.files import write_json_atomic
 from async_grpo.telemetry.incidents import Incident, Incidents
 from async_grpo.training.ranks import Ranks, as_rank_loss
@@ -92,7 +92,8 @@ def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
 def _first_cause(error: BaseException, record: RunRecord, ranks: Ranks) -> Incident | None:
     if not isinstance(error, CONSEQUENCES) or not ranks.is_main:
         return None
-    call_the_roll(record.incidents)
+    if controller := cluster.find_actor(cluster.CONTROLLER):
+        see_members(controller, record.incidents)
     return record.incidents.first_cause()
 
 

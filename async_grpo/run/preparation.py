@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import ray
-from ray.exceptions import RayError
 from transformers import AutoTokenizer
 
 from async_grpo import cluster
@@ -21,12 +17,12 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.services import Services, renewed
 from async_grpo.checkpoint.background import in_background
 from async_grpo.checkpoint.fingerprints import hash_data, hash_model
 from async_grpo.checkpoint.resume import Start, check_contents
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
+from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_questions
 from async_grpo.data.stream import QuestionStream, sampling_seed
@@ -34,49 +30,18 @@ from async_grpo.data.table import QuestionTable
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.model.size import read_size
-from async_grpo.run.recorder import start_recorder
-from async_grpo.run.recruitment import Demand, find_services
+from async_grpo.run.first_failure import RunRecord
+from async_grpo.run.main_rank import MainRank
+from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.reward_trial import try_rewards
-from async_grpo.run.takeover import take_name
 from async_grpo.types import Question, ResumePoint, SamplingContract, TrainingPair
 from async_grpo.weight_sync.transport import device_id
 
 logger = logging.getLogger(__name__)
-CALL_TIMEOUT_S = 60.0
-CLOSE_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """What rank 0 alone holds of a run; handles change when their actors are made anew."""
-
-    plan: BatcherPlan
-    services: Services
-    recorder: Any  # see run/recorder.py
-    batcher: Any
-    hashes: Future[Mapping[str, str]]  # of what must be the same when the run goes on
-
-    def restart_batcher(self, resume: ResumePoint | None) -> None:
-        """Another batcher goes on at `resume` (None: where the run began); weights stay."""
-        self.services = renewed(self.services)
-        plan = replace(self.plan, resume=resume or self.plan.resume)
-        with contextlib.suppress(RayError):
-            ray.kill(self.batcher)  # a dead actor keeps its name as long as somebody has its handle
-        self.batcher = _take_name(plan, self.services, self.recorder)
-        for registry in registries_of(self.services).values():
-            call = registry.replace_batcher.remote(self.batcher)
-            cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the registry")
-
-    def close(self) -> None:
-        """Let go of the workers, then end the batcher: until then nobody else may have them."""
-        ends = [registry.end_run.remote() for registry in registries_of(self.services).values()]
-        with contextlib.suppress(RayError):
-            ray.wait(ends, num_returns=len(ends), timeout=CLOSE_TIMEOUT_S)
-            ray.kill(self.batcher)
-
-
-def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
-    """Check everything that can be wrong, find the workers, start the batcher; in this order."""
+def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks: int) -> MainRank:
+    """Check everything that can be wrong, find the workers, begin the run; in this order."""
     facts = check_model_folder(config.model_name_or_path)
     questions, held_out = load_data(config, facts)
     logger.info("%d questions to train on, %d ranks", len(questions), num_ranks)
@@ -84,18 +49,22 @@ def open_run(config: TrainConfig, *, start: Start, num_ranks: int) -> Run:
     hashes = hash_contents(config, facts, questions, start=start)
     plan = plan_run(config, facts, questions, held_out, num_ranks=num_ranks, resume=start.point)
     cluster.connect(config.ray_address, namespace=config.namespace)
-    services = find_services(
-        Demand(
-            config,
-            vocab_size=facts.vocab_size,
-            tokenizer_hash=facts.tokenizer_hash,
-            longest_prompt=max(questions.longest_prompt, held_out.longest_prompt),
-            device=device_id(),
-        )
+    demand = Demand(
+        config,
+        vocab_size=facts.vocab_size,
+        tokenizer_hash=facts.tokenizer_hash,
+        longest_prompt=max(questions.longest_prompt, held_out.longest_prompt),
+        device=device_id(),
     )
-    try_rewards(services.verifiers, questions[0], config)
-    recorder = start_recorder(plan.config)
-    return Run(plan, services, recorder, start_batcher(plan, services, recorder), hashes)
+    controller = find_or_make_controller()
+    recruit(controller, demand)
+    try_rewards(controller, questions[0], config)
+    main = MainRank(plan, demand, record, hashes=hashes)
+    record.forget()
+    logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)
+    for sentence in find_algorithm(config).in_words():
+        logger.info("%s", sentence)
+    return main
 
 
 def warn_of_few(config: TrainConfig, num_records: int) -> None:
@@ -195,35 +164,3 @@ def _load(config: TrainConfig, facts: ModelFacts, source: DataSource) -> Questio
         vocab_size=facts.vocab_size,
         max_prompt_tokens=room,
     )
-
-
-def start_batcher(plan: BatcherPlan, services: Services, recorder: Any) -> Any:
-    """The run's batcher, beside rank 0, and ended with it.
-
-    Its name is what keeps two runs from using the same workers. Raises `ConfigError` when it is
-    taken.
-    """
-    batcher = _take_name(plan, services, recorder)
-    for registry in registries_of(services).values():
-        call = registry.begin_run.remote(batcher)
-        cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the registry")
-    return batcher
-
-
-def _take_name(plan: BatcherPlan, services: Services, recorder: Any) -> Any:
-    from async_grpo.batching.batcher import ExperienceBatcher
-
-    options = ray.remote(ExperienceBatcher).options(
-        name=cluster.BATCHER,
-        num_cpus=0,
-        max_concurrency=10_000,
-        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
-        scheduling_strategy=cluster.on_this_node(),
-    )
-    return take_name(lambda: options.remote(plan, services, recorder))
-
-
-def registries_of(services: Services) -> dict[str, Any]:
-    """The run's registries by role."""
-    reference = {"logprob": services.reference} if services.reference else {}
-    return {"generation": services.generation} | reference

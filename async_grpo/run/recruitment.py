@@ -1,7 +1,7 @@
 """Finds the workers that a run needs, and asks of each whether it can serve this run.
 
-consumes:     the registries' members
-produces:     the services of the run
+consumes:     the controller's members
+produces:     a run that can begin, or go on
 waits for:    one worker a role, up to --worker-timeout-s, telling which are missing
 unblocked by: a registration
 """
@@ -13,16 +13,16 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ClusterError, ConfigError, DeadlineError, WorkerError
-from async_grpo.types import WorkerInfo
+from async_grpo.controller.client import WHO
+from async_grpo.errors import ConfigError, DeadlineError
+from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
+from async_grpo.types import WorkerInfo, role_of
 from async_grpo.weight_sync.routes import check_route
 
 logger = logging.getLogger(__name__)
-CALL_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.5
 REMIND_INTERVAL_S = 10.0
 
@@ -42,77 +42,51 @@ class Demand:
         return self.longest_prompt + self.config.max_generation_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _Need:
-    """A role that the run cannot do without."""
+def recruit(controller: Any, demand: Demand) -> None:
+    """Wait until every role that the run needs has a worker, and check all that are there.
 
-    role: str
-    why: str
-    command: str
-
-
-def find_services(demand: Demand) -> Services:
-    """Wait for the workers that the run needs, and check them.
-
-    Raises `DeadlineError` after `--worker-timeout-s`, `ConfigError` for workers that cannot serve
-    this run, `ClusterError` when nobody can grade.
+    Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers that cannot
+    serve this run.
     """
-    dispatcher = f"`python worker_dispatcher.py --model-path {demand.config.model_name_or_path}"
-    generation = _find(_Need("generation", "", f"{dispatcher} --mode generation`"), demand)
-    reference = None
+    model = demand.config.model_name_or_path
+    dispatcher = f"`python worker_dispatcher.py --model-path {model} --mode"
+    _find(controller, GENERATION, demand, remedy=f"start one with {dispatcher} generation`")
     if find_algorithm(demand.config).needs_reference:
         why = " (the KL coefficient is not 0)"
-        reference = _find(_Need("logprob", why, f"{dispatcher} --mode logprob`"), demand)
-    verifiers = cluster.find_actor(cluster.VERIFIER_POOL)
-    if verifiers is None:
-        raise ClusterError(
-            "the verifier pool of the generation workers has gone: start their dispatchers again"
-        )
-    return Services(generation=generation, verifiers=verifiers, reference=reference)
+        _find(controller, REFERENCE, demand, why, remedy=f"start one with {dispatcher} logprob`")
+    remedy = f"start one with the rewards, {dispatcher} generation --reward-fns NAMES`"
+    _find(controller, VERIFIER, demand, remedy=remedy)
 
 
-def _find(need: _Need, demand: Demand) -> Any:
-    """The registry of a role, once it has a worker; all that it has are checked."""
+def _find(controller: Any, role: str, demand: Demand, why: str = "", *, remedy: str) -> None:
     timeout_s = demand.config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")
     while True:
-        registry = cluster.find_actor(cluster.registry_name(need.role))
-        workers = _members(registry) if registry is not None else ()
+        workers: tuple[WorkerInfo, ...] = cluster.wait(
+            controller.members.remote(role), timeout_s=deadlines.ANSWER_S, who=WHO
+        )
         for worker in workers:
             check_worker(worker, demand)
         if workers:
-            return registry
+            return
         now = time.monotonic()
         if now - started > timeout_s:
             raise DeadlineError(
                 f"no worker registered within --worker-timeout-s {timeout_s:g}: the run needs "
-                f"a {need.role} worker{need.why}, start one with {need.command}"
+                f"a {role} worker{why}, {remedy}"
             )
         if now - reminded > REMIND_INTERVAL_S:
-            logger.info(
-                "waiting for a %s worker; if none is loading, start one with %s",
-                need.role,
-                need.command,
-            )
+            logger.info("waiting for a %s worker; if none is loading, %s", role, remedy)
             reminded = now
         time.sleep(POLL_INTERVAL_S)
-
-
-def _members(registry: Any) -> tuple[WorkerInfo, ...]:
-    """Who is registered; nobody in a registry that ends at this moment for want of members."""
-    try:
-        workers: tuple[WorkerInfo, ...] = cluster.wait(
-            registry.members.remote(), timeout_s=CALL_TIMEOUT_S, who="the registry"
-        )
-    except WorkerError:
-        return ()
-    return workers
 
 
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     """Raise `ConfigError` for a worker whose answers this run could not use."""
     config, who = demand.config, f"worker {worker.worker_id}"
-    if worker.role == "generation":
+    if not role_of(worker.role).loads_weights:
+        return
+    if worker.role == GENERATION:
         check_route(config.weight_transport, worker, sender=demand.device)
     if worker.temperature is not None and worker.temperature != config.temperature:
         raise ConfigError(
@@ -132,7 +106,7 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"{config.model_name_or_path} ({demand.tokenizer_hash[:12]}): give both the same folder"
         )
     if demand.longest_sample > worker.max_model_len:
-        flag = "--max-model-len" if worker.role == "generation" else "--max-tokens-per-gpu"
+        flag = "--max-model-len" if worker.role == GENERATION else "--max-tokens-per-gpu"
         raise ConfigError(
             f"{who} serves at most {worker.max_model_len} tokens, the longest prompt with "
             f"--max-generation-tokens {config.max_generation_tokens} needs "

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from async_grpo import files
 from async_grpo.batching.records import EvaluationResult
 from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.checkpoint.run_folder import (
@@ -25,7 +26,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.charts import as_charts
 from async_grpo.telemetry.console import Console
-from async_grpo.telemetry.files import JsonlWriter, sync_to_disk, write_json_atomic
+from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.health import Health
 from async_grpo.telemetry.metrics import StepFacts, metrics_row
 from async_grpo.telemetry.progress import duration, number
@@ -75,6 +76,7 @@ class Report:
         self._usual_minibatches = 0  # of the step before
         self._step_started = time.monotonic()
         self._seconds_publishing = 0.0
+        self._seconds_waiting = 0.0
         self._sync: SyncReport | None = None
         self._batcher_restarts = 0
         self._failed_checkpoints = 0
@@ -121,8 +123,8 @@ class Report:
         """The latest sync has finished, which every line tells until the next one has."""
         self._sync = sync
 
-    def batcher_restarted(self) -> None:
-        """The batcher has died and was made anew."""
+    def recovered(self) -> None:
+        """The controller was lost, and the run goes on at another."""
         self._batcher_restarts += 1
 
     def checkpointing(self, seconds: float) -> None:
@@ -156,7 +158,7 @@ class Report:
         dumped = dump_files(self._dump) if self._dump else ()
         for path in (self._metrics.path, self._evaluations.path, *dumped):
             try:
-                sync_to_disk(path)
+                files.sync(path)
             except OSError as error:
                 logger.warning("a power cut may cost lines of %s: %s", path, error)
 
@@ -172,11 +174,12 @@ class Report:
         self._failed_checkpoints = state["failed_checkpoints"]
         self._batcher_restarts = state["batcher_restarts"]
 
-    def step(self, end: EndOfStep, result: StepResult, *, denominator: int, waited: float) -> None:
-        """One line of metrics for one gradient step, taken or skipped.
+    def waited(self, seconds: float) -> None:
+        """This rank stood still for want of samples."""
+        self._seconds_waiting += seconds
 
-        `waited`: seconds in which rank 0 stood still for want of samples.
-        """
+    def step(self, end: EndOfStep, result: StepResult, *, denominator: int) -> None:
+        """One line of metrics for one gradient step, taken or skipped."""
         if result.skipped:
             logger.warning("gradient step %d was skipped: %s", self._num_steps + 1, result.skipped)
             self._skipped[result.skipped] += 1
@@ -202,7 +205,7 @@ class Report:
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
             seconds=seconds,
-            seconds_waiting=waited,
+            seconds_waiting=self._seconds_waiting,
             seconds_publishing=self._seconds_publishing,
             seconds_checkpointing=self._seconds_checkpointing,
             failed_checkpoints=self._failed_checkpoints,
@@ -224,7 +227,8 @@ class Report:
         self._see("loss", row["loss"])
         self._usual_minibatches, self._num_minibatches = self._num_minibatches, 0
         self._warn_of_bias(row["perc_timed_out_samples"])
-        self._step_started, self._seconds_publishing, self._seconds_checkpointing = now, 0.0, 0.0
+        self._seconds_waiting = self._seconds_publishing = self._seconds_checkpointing = 0.0
+        self._step_started = now
 
     def _warn_of_bias(self, timed_out: float | None) -> None:
         if timed_out is None or self._is_bias_told:
@@ -291,8 +295,30 @@ class Report:
             self._ends[name] = [self._ends.get(name, [value])[0], value]
 
 
-def silent(_: str) -> None:
-    """What a rank without a report does with `Report.doing`."""
+class NoReport:
+    """What every other rank has in the place of a `Report`: it keeps and says nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+    def doing(self, what: str) -> None: ...
+    def minibatch(self) -> None: ...
+    def waited(self, seconds: float) -> None: ...
+    def publishing(self, seconds: float) -> None: ...
+    def synced(self, sync: SyncReport) -> None: ...
+    def recovered(self) -> None: ...
+    def checkpointing(self, seconds: float) -> None: ...
+    def checkpoint_failed(self) -> None: ...
+    def sync_files(self) -> None: ...
+    def step(self, end: EndOfStep, result: StepResult, *, denominator: int) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def evaluation(self, result: EvaluationResult) -> None: ...
+    def held_out_loss(self, result: HeldOutLoss) -> None: ...
+    def conclude(self) -> None: ...
 
 
 def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:

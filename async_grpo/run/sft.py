@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
 from threading import Event
 
 from transformers import AutoTokenizer
 
 from async_grpo.batching.supervised import supervised_stream
-from async_grpo.checkpoint.exports import Exports, export_finished
+from async_grpo.checkpoint.exports import export_finished
 from async_grpo.checkpoint.resume import Start, find_start
-from async_grpo.checkpoint.saving import Checkpoints
-from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
@@ -23,20 +20,20 @@ from async_grpo.data.stream import QuestionStream
 from async_grpo.data.table import PairTable
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
-from async_grpo.run.loop import evaluation_is_due, train_steps
+from async_grpo.run.loop import train
 from async_grpo.run.preparation import hash_contents, read_attention_ratio, warn_of_few
-from async_grpo.run.report import Report, silent
-from async_grpo.run.stopping import honoured, until_stopped
+from async_grpo.run.report import NoReport, Report
+from async_grpo.run.stopping import until_stopped
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.types import EndOfStep, StreamItem, TrainingPair
+from async_grpo.types import StreamItem, WeightsSnapshot
 
 logger = logging.getLogger(__name__)
 
 
 def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:
-    """One whole supervised run on one rank; needs neither Ray nor workers.
+    """Train one whole supervised run on one rank; needs neither Ray nor workers.
 
     All ranks leave together, before their next item, once `stop` is set on any of them.
     """
@@ -48,71 +45,81 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
     hashes = ranks.on_main(lambda: _check(config, start, num_ranks=ranks.world_size))
     pairs, held_out, _ = _load(config)
     learner = Learner.build(config, ranks)
-    evaluation = HeldOutPairs(held_out, learner, ranks)
-    stream = _stream(config, pairs, ranks, first_batch=start.batches)
     record = RunRecord(config.output_dir, rank=ranks.rank)
     if ranks.is_main:
         record.forget()
-    with first_failure_recorded(record, ranks), ExitStack() as stack:
-        report = stack.enter_context(Report(config, start=start)) if ranks.is_main else None
-        doing = report.doing if report else silent
-        exports = Exports(config, learner, doing=doing)
-        checkpoints = Checkpoints(
-            config, learner, ranks, exports=exports, report=report, hashes=hashes
+    with (
+        first_failure_recorded(record, ranks),
+        Report(config, start=start) if ranks.is_main else NoReport() as report,
+    ):
+        data = Demonstrations(pairs, held_out, learner, ranks, report, stop=stop)
+        train(data, learner, ranks, report, record, start=start, hashes=hashes, stop=stop)
+        report.conclude()
+
+
+class Demonstrations:
+    """A supervised run's minibatches, which every rank forms itself; see `loop.Data`."""
+
+    def __init__(
+        self,
+        pairs: PairTable,
+        held_out: PairTable,
+        learner: Learner,
+        ranks: Ranks,
+        report: Report | NoReport,
+        *,
+        stop: Event,
+    ) -> None:
+        self._pairs = pairs
+        self._held_out = HeldOutPairs(held_out, learner, ranks)
+        self._config = learner.config
+        self._ranks = ranks
+        self._report = report
+        self._stop = stop
+        self._first_batch = 0
+
+    def __iter__(self) -> Iterator[StreamItem]:
+        config = self._config
+        order = QuestionStream(len(self._pairs), seed=config.infinite_sampler_seed)
+        items = supervised_stream(
+            self._pairs,
+            stream_index=order.index,
+            batch_size=config.batch_size,
+            questions_per_step=config.questions_per_step,
+            num_batches=config.num_training_batches,
+            num_ranks=self._ranks.world_size,
+            rank=self._ranks.rank,
+            max_tokens=config.max_tokens_per_gpu,
+            attention_ratio=read_attention_ratio(config),
+            first_batch=self._first_batch,
         )
-        if start.folder:
-            restore_learner(learner, start)
-            exports.restore(start.state["exports"])
-        else:
-            _evaluate(evaluation, report)
+        return until_stopped(items, agree=self._ranks.agree, stop=self._stop)
 
-        def after_batch(end: EndOfStep) -> None:
-            record.trained(end.batch + 1)
-            exports.export_if_due()
-            if evaluation_is_due(config, end.batch + 1):
-                _evaluate(evaluation, report)
-            checkpoints.batch_ended(end)
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the ranks were asked to stop."""
+        return self._stop.is_set()
 
-        items = until_stopped(stream, agree=ranks.agree, stop=stop)
-        with honoured(stop):
-            train_steps(items, learner, report, exports, after_batch=after_batch)
-        if not stop.is_set():
-            exports.export()
-        checkpoints.save_last()
-        checkpoints.wait()
-        if report:
-            report.conclude()
-        if not stop.is_set():
-            ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
+    def restore(self, start: Start) -> None:
+        """Begin after the batches of a checkpoint."""
+        self._first_batch = start.batches
 
+    def publish(self, num_batches: int) -> float:
+        """Tell nobody: no worker serves these weights."""
+        return 0.0
 
-def _stream(
-    config: TrainConfig, pairs: Sequence[TrainingPair], ranks: Ranks, *, first_batch: int
-) -> Iterator[StreamItem]:
-    order = QuestionStream(len(pairs), seed=config.infinite_sampler_seed)
-    return supervised_stream(
-        pairs,
-        stream_index=order.index,
-        batch_size=config.batch_size,
-        questions_per_step=config.questions_per_step,
-        num_batches=config.num_training_batches,
-        num_ranks=ranks.world_size,
-        rank=ranks.rank,
-        max_tokens=config.max_tokens_per_gpu,
-        attention_ratio=read_attention_ratio(config),
-        first_batch=first_batch,
-    )
+    def evaluate(self) -> None:
+        """Report the loss on the held-out pairs, if there are any; collective."""
+        if self._held_out:
+            self._report.doing(f"computing the loss of {len(self._held_out)} held-out pairs")
+            self._report.held_out_loss(self._held_out.loss())
 
+    def finish(self) -> None:
+        """Wait for nothing."""
 
-def _evaluate(held_out: HeldOutPairs, report: Report | None) -> None:
-    """Collective."""
-    if not held_out:
-        return
-    if report:
-        report.doing(f"computing the loss of {len(held_out)} held-out pairs")
-    loss = held_out.loss()
-    if report:
-        report.held_out_loss(loss)
+    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+        """Save none: no reference scores a demonstration."""
+        return ()
 
 
 def _check(config: TrainConfig, start: Start, *, num_ranks: int) -> Future[Mapping[str, str]]:

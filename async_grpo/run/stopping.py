@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 class StopRequest(Event):
-    """Set by whoever wants the run to end; `is_honoured` says whether anybody looks at it."""
+    """Set by whoever wants the run to end; `is_observed` says whether anybody looks at it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_honoured = False
+        self.is_observed = False
 
 
 @contextmanager
-def honoured(stop: Event | None) -> Iterator[None]:
+def observed(stop: Event | None) -> Iterator[None]:
     """Within, a run looks at `stop` before each item; outside it can only be broken off."""
     if not isinstance(stop, StopRequest):
         yield
         return
-    stop.is_honoured = True
+    stop.is_observed = True
     try:
         yield
     finally:
-        stop.is_honoured = False
+        stop.is_observed = False
 
 
 def until_stopped(

@@ -1,94 +1,86 @@
-"""Shows the pipeline's status while the main thread trains, and tells and keeps what goes wrong."""
+"""A thread of rank 0 that tells the controller of its life and people of the controller's status.
+
+It does so from before the model is loaded until the run has ended: the main thread may compute for
+as long as it likes.
+"""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 from async_grpo import cluster
-from async_grpo.errors import AsyncGrpoError, ClusterError
+from async_grpo.controller.client import WHO, RunClient
+from async_grpo.errors import AsyncGrpoError
 from async_grpo.telemetry.incidents import Incidents
 from async_grpo.types import PipelineStatus
 
 logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
-ROUNDS_A_ROLL_CALL = 3  # the registries are asked more rarely
-TIMEOUT_S = 30.0
+STATUSES_A_MEMBERSHIP = 3  # members are asked for more rarely
 LAST_LOOK_TIMEOUT_S = 5.0
-JOIN_TIMEOUT_S = 5.0  # the thread is a daemon: a batcher that hangs holds up nobody's end
-ROLES = ("generation", "logprob")
+JOIN_TIMEOUT_S = 5.0  # the thread is a daemon: a controller that hangs holds up nobody's end
 
 
-@contextmanager
-def watch_pipeline(show: Callable[[PipelineStatus], None], incidents: Incidents) -> Iterator[None]:
-    """Within, `show` is told the status of the batcher every second, and `incidents` hear of it."""
-    stop = threading.Event()
-    watcher = threading.Thread(
-        target=_watch, args=(show, incidents, stop), name="watch-pipeline", daemon=True
-    )
-    watcher.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        watcher.join(JOIN_TIMEOUT_S)
+class Watcher:
+    """Pings, asks and tells once a second until it is closed."""
 
+    def __init__(self, client: Callable[[], RunClient], incidents: Incidents) -> None:
+        """`client` gives the way to the run of this moment; `incidents` hear what goes wrong."""
+        self.show: Callable[[PipelineStatus], None] = lambda status: None
+        self._client = client
+        self._incidents = incidents
+        self._said: set[str] = set()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch-controller", daemon=True)
+        self._thread.start()
 
-def call_the_roll(incidents: Incidents, *, timeout_s: float = LAST_LOOK_TIMEOUT_S) -> None:
-    """Have `incidents` see who is registered; a registry that does not answer tells nothing."""
-    for role in ROLES:
+    def close(self) -> None:
+        """Show the last status, and end."""
+        self._closed.set()
+        self._thread.join(JOIN_TIMEOUT_S)
+
+    def _watch(self) -> None:
+        number, asked = 0, None
+        while not self._closed.wait(INTERVAL_S):
+            client = self._client()
+            client.heard()
+            # An answer that does not come holds up no ping.
+            asked = asked or client.status()
+            if cluster.is_ready(asked):
+                self._take(asked)
+                asked, number = None, number + 1
+                if number % STATUSES_A_MEMBERSHIP == 0:
+                    see_members(client.controller, self._incidents)
+        self._take(self._client().status())
+
+    def _take(self, asked: Any) -> None:
         try:
-            registry = cluster.find_actor(cluster.registry_name(role))
-            if registry is None:
-                continue
-            calls = registry.members.remote(), registry.fenced.remote()
-            members, fenced = (
-                cluster.wait(call, timeout_s=timeout_s, who=f"the {role} registry")
-                for call in calls
-            )
+            status: PipelineStatus = cluster.wait(asked, timeout_s=LAST_LOOK_TIMEOUT_S, who=WHO)
         except AsyncGrpoError as error:
-            logger.debug("nobody tells who works: %s", error)
-        else:
-            incidents.see_members(role, members, fenced, now_s=time.time())
-
-
-def _watch(
-    show: Callable[[PipelineStatus], None], incidents: Incidents, stop: threading.Event
-) -> None:
-    said: set[str] = set()
-    for number in itertools.count():
-        is_last = stop.wait(INTERVAL_S)
-        if number % ROUNDS_A_ROLL_CALL == 0 and not is_last:
-            call_the_roll(incidents, timeout_s=TIMEOUT_S)
-        try:
-            status = _status()
-        except AsyncGrpoError as error:
-            logger.debug("no status to show: %s", error)  # whoever needs the batcher says why
-        else:
-            incidents.see_status(status, now_s=time.time())
-            show(status)
-            _warn(status.warnings, said)
-        if is_last:
+            logger.debug("no status to show: %s", error)  # whoever needs the run says why
             return
+        self._incidents.see_status(status, now_s=time.time())
+        self.show(status)
+        for warning in status.warnings:
+            if warning not in self._said:  # once, whichever controller says it
+                logger.warning(warning)
+            self._said.add(warning)
 
 
-def _warn(warnings: tuple[str, ...], said: set[str]) -> None:
-    """Each once, even of a batcher that was made anew."""
-    for warning in warnings:
-        if warning not in said:
-            logger.warning(warning)
-        said.add(warning)
+def see_members(controller: Any, incidents: Incidents) -> None:
+    """Have `incidents` see who is registered; a controller that does not answer tells nothing."""
 
+    def ask(call: Any) -> Any:
+        return cluster.wait(call, timeout_s=LAST_LOOK_TIMEOUT_S, who=WHO)
 
-def _status() -> PipelineStatus:
-    batcher = cluster.find_actor(cluster.BATCHER)  # by name: it may have been started anew
-    if batcher is None:
-        raise ClusterError("the experience batcher has gone")
-    status: PipelineStatus = cluster.wait(
-        batcher.status.remote(), timeout_s=TIMEOUT_S, who="the experience batcher"
-    )
-    return status
+    try:
+        for role in ask(controller.roles.remote()):
+            members = ask(controller.members.remote(role))
+            fenced = ask(controller.fenced.remote(role))
+            incidents.see_members(role, members, fenced, now_s=time.time())
+    except AsyncGrpoError as error:
+        logger.debug("nobody tells who works: %s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from async_grpo.errors import ConfigError
-from async_grpo.line_file import LineFile
+from async_grpo.files import LineFile, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -93,30 +92,17 @@ def _cut_half_line(file: BinaryIO) -> None:
         file.truncate(position)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Return once what another process has written to a file would survive a power cut."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
 def write_json_atomic(path: str | Path, value: Mapping[str, Any]) -> None:
     """Replace `path` with `value` as indented JSON: readers see the old file or the new one.
 
     Raises `ConfigError` when the folder cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    content = to_json(value, indent=2) + b"\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replacing(path) as file:
+            file.write(to_json(value, indent=2) + b"\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise _unwritable(path, error) from error
 
 

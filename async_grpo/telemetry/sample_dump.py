@@ -6,7 +6,6 @@ samples.1.jsonl  samples.2.jsonl  samples.jsonl
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.line_file import LineFile
+from async_grpo.files import LineFile, replacing
 
 NUM_FILES = 4  # among which the room for a dump is divided
 UNLIMITED = float("inf")
@@ -113,13 +112,8 @@ def _drop_from(path: Path, first: int) -> None:
 
 
 def _rewrite(file: Path, first: int) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with file.open("rb") as old, temporary.open("wb") as new:
-            new.writelines(line for line in old if _is_earlier(line, first))
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with file.open("rb") as old, replacing(file) as new:
+        new.writelines(line for line in old if _is_earlier(line, first))
 
 
 def _is_earlier(line: bytes, first: int) -> bool:

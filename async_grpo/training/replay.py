@@ -13,7 +13,6 @@ P prompt and L output tokens of all samples, laid end to end.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from async_grpo.errors import DataError
+from async_grpo.files import replacing
 from async_grpo.types import (
     Episode,
     Minibatch,
@@ -86,13 +86,8 @@ class Replay:
 def save_minibatches(path: Path, minibatches: Sequence[Minibatch]) -> None:
     """Write minibatches so that `load_minibatches` gives them back; whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            np.savez(file, allow_pickle=False, **_columns(minibatches))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        np.savez(file, allow_pickle=False, **_columns(minibatches))
 
 
 def load_minibatches(path: str | Path) -> tuple[Minibatch, ...]:

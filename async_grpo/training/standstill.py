@@ -1,20 +1,23 @@
-"""When a rank that waits for the batcher gives up: nothing has moved, anywhere, for too long."""
+"""When a rank that waits for the controller gives up: nothing has moved, anywhere, for too long."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import DeadlineError
 from async_grpo.types import PipelineStatus
 
+if TYPE_CHECKING:
+    from async_grpo.controller.client import RunClient
+
 
 class Standstill:
     """For one wait. An output of any length moves: workers tell of its tokens while they come."""
 
-    def __init__(self, batcher: Any, *, timeout_s: float) -> None:
-        self._batcher = batcher
+    def __init__(self, client: RunClient, *, timeout_s: float) -> None:
+        self._client = client
         self._timeout_s = timeout_s
         self._look_at = time.monotonic() + timeout_s
         self._before: PipelineStatus | None = None
@@ -24,9 +27,7 @@ class Standstill:
         if time.monotonic() < self._look_at:
             return
         now: PipelineStatus = cluster.wait(
-            self._batcher.status.remote(),
-            timeout_s=deadlines.STATUS_S,
-            who="the experience batcher",
+            self._client.status(), timeout_s=deadlines.STATUS_S, who="the controller"
         )
         if self._before is not None and now.moves == self._before.moves:
             raise DeadlineError(

@@ -1,9 +1,9 @@
-"""A rank's end of the batcher's stream: fetches one item ahead, and measures the waiting.
+"""A rank's end of the run's stream: fetches one item ahead, and measures the waiting.
 
 consumes:     minibatches and ends of steps, by index
 produces:     the same, in order, as an iterator that ends on every rank at the same item
-waits for:    the batcher, as long as anything moves; else it names what was waited for
-unblocked by: a round going out, a request to stop, the batcher's death
+waits for:    the controller, as long as anything moves; else it names what was waited for
+unblocked by: a round going out, a request to stop, the controller's loss
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from async_grpo import cluster, deadlines
-from async_grpo.errors import BatcherLostError, ProcessLostError
+from async_grpo.errors import ClusterError, ProcessLostError, RunLost
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import StreamItem
+
+if TYPE_CHECKING:
+    from async_grpo.controller.client import RunClient
 
 POLL_INTERVAL_S = 0.5  # after which a rank that waits looks whether it is to stop
 READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next item
@@ -27,13 +30,13 @@ READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next 
 class RankStream(Iterator[StreamItem]):
     """Iterates over the items that every rank gets in the same number and order.
 
-    Ends when any rank has been asked to stop; raises `BatcherLostError` on every rank when one of
-    them has lost the batcher, so that none trains an item that another cannot have.
+    Ends when any rank has been asked to stop; raises `RunLost` on every rank when one of them has
+    lost the controller, so that none trains an item that another cannot have.
     """
 
     def __init__(
         self,
-        batcher: Any,
+        client: RunClient,
         *,
         rank: int,
         stall_timeout_s: float,
@@ -41,15 +44,15 @@ class RankStream(Iterator[StreamItem]):
         stop: Event | None = None,
     ) -> None:
         """`agree` is `Ranks.agree`; the default serves a rank that is alone."""
-        self._batcher = batcher
+        self.client = client
         self._rank = rank
         self._stall_timeout_s = stall_timeout_s
         self._agree = agree
         self._stop = stop or Event()
         self._index = 0
-        self._next = batcher.next_item.remote(rank, 0)
+        self._next = client.next_item(rank, 0)
         self._seconds_waiting = 0.0
-        self._loss = "the experience batcher died"  # another rank may have seen it first
+        self._loss = "the controller is lost"  # another rank may have seen it first
         self.is_stopped = False
 
     def __next__(self) -> StreamItem:
@@ -57,13 +60,13 @@ class RankStream(Iterator[StreamItem]):
         item, proposal = self._take_next()
         agreed = self._agree(proposal)
         if agreed == LOST:
-            raise BatcherLostError(self._loss)
+            raise RunLost(self._loss)
         if agreed == STOP or item is None:
             self.is_stopped = True
             self._stop.set()  # whichever rank was asked, all of them end
             raise StopIteration
         self._index += 1
-        self._next = self._batcher.next_item.remote(self._rank, self._index)
+        self._next = self.client.next_item(self._rank, self._index)
         self._seconds_waiting += time.monotonic() - started
         return item
 
@@ -73,25 +76,25 @@ class RankStream(Iterator[StreamItem]):
         return seconds
 
     def _take_next(self) -> tuple[StreamItem | None, int]:
-        """The next item, or none when this rank was asked to stop or has lost the batcher."""
+        """The next item, or none when this rank was asked to stop or has lost the controller."""
         reference = self._next
         if not ray.wait([reference], timeout=0)[0]:
-            # Only now is this rank idle: the batcher may send a round that is not full.
-            self._batcher.hungry.remote(self._rank, self._index)
+            # Only now is this rank idle: the controller may send a round that is not full.
+            self.client.hungry(self._rank, self._index)
         try:
             item = self._wait_while_it_moves(reference)
-        except ProcessLostError as error:
+        except (ProcessLostError, ClusterError) as error:  # its process, or what its node held
             self._loss = str(error)
             return None, LOST
         return (None, STOP) if self._stop.is_set() else (item, READY)
 
     def _wait_while_it_moves(self, reference: Any) -> StreamItem | None:
         """The item; None when this rank is asked to stop before it comes."""
-        standstill = Standstill(self._batcher, timeout_s=self._stall_timeout_s)
+        standstill = Standstill(self.client, timeout_s=self._stall_timeout_s)
         while not self._stop.is_set():
             if ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
                 item: StreamItem = cluster.wait(
-                    reference, timeout_s=deadlines.STATUS_S, who="the experience batcher"
+                    reference, timeout_s=deadlines.STATUS_S, who="the controller"
                 )
                 return item
             standstill.check()

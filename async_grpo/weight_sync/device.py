@@ -6,18 +6,21 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import ConfigError, DeadlineError
+from async_grpo.roles import GENERATION
 from async_grpo.types import PublishReport, WeightsSnapshot, WorkerInfo
 from async_grpo.weight_sync.links import Link
-from async_grpo.weight_sync.publisher import Publisher
+from async_grpo.weight_sync.publisher import Publisher, Roles
+
+if TYPE_CHECKING:
+    from async_grpo.controller.client import RunClient
 
 logger = logging.getLogger(__name__)
-ROLE = "generation"
 NUM_SENDERS = 4  # links that send at a time, each with its own tensors on the trainer's device
 Connect = Callable[[WorkerInfo, Any], Link]
 
@@ -37,21 +40,23 @@ class DeviceTransport:
         self._slots = threading.BoundedSemaphore(NUM_SENDERS)
 
     def announce(
-        self, snapshot: WeightsSnapshot, *, registries: Mapping[str, Any], timeout_s: float
+        self, client: RunClient, snapshot: WeightsSnapshot, *, roles: Roles, timeout_s: float
     ) -> dict[str, PublishReport]:
         """See `Transport`; devices have half of the time, so that the object store keeps as much.
 
         A worker that serves the snapshot already acknowledges it at once.
         """
         started = time.monotonic()
-        if ROLE in registries and snapshot.unchanged_since is None:
-            self._send_to_all(snapshot, registries[ROLE], deadline=started + timeout_s / 2)
+        if GENERATION in roles and snapshot.unchanged_since is None:
+            self._send_to_all(snapshot, client, deadline=started + timeout_s / 2)
         remaining_s = timeout_s - (time.monotonic() - started)
-        return self._publisher.announce(snapshot, registries=registries, timeout_s=remaining_s)
+        return self._publisher.announce(client, snapshot, roles=roles, timeout_s=remaining_s)
 
-    def _send_to_all(self, snapshot: WeightsSnapshot, registry: Any, *, deadline: float) -> None:
-        call = registry.receivers.remote()
-        receivers = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=f"the {ROLE} registry")
+    def _send_to_all(
+        self, snapshot: WeightsSnapshot, client: RunClient, *, deadline: float
+    ) -> None:
+        call = client.receivers(GENERATION)
+        receivers = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who="the controller")
         for worker in self._links.keys() - {worker for worker, _ in receivers}:
             self._drop(worker)
         outcomes = {

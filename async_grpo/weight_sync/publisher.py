@@ -1,6 +1,6 @@
 """Sends the policy's weights, from trainer rank 0 through Ray's object store to every worker.
 
-The ranks gather full tensors one by one; rank 0 packs them into buckets and gives the registries a
+The ranks gather full tensors one by one; rank 0 packs them into buckets and gives the controller a
 snapshot that any worker can fetch, at once or when it joins later. Ranks stand still while they
 gather, not while workers load.
 """
@@ -8,8 +8,8 @@ gather, not while workers load.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -19,6 +19,11 @@ from async_grpo import cluster, deadlines
 from async_grpo.errors import WeightSyncError
 from async_grpo.types import PublishReport, WeightsBucket, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import BUCKET_BYTES, NamedTensors, pack_buckets
+
+if TYPE_CHECKING:
+    from async_grpo.controller.client import RunClient
+
+Roles = tuple[str, ...]
 
 
 class Publisher:
@@ -31,23 +36,11 @@ class Publisher:
         self._bucket_bytes = bucket_bytes
         self._served: dict[str, WeightsSnapshot] = {}  # kept alive for workers that join later
 
-    def publish(
-        self,
-        named_tensors: NamedTensors,
-        *,
-        version: WeightsVersion,
-        registries: Mapping[str, Any],
-        timeout_s: float,
-    ) -> dict[str, PublishReport]:
-        """`collect`, then `announce`."""
-        snapshot = self.collect(named_tensors, version=version)
-        return self.announce(snapshot, registries=registries, timeout_s=timeout_s)
-
     def collect(self, named_tensors: NamedTensors, *, version: WeightsVersion) -> WeightsSnapshot:
         """Put the weights into the object store, under their checkpoint names.
 
         The iterator is always used up, also after an error: each of its steps may be a collective
-        operation that the other ranks take part in.
+        operation that the other ranks run too.
 
         Raises:
             WeightSyncError: a parameter is not finite; nothing is published.
@@ -62,32 +55,23 @@ class Publisher:
                 for tensors, data, checksum in packed
             )
         finally:
-            take_part(named_tensors)
+            gather_along(named_tensors)
         return WeightsSnapshot(version, buckets)
 
     def announce(
-        self, snapshot: WeightsSnapshot, *, registries: Mapping[str, Any], timeout_s: float
+        self, client: RunClient, snapshot: WeightsSnapshot, *, roles: Roles, timeout_s: float
     ) -> dict[str, PublishReport]:
-        """Have the workers of each registry (by role) serve a snapshot; reports by role.
-
-        Raises:
-            DeadlineError: a registry did not answer.
-            WorkerError: a registry died.
-        """
-        calls = {
-            role: registry.publish.remote(snapshot, timeout_s)
-            for role, registry in registries.items()
-        }
-        reports = {}
-        for role, call in calls.items():
-            reports[role] = cluster.wait(
-                call, timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S, who=f"the {role} registry"
-            )
-            self._served[role] = snapshot
+        """See `Transport.announce`."""
+        reports: dict[str, PublishReport] = cluster.wait(
+            client.publish(snapshot, roles, timeout_s),
+            timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S,
+            who="the controller",
+        )
+        self._served |= dict.fromkeys(roles, snapshot)
         return reports
 
 
-def take_part(named_tensors: NamedTensors) -> None:
+def gather_along(named_tensors: NamedTensors) -> None:
     """What the other ranks do while rank 0 collects: gather along, keep nothing."""
     for _ in named_tensors:
         pass

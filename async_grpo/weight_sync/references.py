@@ -12,21 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from async_grpo.config.train import TrainConfig
 from async_grpo.types import WeightsSnapshot
-
-
-def reference_batches(batch: int, *, period: int, max_staleness: int) -> int:
-    """The version, in batches, that scores a batch."""
-    return max(0, batch - max_staleness) // period * period
 
 
 class ReferenceSchedule:
     """Keeps the snapshots that the reference will need, until they are due."""
 
-    def __init__(self, *, period: int, max_staleness: int) -> None:
-        """`period`: batches between versions of the reference, N."""
-        self._period = period
-        self._max_staleness = max_staleness
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
         self._kept: dict[int, WeightsSnapshot] = {}  # by batches; their bytes live as long
         self._served: WeightsSnapshot | None = None
 
@@ -34,16 +28,18 @@ class ReferenceSchedule:
         """The weights after one more batch are `snapshot`; returns what the reference loads now.
 
         >>> from async_grpo.types import WeightsVersion
-        >>> schedule = ReferenceSchedule(period=2, max_staleness=1)
+        >>> options = {"num_batches_per_ref_model_update": 2, "max_staleness": 1}
+        >>> config = TrainConfig(model_name_or_path="m", data_path="d", **options)
+        >>> schedule = ReferenceSchedule(config)
         >>> snapshots = [WeightsSnapshot(WeightsVersion(0, batches), ()) for batches in range(6)]
         >>> due = [schedule.completed(snapshot) for snapshot in snapshots]
         >>> [str(snapshot.version) if snapshot else "-" for snapshot in due]
         ['0.0', '-', '-', '0.2', '-', '0.4']
         """
         batches = snapshot.version.batches
-        if batches % self._period == 0:
+        if batches % self._config.num_batches_per_ref_model_update == 0:
             self._kept[batches] = snapshot
-        due = reference_batches(batches, period=self._period, max_staleness=self._max_staleness)
+        due = self._config.reference_of(batches)
         if self._served is not None and self._served.version.batches == due:
             return None
         self._served = self._kept[due]

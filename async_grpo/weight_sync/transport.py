@@ -6,17 +6,19 @@ way ahead of it: whoever it does not reach, and whoever joins later, loads from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 import torch
 
 from async_grpo.types import PublishReport, WeightsSnapshot, WorkerInfo
-from async_grpo.weight_sync.device import ROLE, DeviceTransport
+from async_grpo.weight_sync.device import DeviceTransport
 from async_grpo.weight_sync.links import Link, Sender, WorkerClient
-from async_grpo.weight_sync.publisher import Publisher
+from async_grpo.weight_sync.publisher import Publisher, Roles
 from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
+
+if TYPE_CHECKING:
+    from async_grpo.controller.client import RunClient
 
 
 class Transport(Protocol):
@@ -26,13 +28,13 @@ class Transport(Protocol):
     """
 
     def announce(
-        self, snapshot: WeightsSnapshot, *, registries: Mapping[str, Any], timeout_s: float
+        self, client: RunClient, snapshot: WeightsSnapshot, *, roles: Roles, timeout_s: float
     ) -> dict[str, PublishReport]:
-        """Have the workers of each registry (by role) serve a snapshot; reports by role.
+        """Have the workers of some roles serve a snapshot; reports by role.
 
         Raises:
-            DeadlineError: a registry did not answer.
-            WorkerError: a registry died.
+            DeadlineError: the controller did not answer.
+            ProcessLostError: it died, or the run has ended there.
         """
         ...
 
@@ -49,7 +51,9 @@ def open_transport(name: str, publisher: Publisher) -> Transport:
 
     def connect(worker: WorkerInfo, handle: Any) -> Link:
         check_route(name, worker, sender=sender.device_id)
-        client = WorkerClient(handle, transport=name, who=f"{ROLE} worker {worker.worker_id}")
+        client = WorkerClient(
+            handle, transport=name, who=f"{worker.role} worker {worker.worker_id}"
+        )
         return NcclLink(client, worker=worker, sender=sender)
 
     return DeviceTransport(publisher, connect)

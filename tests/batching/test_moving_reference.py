@@ -62,10 +62,7 @@ class MovingRun(Run):
 
     def __init__(self, script):
         super().__init__(script)
-        self.schedule = ReferenceSchedule(
-            period=script.config.num_batches_per_ref_model_update,
-            max_staleness=script.config.max_staleness,
-        )
+        self.schedule = ReferenceSchedule(script.config)
         self.worker = ReferenceWorker(self.cluster)
         self.announced = {}  # version -> batches completed when it was announced
 
@@ -89,15 +86,18 @@ class MovingRun(Run):
         return await super().train()
 
 
-def moving_run(staleness, period, seed=0):
-    config = make_config(
+def config_of(max_staleness, period):
+    return make_config(
         kl_coefficient=0.1,
         num_training_batches=NUM_BATCHES,
-        max_staleness=staleness,
+        max_staleness=max_staleness,
         num_batches_per_ref_model_update=period,
         batch_size=2,
     )
-    return MovingRun(Script(config=config, seed=seed))
+
+
+def moving_run(staleness, period, seed=0):
+    return MovingRun(Script(config=config_of(staleness, period), seed=seed))
 
 
 @pytest.mark.parametrize(("staleness", "period"), CASES)
@@ -125,7 +125,7 @@ def test_a_reference_is_announced_when_no_older_one_is_needed_and_not_later(stal
 
 
 def test_snapshots_are_let_go_when_the_reference_has_them():
-    schedule = ReferenceSchedule(period=2, max_staleness=3)
+    schedule = ReferenceSchedule(config_of(period=2, max_staleness=3))
     for batches in range(40):
         schedule.completed(WeightsSnapshot(WeightsVersion(0, batches), ()))
         assert len(schedule._kept) <= 2
@@ -143,7 +143,7 @@ def serve(schedule, batches, served):
 def test_a_resumed_run_serves_the_references_of_one_that_went_on(staleness, period, resumed_at):
     """From what a checkpoint holds, the model folder (version 0) and the policy itself."""
     options = {"period": period, "max_staleness": staleness}
-    alone, resumed = ReferenceSchedule(**options), ReferenceSchedule(**options)
+    alone, resumed = (ReferenceSchedule(config_of(**options)) for _ in range(2))
     served = None
     for batches in range(resumed_at + 1):
         served = serve(alone, batches, served)
@@ -168,7 +168,7 @@ def test_a_reference_that_never_comes_ends_the_run_by_name():
 
 def test_the_fixture_would_notice_a_reference_that_comes_too_early():
     running = moving_run(1, 1)
-    running.schedule = ReferenceSchedule(period=1, max_staleness=0)
+    running.schedule = ReferenceSchedule(config_of(period=1, max_staleness=0))
     run(running.train())
     assert running.worker.stale
 

@@ -74,8 +74,9 @@ class Stack:
         version = WeightsVersion(0, batches)
         model = self.models[version] = load_model(self.folder, noise_seed=batches + 1)
         snapshot = self.publisher.collect(model.named_parameters(), version=version)
-        registries = {"generation": self.registry}
-        reports = self.transport.announce(snapshot, registries=registries, timeout_s=TIMEOUT_S)
+        reports = self.transport.announce(
+            self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
+        )
         assert not reports["generation"].failures
         return {ack.worker_id: ack for ack in reports["generation"].acks}
 

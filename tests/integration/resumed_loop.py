@@ -14,9 +14,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -34,11 +36,15 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Death:
-    """SIGKILL of one rank when it begins its `count`-th call, from 1, of `module:Class.method`."""
+    """SIGKILL of one rank when it begins its `count`-th call, from 1, of `module:Class.method`.
+
+    `after_s`: so long after it has begun, and while it goes on.
+    """
 
     where: str
     count: int
     rank: int = 0
+    after_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,12 @@ def dying(death):
     def replacement(original):
         def call(*arguments, **options):
             if next(calls) == death.count:
-                os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
+                kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+                if death.after_s:
+                    threading.Timer(death.after_s, kill).start()
+                else:
+                    kill()
+                    time.sleep(60)
             return original(*arguments, **options)
 
         return call

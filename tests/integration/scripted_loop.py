@@ -6,10 +6,12 @@ A story that is marked synchronous is trained by the plain program below instead
 batcher nor pipeline nor Ray: each step's samples in the order of their ordinals, packed at once.
 """
 
+import asyncio
 import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -23,25 +25,27 @@ from async_grpo.algorithms.advantages import group_advantages
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.exports import Exports
 from async_grpo.model.folder import check_model_folder
-from async_grpo.run import recovery
+from async_grpo.run.announcements import Announcements
 from async_grpo.run.loop import train_grpo, train_steps
+from async_grpo.run.main_rank import MainRank
 from async_grpo.run.preparation import load_data, plan_run
-from async_grpo.run.report import Report, silent
+from async_grpo.run.report import NoReport, Report
+from async_grpo.run.sampling import SampledData
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
+from async_grpo.training.stream import RankStream
 from async_grpo.types import EndOfStep, Episode, Minibatch, Sample, Tally, Verdict, tally
+
+HALF_LOADED_S = 1.0  # one of two workers has new weights by then
 
 
 def train_synchronously(story, ranks):
     """Generate, pack, step; then the next step."""
     config = story.config
     learner = Learner.build(config, ranks)
-    exports = Exports(config, learner, doing=silent)
+    exports = Exports(config, learner, doing=NoReport().doing)
     items = synchronous_items(story, ranks)
-    if not ranks.is_main:
-        train_steps(items, learner, None, exports, after_batch=lambda _: exports.export_if_due())
-        return
-    with Report(config) as report:
+    with Report(config) if ranks.is_main else NoReport() as report:
         train_steps(items, learner, report, exports, after_batch=lambda _: exports.export_if_due())
 
 
@@ -110,10 +114,13 @@ def group(story, plan, ordinal):
 
 
 class Killer:
-    """Sends SIGKILL to the batcher of a run at the moments of its story, once each.
+    """Sends SIGKILL to the controller of a run at the moments of its story, once each; rank 0's.
 
-    ("minibatch", n) and ("end", n): when rank 0 has been given its n-th minibatch or end of a step,
-    those that it is given again counted too; ("evaluate", n): while the n-th one is running.
+    ("minibatch", n) and ("end", n): when rank 0 has agreed on its n-th minibatch or end of a step,
+    those that it is given again counted too; ("publish", n): before the weights after a batch are
+    gathered for the n-th time; ("announce", n): while workers load them; ("evaluate", n): while the
+    n-th evaluation is running; ("held end", n): when rank 0 has its n-th end of a step and no other
+    rank has it, or, alone, when it has not told anybody.
     """
 
     def __init__(self, kills):
@@ -121,36 +128,79 @@ class Killer:
 
     @contextmanager
     def at_work(self):
-        take, evaluate = recovery.LastingStream.__next__, recovery.BatcherKeeper.evaluate
+        take, publish, begin = SampledData.__next__, SampledData.publish, Announcements.begin
+        evaluate, receive, connect = MainRank._evaluation, RankStream._take_next, MainRank.connect
 
-        def next_item(stream):
-            item = take(stream)
+        def next_item(data):
+            item = take(data)
             self._strike("minibatch" if isinstance(item, Minibatch) else "end")
             return item
 
-        def evaluate_and_strike(keeper, **options):
+        def publish_and_strike(data, num_batches):
+            if num_batches:
+                self._strike("publish")
+            return publish(data, num_batches)
+
+        def begin_and_strike(announcements, client, due):
+            begin(announcements, client, due)
+            if announcements._has_served:
+                self._strike("announce", after_s=HALF_LOADED_S)
+
+        def evaluate_and_strike(main, *arguments):
             timer = threading.Timer(0.3, self._strike, ["evaluate"])
             timer.start()
             try:
-                return evaluate(keeper, **options)
+                return evaluate(main, *arguments)
             finally:
                 timer.join()
 
+        def receive_and_strike(stream):
+            item, proposal = receive(stream)
+            if isinstance(item, EndOfStep):
+                self._strike("held end")
+            return item, proposal
+
+        def connect_and_withhold(main, ranks):
+            client = connect(main, ranks)
+            if any(kind == "held end" for kind, _ in self._kills):
+                call = client.controller.__ray_call__.remote(withhold_ends)
+                ray.get(call, timeout=TIMEOUT_S)
+            return client
+
         with (
-            patch.object(recovery.LastingStream, "__next__", next_item),
-            patch.object(recovery.BatcherKeeper, "evaluate", evaluate_and_strike),
+            patch.object(SampledData, "__next__", next_item),
+            patch.object(SampledData, "publish", publish_and_strike),
+            patch.object(Announcements, "begin", begin_and_strike),
+            patch.object(MainRank, "_evaluation", evaluate_and_strike),
+            patch.object(MainRank, "connect", connect_and_withhold),
+            patch.object(RankStream, "_take_next", receive_and_strike),
         ):
             yield
         assert not self._kills, f"these moments never came: {self._kills}"
 
-    def _strike(self, kind):
+    def _strike(self, kind, *, after_s=0.0):
         self._num[kind] += 1
         moment = kind, self._num[kind]
         if moment in self._kills:
             self._kills.remove(moment)
-            batcher = cluster.find_actor(cluster.BATCHER)
-            pid = ray.get(batcher.__ray_call__.remote(lambda _: os.getpid()), timeout=TIMEOUT_S)
-            os.kill(pid, signal.SIGKILL)
+            time.sleep(after_s)
+            controller = cluster.find_actor(cluster.CONTROLLER)
+            call = controller.__ray_call__.remote(lambda _: os.getpid())
+            os.kill(ray.get(call, timeout=TIMEOUT_S), signal.SIGKILL)
+
+
+def withhold_ends(controller):
+    """In the controller: only rank 0 is given ends of steps, until the process is killed."""
+    batcher = controller._run.batcher
+    take = batcher.next_item
+
+    async def next_item(rank, index):
+        item = await take(rank, index)
+        if rank and type(item).__name__ == "EndOfStep":
+            await asyncio.Event().wait()
+        return item
+
+    batcher.next_item = next_item
 
 
 def train_asynchronously(story, ranks):
@@ -160,7 +210,10 @@ def train_asynchronously(story, ranks):
         tell(story)
         ray.shutdown()
     torch.distributed.barrier()
-    with Killer(story.kills if ranks.is_main else ()).at_work():
+    if ranks.is_main:
+        with Killer(story.kills).at_work():
+            train_grpo(story.config, ranks)
+    else:
         train_grpo(story.config, ranks)
     ray.shutdown()
 

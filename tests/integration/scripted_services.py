@@ -1,6 +1,6 @@
 """Services of a run that follow a story: who answers what, how late, with whose numbers.
 
-Real registries lease them, real batchers and trainers use them; only vLLM, the verifiers and the
+A real controller leases them, real trainers use them; only vLLM, the verifiers and the
 reference model are played. Started by the test, they serve one story after another.
 """
 
@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import random
 import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,13 +18,15 @@ import ray.cloudpickle
 
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
-from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.errors import WorkerError
+from async_grpo.controller.find import find_or_make_controller
+from async_grpo.errors import AsyncGrpoError, WorkerError
 from async_grpo.types import Pulse, Turn, Verdict, WeightsAck, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.buckets import unpack_bucket
 
 TIMEOUT_S = 120.0
-ROLES = ("generation", "logprob")
+ROLES = ("generation", "reference", "verifier")
+POLL_INTERVAL_S = 0.2
+WORKERS = ("first", "second")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Story:
     unlucky: frozenset[int] = frozenset()
     lies: frozenset[int] = frozenset()
     is_synchronous: bool = False  # told without services, by the plain program
-    kills: frozenset[tuple[str, int]] = frozenset()  # of the batcher: see scripted_loop.Killer
+    kills: frozenset[tuple[str, int]] = frozenset()  # of the controller: see scripted_loop.Killer
+    slow_load_s: float = 0.0  # of the second worker: the first has new weights before
 
 
 class ScriptedWorker:
@@ -71,6 +75,7 @@ class ScriptedWorker:
         self._story, self._tried = story, set()
         self._random = random.Random(story.latency_seed)
         self._version = None
+        self._load_s = story.slow_load_s if self._worker_id == "second" else 0.0
 
     async def info(self, role):
         return replace(self._info, role=role)
@@ -93,7 +98,10 @@ class ScriptedWorker:
         digest = hashlib.sha256(
             b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
         )
-        self._loaded.append((snapshot.version, digest.hexdigest()))
+        loaded = (snapshot.version, digest.hexdigest())
+        if loaded not in self._loaded:
+            self._loaded.append(loaded)
+            await asyncio.sleep(self._load_s)
         async with self._news:  # one actor plays both roles: an older reference may come later
             self._version = max(snapshot.version, self._version or snapshot.version)
             self._news.notify_all()
@@ -128,7 +136,8 @@ class ScriptedWorker:
             ),
         )
 
-    async def verify(self, requests):
+    async def verify(self, request, lease_id=0):
+        requests = getattr(request, "outputs", request)
         await self._pause()
         told = self._told([request.completion.token_ids for request in requests])
         return tuple(Verdict("scored", reward, None, "story", "", 0.0) for reward, _ in told)
@@ -158,30 +167,44 @@ class ScriptedWorker:
 
 @contextmanager
 def scripted_services(address, *, namespace, vocab_size):
-    """Registries with a worker each and a pool, under the names that a trainer looks for."""
+    """A controller and two workers of every role, which register again with every new one."""
     _send_code()
     cluster.connect(address, namespace=namespace)
+    workers = [
+        ray.remote(ScriptedWorker)
+        .options(name=name, num_cpus=0, max_concurrency=1000)
+        .remote(name, vocab_size)
+        for name in WORKERS
+    ]
+    infos = ray.get([w.info.remote(role) for w in workers for role in ROLES], timeout=TIMEOUT_S)
+    ended = threading.Event()
+    registrar = threading.Thread(target=_keep_registered, args=(infos, workers, ended))
+    registrar.start()
     try:
-        yield _start(vocab_size)
+        yield workers
     finally:
+        ended.set()
+        registrar.join()
+        if controller := cluster.find_actor(cluster.CONTROLLER):
+            ray.kill(controller)
         ray.shutdown()
 
 
-def _start(vocab_size):
-    """Handles, which must be kept for the services to live."""
-    options = {"num_cpus": 0, "max_concurrency": 1000}
-    registries = [
-        ray.remote(WorkerRegistry)
-        .options(name=cluster.registry_name(role), **options)
-        .remote(role, idle_exit_s=600.0)
-        for role in ROLES
-    ]
-    player = ray.remote(ScriptedWorker).options(name=cluster.VERIFIER_POOL, **options)
-    worker = player.remote("scripted", vocab_size)
-    for role, registry in zip(ROLES, registries, strict=True):
-        info = ray.get(worker.info.remote(role), timeout=TIMEOUT_S)
-        ray.get(registry.register.remote(info, worker), timeout=TIMEOUT_S)
-    return (*registries, worker)
+def _keep_registered(infos, workers, ended):
+    """What dispatchers do for their workers."""
+    handles = dict(zip(WORKERS, workers, strict=True))
+    known = None
+    while not ended.wait(POLL_INTERVAL_S):
+        try:
+            controller = find_or_make_controller()
+            if controller == known:
+                continue
+            for info in infos:
+                call = controller.register.remote(info, handles[info.worker_id])
+                cluster.wait(call, timeout_s=TIMEOUT_S, who="the controller")
+            known = controller
+        except AsyncGrpoError:  # it is lost, and made again
+            known = None
 
 
 def _send_code():
@@ -192,5 +215,5 @@ def _send_code():
 def tell(story):
     """The services play this story from now on; the caller is a driver in their namespace."""
     _send_code()
-    worker = cluster.find_actor(cluster.VERIFIER_POOL)
-    ray.get(worker.tell.remote(story), timeout=TIMEOUT_S)
+    calls = [cluster.find_actor(name).tell.remote(story) for name in WORKERS]
+    ray.get(calls, timeout=TIMEOUT_S)

@@ -112,7 +112,7 @@ def trained(world, papers):
             ],
             env=environment(), capture_output=True, text=True, timeout=280,
         )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-12000:]
     return world
 
 

@@ -13,10 +13,10 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError
+from registry_actor import RegistryClient
 from tiny_models import load_model
 
 from async_grpo import cluster
-from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import WeightSyncError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
@@ -62,8 +62,7 @@ class Stack:
         from async_grpo.weight_sync.nccl import NcclLink
 
         self.folder, self.name, self.make_link = folder, "nccl", NcclLink
-        actor = ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000)
-        self.registry = actor.remote("generation", ping_interval_s=0.5)
+        self.client = RegistryClient(ping_interval_s=0.5)
         self.publisher = Publisher(bucket_bytes=40_000)
         self.transport = DeviceTransport(self.publisher, self.connect)
         self.models, self.snapshots = {}, {}
@@ -79,7 +78,7 @@ class Stack:
             num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": environment}
         )
         worker = actor.remote(EngineConfig(model_path=self.folder), worker_id=name)
-        get(self.registry.register.remote(get(worker.info.remote()), worker))
+        get(self.client.register(get(worker.info.remote()), worker))
         return worker
 
     def collect(self, batches):
@@ -88,8 +87,9 @@ class Stack:
         return self.publisher.collect(model.named_parameters(), version=version)
 
     def announce(self, snapshot):
-        registries = {"generation": self.registry}
-        reports = self.transport.announce(snapshot, registries=registries, timeout_s=TIMEOUT_S)
+        reports = self.transport.announce(
+            self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
+        )
         return reports["generation"]
 
     def generate(self, worker, *, num_samples=4, max_tokens=16):

@@ -23,15 +23,16 @@ class Other:
 
 @pytest.fixture
 def one_worker_lost(monkeypatch, tmp_path):
-    """The registry tells of it only when it is asked for the last time."""
+    """The controller tells of it only when it is asked for the last time."""
     lost = WorkerInfo("generation-a", "generation", "here", 7, "model", 100, 1.0, 0.0, 64)
     (tmp_path / "worker-aa-01000000-7.err").write_text("MemoryError: no room\n")
 
-    def call_the_roll(incidents):
+    def see_members(controller, incidents):
         incidents.see_members("generation", [lost], {}, now_s=10.0)
         incidents.see_members("generation", [], {"generation-a": "worker a died"}, now_s=20.0)
 
-    monkeypatch.setattr(first_failure, "call_the_roll", call_the_roll)
+    monkeypatch.setattr(first_failure, "see_members", see_members)
+    monkeypatch.setattr(first_failure.cluster, "find_actor", lambda name: "controller")
     monkeypatch.setattr(first_failure.cluster, "is_here", lambda node: node == "here")
     monkeypatch.setattr(first_failure.cluster, "logs_folder", lambda: tmp_path)
 

@@ -25,7 +25,7 @@ def test_a_worker_that_just_fits_is_taken():
     check_worker(WORKER, demand())
     check_worker(replace(WORKER, temperature=0.5), demand(temperature=0.5))
     check_worker(replace(WORKER, tokenizer_hash="ab" * 32), demand())
-    check_worker(replace(WORKER, role="logprob"), demand(weight_transport="nccl"))
+    check_worker(replace(WORKER, role="reference"), demand(weight_transport="nccl"))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_worker_that_just_fits_is_taken():
             r"at most 48 tokens, .* --max-generation-tokens 32 needs 49: .* larger --max-model-len",
         ),
         (
-            replace(WORKER, role="logprob"),
+            replace(WORKER, role="reference"),
             {"longest_prompt": 17},
             r"needs 49: start it with a larger --max-tokens-per-gpu",
         ),

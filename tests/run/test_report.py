@@ -37,7 +37,7 @@ def clock(monkeypatch):
 def train(report, clock, *, seconds, denominator=8):
     clock[0] += seconds
     end = EndOfStep(0, 0, True, num_samples=4, num_tokens=8)
-    report.step(end, RESULT, denominator=denominator, waited=0.0)
+    report.step(end, RESULT, denominator=denominator)
 
 
 def resumed(config, report, *, batches, state=None):
@@ -146,7 +146,7 @@ def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
     with Report(make_config(tmp_path, algorithm="grpo", num_training_batches=9)) as report:
         for batch in range(9):
             end = EndOfStep(batch, 0, True, num_samples=4, num_tokens=8, sums=sums)
-            report.step(end, StepResult("", 0.0, 1e-6, 1, Clocks()), denominator=4, waited=0.0)
+            report.step(end, StepResult("", 0.0, 1e-6, 1, Clocks()), denominator=4)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 1
     assert "had the same reward (mean 1): nothing is learnt from rewards" in told[0]

@@ -14,45 +14,49 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from async_grpo import cluster
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.run.weights import WeightSync
+from async_grpo.run.announcements import Announcements
+from async_grpo.run.main_rank import MainRank, OtherRank
+from async_grpo.run.weights import Weights
 from async_grpo.training.fsdp import shard
-from async_grpo.types import PublishReport, Question, WeightsAck
+from async_grpo.types import PublishReport, WeightsAck, canary_tokens
 from async_grpo.weight_sync.buckets import unpack_bucket
+from async_grpo.weight_sync.publisher import Publisher
+from async_grpo.weight_sync.references import ReferenceSchedule
 
 pytestmark = pytest.mark.integration
 PROMPTS = [np.arange(2, 12, dtype=np.int32), np.array([5], np.int32), np.array([9, 3], np.int32)]
 INCARNATION = 7
 
 
-class Remote:
-    """`actor.method.remote(...)` is answered at once."""
-
-    def __init__(self, **methods):
-        for name, method in methods.items():
-            setattr(self, name, SimpleNamespace(remote=method))
-
-
 class World:
-    """Registries and batcher of a run, and everything that they were told, in order."""
+    """The controller of a run as its client, and everything that it was told, in order."""
 
-    def __init__(self, *, moves_reference, error_nats=0.0):
+    def __init__(self, *, error_nats=0.0):
         self.told = []  # (who, batches in the weights)
         self.snapshots = []  # of generation
         self.error_nats = error_nats
-        session = {"session": lambda: 1}
-        reference = Remote(publish=self._reference, **session) if moves_reference else None
-        self.run = SimpleNamespace(
-            plan=SimpleNamespace(
-                questions=[Question(prompt, "", None, {}) for prompt in PROMPTS],
-                incarnation=INCARNATION,
-            ),
-            services=SimpleNamespace(
-                generation=Remote(publish=self._generation, **session), reference=reference
-            ),
-            batcher=Remote(published=self._published, abort=self._aborted),
-        )
 
-    def _generation(self, snapshot, timeout_s):
+    def publish(self, snapshot, roles, timeout_s):
+        return {role: getattr(self, f"_{role}")(snapshot) for role in roles}
+
+    def published(self, version):
+        assert version.incarnation == INCARNATION
+        self.told.append(("batcher", version.batches))
+
+    def abort(self, reason):
+        self.told.append(("aborted", reason))
+
+    def main(self, config, *, on_synced):
+        """Rank 0, with neither Ray nor a real controller behind it."""
+        main = object.__new__(MainRank)
+        main.plan = SimpleNamespace(config=config, incarnation=INCARNATION)
+        main.client, main.canary, main._newest = self, canary_tokens(PROMPTS), None
+        main._publisher = Publisher()
+        main._announcements = Announcements(main._publisher, on_synced=on_synced)
+        main._references = ReferenceSchedule(config)
+        return main
+
+    def _generation(self, snapshot):
         self.told.append(("generation", snapshot.version.batches))
         self.snapshots.append(snapshot)
         scores = tuple(row.logprobs + np.float32(self.error_nats) for row in snapshot.canary)
@@ -69,31 +73,30 @@ class World:
         )
         return PublishReport(snapshot.version, acks, {})
 
-    def _reference(self, snapshot, timeout_s):
+    def _reference(self, snapshot):
         self.told.append(("reference", snapshot.version.batches))
         return PublishReport(snapshot.version, (WeightsAck("r", snapshot.version, 0.0, 0.0),), {})
-
-    def _published(self, version):
-        assert version.incarnation == INCARNATION
-        self.told.append(("batcher", version.batches))
-
-    def _aborted(self, reason):
-        self.told.append(("aborted", reason))
 
 
 def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
     """Publish, change the weights, publish, change nothing, publish."""
     cluster.wait = lambda answer, *, timeout_s, who: answer
     ray.put = lambda data: data
-    config = make_config(max_staleness=1, num_batches_per_ref_model_update=1, mixed_precision="no")
+    config = make_config(
+        max_staleness=1,
+        num_batches_per_ref_model_update=1,
+        mixed_precision="no",
+        kl_coefficient=0.1 if moves_reference else 0.0,
+    )
     policy = PolicyModel(tiny_model(tied=tied))
     shard(policy, init_device_mesh("cpu", (dist.get_world_size(),)))
     step = SimpleNamespace(num_updates=0)
     learner = SimpleNamespace(config=config, device=torch.device("cpu"), policy=policy, step=step)
-    world = World(moves_reference=moves_reference, error_nats=error_nats) if rank == 0 else None
+    world = World(error_nats=error_nats)
     reports, sent, forwards = [], [], []
+    main = OtherRank() if rank else world.main(config, on_synced=reports.append)
     policy.register_forward_hook(lambda *_: forwards.append(1))
-    sync = WeightSync(learner, world.run if world else None, on_synced=reports.append)
+    weights = Weights(learner, main)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -104,11 +107,10 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
                 for parameter in policy.parameters():
                     parameter.mul_(1.25)
             step.num_updates += 1
-        sync.publish(batches)
-        sync.wait()
+        weights.publish(batches)
+        main.wait_announced()
         sent.append({n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)})
-    sync.close()
-    told = (world.told, world.snapshots) if world else None
+    told = world.told, world.snapshots
     return {
         "world": told, "reports": reports, "sent": sent, "forwards": forwards, "logged": records
     }  # fmt: skip

@@ -22,7 +22,7 @@ def test_the_first_outputs_that_take_too_long_are_warned_of(tmp_path, caplog):
             end = EndOfStep(
                 batch, 0, True, num_samples=6, num_tokens=6, fates=fates, reasons=reasons
             )
-            report.step(end, StepResult("", 1.0, 1e-6, 1, Clocks()), denominator=6, waited=0.0)
+            report.step(end, StepResult("", 1.0, 1e-6, 1, Clocks()), denominator=6)
     assert [record.getMessage() for record in caplog.records] == [
         "25.0 % of the samples of gradient step 2 took longer than --generation-timeout-s 60 and "
         "were dropped: training favours short outputs; --generation-timeout-s 0 drops none"

@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from async_grpo.errors import BatcherLostError, DeadlineError, ProcessLostError
+from async_grpo.errors import ClusterError, DeadlineError, ProcessLostError, RunLost
 from async_grpo.training import standstill, stream
 from async_grpo.types import Minibatch, PipelineStatus, Problem
 
@@ -15,23 +15,23 @@ IDLE = {name: 0 for name in ("batch", "generating", "verifying", "in_reference",
 }
 
 
-class Remote:
-    def __init__(self, name):
-        self.name = name
-
-    def remote(self, *arguments):
-        return (self.name, *arguments)
-
-
-class ScriptedBatcher:
-    """Answers items when `delay` waits have passed; `answers` and `tokens` grow as scripted."""
+class ScriptedClient:
+    """Gives items when `delay` waits have passed; `answers` and `tokens` grow as scripted."""
 
     def __init__(self, monkeypatch, *, delay, answers, tokens=()):
         self.delay, self.answers, self.hungry_at = delay, iter(answers), []
         self.tokens = itertools.chain(tokens, itertools.repeat(0))
-        self.next_item, self.hungry, self.status = map(Remote, ("next_item", "hungry", "status"))
         monkeypatch.setattr(stream.cluster, "wait", self.wait)
         monkeypatch.setattr(stream.ray, "wait", self.ready)
+
+    def next_item(self, rank, index):
+        return "next_item", rank, index
+
+    def hungry(self, rank, index):
+        self.hungry_at.append(index)
+
+    def status(self):
+        return ("status",)
 
     def ready(self, references, timeout):
         if timeout and self.delay:
@@ -49,63 +49,64 @@ class ScriptedBatcher:
 
 
 def test_items_come_in_order_and_are_asked_for_one_ahead(monkeypatch):
-    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
-    items = stream.RankStream(batcher, rank=1, stall_timeout_s=0.001)
+    client = ScriptedClient(monkeypatch, delay=0, answers=[])
+    items = stream.RankStream(client, rank=1, stall_timeout_s=0.001)
     assert [next(items).round_index for _ in range(3)] == [0, 1, 2]
     assert items._next == ("next_item", 1, 3)
 
 
 def test_a_slow_pipeline_that_moves_is_waited_for(monkeypatch):
-    batcher = ScriptedBatcher(monkeypatch, delay=3, answers=[1, 5, 6])
-    assert next(stream.RankStream(batcher, rank=0, stall_timeout_s=0.001)).round_index == 0
+    client = ScriptedClient(monkeypatch, delay=3, answers=[1, 5, 6])
+    assert next(stream.RankStream(client, rank=0, stall_timeout_s=0.001)).round_index == 0
 
 
 def test_an_output_whose_tokens_come_is_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(standstill.time, "monotonic", itertools.count().__next__)
-    batcher = ScriptedBatcher(
+    client = ScriptedClient(
         monkeypatch, delay=200, answers=itertools.repeat(4), tokens=itertools.count()
     )
-    assert next(stream.RankStream(batcher, rank=0, stall_timeout_s=5)).round_index == 0
-    assert next(batcher.tokens) > 10
+    assert next(stream.RankStream(client, rank=0, stall_timeout_s=5)).round_index == 0
+    assert next(client.tokens) > 10
 
 
 def test_a_pipeline_that_stands_still_ends_the_run_with_its_reason(monkeypatch):
-    batcher = ScriptedBatcher(monkeypatch, delay=10**6, answers=[4, 5, 5])
+    client = ScriptedClient(monkeypatch, delay=10**6, answers=[4, 5, 5])
     with pytest.raises(
         DeadlineError, match=r"--stall-timeout-s 0\.001: generation: no worker is free"
     ):
-        next(stream.RankStream(batcher, rank=0, stall_timeout_s=0.001))
+        next(stream.RankStream(client, rank=0, stall_timeout_s=0.001))
 
 
 def test_a_rank_that_is_asked_to_stop_ends_the_stream_of_all(monkeypatch):
-    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
+    client = ScriptedClient(monkeypatch, delay=0, answers=[])
     agreed = iter([stream.READY, stream.STOP])
-    items = stream.RankStream(batcher, rank=0, stall_timeout_s=5, agree=lambda own: next(agreed))
+    items = stream.RankStream(client, rank=0, stall_timeout_s=5, agree=lambda own: next(agreed))
     assert [item.round_index for item in items] == [0]
     assert items.is_stopped
 
 
 def test_a_request_to_stop_ends_the_wait_for_an_item(monkeypatch):
-    batcher, stop = ScriptedBatcher(monkeypatch, delay=10**6, answers=range(10**6)), Event()
+    client, stop = ScriptedClient(monkeypatch, delay=10**6, answers=range(10**6)), Event()
     threading.Timer(0.2, stop.set).start()
-    items = stream.RankStream(batcher, rank=0, stall_timeout_s=60, stop=stop)
+    items = stream.RankStream(client, rank=0, stall_timeout_s=60, stop=stop)
     assert list(items) == []
 
 
-def test_a_batcher_that_one_rank_has_lost_is_lost_to_all(monkeypatch):
-    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
-    items = stream.RankStream(batcher, rank=0, stall_timeout_s=5, agree=lambda own: stream.LOST)
-    with pytest.raises(ProcessLostError):
+def test_a_run_that_one_rank_has_lost_is_lost_to_all(monkeypatch):
+    client = ScriptedClient(monkeypatch, delay=0, answers=[])
+    items = stream.RankStream(client, rank=0, stall_timeout_s=5, agree=lambda own: stream.LOST)
+    with pytest.raises(RunLost):
         next(items)
 
 
-def test_the_rank_that_sees_a_batcher_die_says_of_what(monkeypatch):
-    batcher = ScriptedBatcher(monkeypatch, delay=0, answers=[])
-    items = stream.RankStream(batcher, rank=0, stall_timeout_s=5)
+@pytest.mark.parametrize("error", [ProcessLostError, RunLost, ClusterError])
+def test_the_rank_that_sees_its_run_lost_says_of_what(monkeypatch, error):
+    client = ScriptedClient(monkeypatch, delay=0, answers=[])
+    items = stream.RankStream(client, rank=0, stall_timeout_s=5)
 
     def killed(reference, **_):
-        raise ProcessLostError("the batcher died: the node was running low on memory")
+        raise error("the controller died: the node was running low on memory")
 
     monkeypatch.setattr(stream.cluster, "wait", killed)
-    with pytest.raises(BatcherLostError, match="running low on memory"):
+    with pytest.raises(RunLost, match="running low on memory"):
         next(items)

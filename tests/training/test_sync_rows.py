@@ -26,7 +26,7 @@ def rows_of(folder, *, synced):
                 report.synced(sync)
             result = StepResult("", 1.0, 1e-6, 1, Clocks())
             end = EndOfStep(batch, 0, True, num_samples=1, num_tokens=1)
-            report.step(end, result, denominator=1, waited=0.0)
+            report.step(end, result, denominator=1)
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 

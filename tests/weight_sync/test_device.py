@@ -7,6 +7,7 @@ import pytest
 
 from async_grpo import cluster
 from async_grpo.errors import ConfigError, WorkerError
+from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.types import WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.device import NUM_SENDERS, DeviceTransport
 
@@ -17,9 +18,9 @@ TIMEOUT_S = 6.0
 class FakeRegistry:
     def __init__(self, *names):
         self.workers = [worker(name) for name in names]
-        self.receivers = self  # asked as an actor is: registry.receivers.remote()
 
-    def remote(self):
+    def receivers(self, role):
+        assert role == GENERATION
         return tuple((info, f"handle of {info.worker_id}") for info in self.workers)
 
 
@@ -29,7 +30,7 @@ class FakePublisher:
     def __init__(self):
         self.announced = []
 
-    def announce(self, snapshot, *, registries, timeout_s):
+    def announce(self, client, snapshot, *, roles, timeout_s):
         self.announced.append((snapshot, timeout_s))
         return {}
 
@@ -77,10 +78,9 @@ class Bench:
         self.links.append((info.worker_id, link))
         return link
 
-    def announce(self, snapshot, **registries):
-        registries = registries or {"generation": self.registry}
+    def announce(self, snapshot, *, roles=(GENERATION,)):
         started = time.monotonic()
-        self.transport.announce(snapshot, registries=registries, timeout_s=TIMEOUT_S)
+        self.transport.announce(self.registry, snapshot, roles=roles, timeout_s=TIMEOUT_S)
         return time.monotonic() - started
 
     def link(self, name):
@@ -167,7 +167,7 @@ def test_a_late_joiner_without_a_device_is_left_to_the_object_store(caplog):
 def test_senders_that_hang_for_ever_leave_room_for_the_next_update():
     names = [f"w{index}" for index in range(NUM_SENDERS)]
     bench = Bench(*names, **dict.fromkeys(names, "refuse"))
-    for link in (bench.connect(*receiver) for receiver in bench.registry.remote()):
+    for link in (bench.connect(*receiver) for receiver in bench.registry.receivers(GENERATION)):
         link.close = lambda: None  # not even an abort frees these threads
         bench.transport._links[bench.registry.workers[len(bench.transport._links)]] = link
     bench.announce(FIRST)
@@ -188,7 +188,7 @@ def test_weights_that_only_have_a_new_name_are_not_sent():
 
 def test_the_reference_role_is_told_and_not_sent():
     bench = Bench()
-    bench.announce(FIRST, logprob=object())
+    bench.announce(FIRST, roles=(REFERENCE,))
     assert bench.links == [] and len(bench.publisher.announced) == 1
 
 
@@ -207,7 +207,7 @@ def test_a_device_holds_the_tensors_of_few_senders_at_a_time():
             at_once -= 1
         self.sent.append(snapshot)
 
-    for info, handle in bench.registry.remote():
+    for info, handle in bench.registry.receivers(GENERATION):
         link = bench.connect(info, handle)
         link.send = send.__get__(link)
         bench.transport._links[info] = link

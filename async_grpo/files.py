@@ -1,15 +1,52 @@
-"""Files of whole lines that a run can do without: a disk that refuses costs lines, not the run."""
+"""Files that others read while they are written: whole lines, or the whole file at once."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that takes the place of `path` on leaving: readers see the old one or the new.
+
+    An error leaves the old one, and nothing else.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Return once a file's bytes, or a folder's names, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder, and say so.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
 
 
 class LineFile:
-    """Appends lines, whole or not at all; says once when a disk refuses some, and counts those."""
+    """Appends lines, whole or not at all, that a run can do without.
+
+    A disk that refuses costs lines, not the run: it says so once, and counts them.
+    """
 
     def __init__(self, path: Path, *, unit: str, say: Callable[[str], object]) -> None:
         """`unit` is what a line holds, in the plural; `say` takes a sentence for people."""

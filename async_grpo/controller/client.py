@@ -1,0 +1,58 @@
+"""The controller as one run calls it: each call names the run, and returns its answer's reference.
+
+Whoever calls waits with `cluster.wait` and a deadline. `RunLost` says that the run has ended there,
+or goes on under another epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_grpo.types import RunId, WeightsSnapshot, WeightsVersion
+
+WHO = "the controller"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunClient:
+    """One epoch of a run at one life of the controller."""
+
+    controller: Any
+    run: RunId
+
+    @property
+    def actor_id(self) -> str:
+        """Return what tells this controller from another of the same name."""
+        return str(self.controller._actor_id.hex())
+
+    def next_item(self, rank: int, index: int) -> Any:
+        return self.controller.next_item.remote(self.run, rank, index)
+
+    def hungry(self, rank: int, index: int) -> Any:
+        return self.controller.hungry.remote(self.run, rank, index)
+
+    def status(self) -> Any:
+        return self.controller.status.remote(self.run)
+
+    def evaluate(self) -> Any:
+        return self.controller.evaluate.remote(self.run)
+
+    def publish(self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float) -> Any:
+        return self.controller.publish.remote(self.run, snapshot, roles, timeout_s)
+
+    def published(self, version: WeightsVersion) -> Any:
+        return self.controller.published.remote(self.run, version)
+
+    def receivers(self, role: str) -> Any:
+        return self.controller.receivers.remote(role)
+
+    def heard(self) -> Any:
+        return self.controller.heard.remote(self.run)
+
+    def abort(self, reason: str) -> Any:
+        return self.controller.abort.remote(self.run, reason)
+
+    def end_run(self) -> Any:
+        return self.controller.end_run.remote(self.run)

@@ -1,0 +1,104 @@
+"""Rank 0 tells the controller of new weights from a thread, so that the ranks train meanwhile.
+
+consumes:     snapshots, in the order of their versions
+produces:     workers that serve them, then the batcher's permission to use them
+waits for:    the workers' acknowledgements
+unblocked by: each worker's deadline
+
+An announcement that fails because the controller was lost is no error: what every role serves is
+announced again to the next one (see `run/main_rank.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from async_grpo import cluster, deadlines
+from async_grpo.controller.client import WHO, RunClient
+from async_grpo.errors import AsyncGrpoError, ProcessLostError, WorkerError
+from async_grpo.roles import GENERATION
+from async_grpo.types import PublishReport, WeightsSnapshot
+from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_complaints
+from async_grpo.weight_sync.transport import Transport
+
+logger = logging.getLogger(__name__)
+ANNOUNCE_TIMEOUT_S = 300.0
+
+
+class Announcements:
+    """One at a time; remembers what each role serves."""
+
+    def __init__(self, transport: Transport, *, on_synced: Callable[[SyncReport], None]) -> None:
+        """`on_synced` hears of every finished sync of the policy, from the thread."""
+        self._transport = transport
+        self._on_synced = on_synced
+        self._serves: dict[str, WeightsSnapshot] = {}  # by role
+        self._has_served = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="announce-weights")
+        self._running: Future[None] | None = None
+
+    def begin(self, client: RunClient, due: Mapping[str, WeightsSnapshot]) -> None:
+        """Have each role serve other weights from now on; `wait` has returned before."""
+        self._serves |= due
+        self._running = self._thread.submit(self._announce, client, due)
+
+    def wait(self) -> None:
+        """Return when the last announcement has been acknowledged; raise what ended it."""
+        if self._running is not None:
+            self._running.result()
+
+    def repeat(self, client: RunClient) -> None:
+        """Tell a controller that knows no weights of those that every role serves."""
+        if self._serves:
+            self._tell(client, self._serves)
+
+    def close(self) -> None:
+        """Begin no more; one that still runs is left to its deadline."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _announce(self, client: RunClient, due: Mapping[str, WeightsSnapshot]) -> None:
+        try:
+            self._tell(client, due)
+        except ProcessLostError as error:
+            logger.info(
+                "weights %s wait for the next controller: %s", due[GENERATION].version, error
+            )
+        except Exception as error:  # the boundary of a thread: the ranks must hear of it
+            with contextlib.suppress(AsyncGrpoError):  # they hear of the first error
+                _wait(client.abort(str(error)))
+            raise
+
+    def _tell(self, client: RunClient, due: Mapping[str, WeightsSnapshot]) -> None:
+        started, newest = time.monotonic(), due[GENERATION]
+        together = tuple(role for role, snapshot in due.items() if snapshot is newest)
+        report = self._have_served(client, newest, together)[GENERATION]
+        for complaint in sync_complaints(newest, report):
+            logger.warning("%s", complaint)
+        self._on_synced(summarise_sync(newest, report, seconds=time.monotonic() - started))
+        for role, snapshot in due.items():
+            if snapshot is not newest:
+                self._have_served(client, snapshot, (role,))
+        self._has_served = True
+        _wait(client.published(newest.version))
+
+    def _have_served(
+        self, client: RunClient, snapshot: WeightsSnapshot, roles: tuple[str, ...]
+    ) -> dict[str, PublishReport]:
+        reports = self._transport.announce(
+            client, snapshot, roles=roles, timeout_s=ANNOUNCE_TIMEOUT_S
+        )
+        for role, report in reports.items():
+            reasons = "; ".join(report.failures.values())
+            # Later on workers were lost that had served: others, or their successors, will come.
+            if not self._has_served and reasons and not report.acks:
+                raise WorkerError(f"no {role} worker could load the weights: {reasons}")
+        return reports
+
+
+def _wait(reference: Any) -> None:
+    cluster.wait(reference, timeout_s=deadlines.ANSWER_S, who=WHO)

@@ -1,0 +1,296 @@
+"""What only rank 0 has of a sampled run: its end of the controller, its report, its publisher.
+
+consumes:     ends of steps (where to go on from), gathered weights, losses of the controller
+produces:     a run at the controller, its weights there, recoveries
+waits for:    the controller and one worker of every role that the run needs
+unblocked by: whoever makes a controller first; a registration, up to --worker-timeout-s
+
+Every other rank has an `OtherRank` in its place, so that nobody asks who he is.
+
+There is one path back from every loss of the controller. The ranks agree that they have lost it
+and forget their sums; rank 0 finds or makes a controller and begins the run there at the latest
+`EndOfStep.resume`; a worker of every role registers; rank 0 announces what each role serves; all
+ranks take the new epoch. Work of the unfinished step is done again and counted once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any, Self
+
+import torch
+
+from async_grpo import cluster, deadlines
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.checkpoint.references import read_reference
+from async_grpo.checkpoint.resume import Start
+from async_grpo.config.train import TrainConfig
+from async_grpo.controller.client import WHO, RunClient
+from async_grpo.controller.find import find_or_make_controller
+from async_grpo.errors import AsyncGrpoError, ClusterError, ProcessLostError
+from async_grpo.roles import GENERATION, REFERENCE
+from async_grpo.run.announcements import Announcements
+from async_grpo.run.first_failure import RunRecord
+from async_grpo.run.recorder import start_recorder
+from async_grpo.run.recruitment import Demand, recruit
+from async_grpo.run.report import NoReport, Report
+from async_grpo.run.watcher import Watcher
+from async_grpo.training.ranks import Ranks
+from async_grpo.training.standstill import Standstill
+from async_grpo.types import (
+    CanaryRow,
+    EndOfStep,
+    ResumePoint,
+    RunId,
+    WeightsSnapshot,
+    WeightsVersion,
+    canary_tokens,
+)
+from async_grpo.weight_sync.buckets import NamedTensors
+from async_grpo.weight_sync.publisher import Publisher, gather_along
+from async_grpo.weight_sync.references import ReferenceSchedule
+from async_grpo.weight_sync.transport import open_transport
+
+logger = logging.getLogger(__name__)
+MAX_RECOVERIES = 3  # a run
+BEGIN_TIMEOUT_S = 120.0  # another run may have a while to end
+CLOSE_TIMEOUT_S = 5.0
+STOP_POLL_S = 0.2
+MEANWHILE_S = 60.0  # much less than any rank waits for another
+DONE, EVALUATING = range(2)  # what rank 0 tells the others while they wait for an evaluation
+
+
+class MainRank:
+    """Rank 0's; `with` it ends the run at the controller."""
+
+    def __init__(
+        self,
+        plan: BatcherPlan,
+        demand: Demand,
+        record: RunRecord,
+        *,
+        hashes: Future[Mapping[str, str]],
+    ) -> None:
+        """Begin the run at the controller. Raises `ConfigError` when another run lives there."""
+        self.plan = plan
+        self.hashes: Future[Mapping[str, str]] | None = hashes
+        self.report: Report | NoReport = NoReport()
+        self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
+        self._demand = demand
+        self._cut: ResumePoint | None = plan.resume
+        self._num_recoveries = 0
+        self._recorder = start_recorder(plan.config)
+        self._recorder_death = self._recorder.until_death.remote()
+        self.client = self._begin(find_or_make_controller())
+        self._watcher = Watcher(lambda: self.client, record.incidents)
+        config, dtype = plan.config, torch.bfloat16 if demand.device else torch.float32
+        self._publisher = Publisher(dtype=dtype)
+        self._announcements = Announcements(
+            open_transport(config.weight_transport, self._publisher),
+            on_synced=lambda sync: self.report.synced(sync),
+        )
+        self._references = ReferenceSchedule(config)
+        self._newest: WeightsSnapshot | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._announcements.close()
+        self._watcher.close()
+        with contextlib.suppress(AsyncGrpoError):  # it hears of our end by the recorder's too
+            cluster.wait(self.client.end_run(), timeout_s=CLOSE_TIMEOUT_S, who=WHO)
+
+    def reporting(
+        self, config: TrainConfig, start: Start
+    ) -> AbstractContextManager[Report | NoReport]:
+        """Open the report of the run, in which the watcher shows what every stage does."""
+        self.report = report = Report(config, start=start)
+        self._watcher.show = report.console.status
+        return report
+
+    # The controller
+
+    def connect(self, ranks: Ranks) -> RunClient:
+        """Share the way to the run with the other ranks; collective."""
+        ranks.share(lambda: (self.client.actor_id, self.client.run))
+        return self.client
+
+    def step_agreed(self, end: EndOfStep) -> None:
+        """All ranks hold the end of a step: a recovery goes on after it."""
+        self._cut = end.resume
+
+    def recover(self, lost: RunClient, reason: str) -> None:
+        """Go on at a controller that lives, unless that has been done since `lost`.
+
+        Raises `ClusterError` when this run has lost its controllers too often.
+        """
+        if self.client is not lost:
+            return
+        while True:
+            if self._num_recoveries == MAX_RECOVERIES:
+                raise ClusterError(
+                    f"the controller was lost {MAX_RECOVERIES + 1} times in this run, the last "
+                    f"time: {reason}; look at the memory of the Ray head's machine"
+                )
+            self._num_recoveries += 1
+            logger.warning("%s: the unfinished gradient step is done again", reason)
+            try:
+                self._announcements.wait()
+                self.client = self._begin(find_or_make_controller())
+                recruit(self.client.controller, self._demand)
+                self._announcements.repeat(self.client)
+            except ProcessLostError as error:
+                reason = str(error)
+            else:
+                self.report.recovered()
+                return
+
+    def _begin(self, controller: Any) -> RunClient:
+        if cluster.is_ready(self._recorder_death):
+            self._recorder = start_recorder(self.plan.config)
+            self._recorder_death = self._recorder.until_death.remote()
+        plan = replace(self.plan, resume=self._cut)
+        call = controller.begin_run.remote(plan, self._recorder)
+        epoch: int = cluster.wait(call, timeout_s=BEGIN_TIMEOUT_S, who=WHO)
+        return RunClient(controller, RunId(plan.incarnation, epoch))
+
+    def evaluate(self, ranks: Ranks, stop: Event) -> None:
+        """Have the held-out questions graded; a request to stop breaks it off. Collective.
+
+        Asked again when the controller is lost; the others hear now and then that it goes on.
+        """
+        self.report.doing(f"evaluating {len(self.plan.held_out)} held-out questions")
+        self.wait_announced()
+        while True:
+            client = self.client
+            try:
+                result = self._evaluation(client, stop, lambda: ranks.agree(EVALUATING))
+                break
+            except ProcessLostError as error:
+                self.recover(client, str(error))
+        ranks.agree(DONE)
+        if result is not None:
+            self.report.evaluation(result)
+
+    def _evaluation(
+        self, client: RunClient, stop: Event, meanwhile: Callable[[], object]
+    ) -> EvaluationResult | None:
+        call, due_at = client.evaluate(), time.monotonic() + MEANWHILE_S
+        standstill = Standstill(client, timeout_s=self.plan.config.stall_timeout_s)
+        while not cluster.is_ready(call):
+            if stop.wait(STOP_POLL_S):
+                return None
+            standstill.check()
+            if time.monotonic() >= due_at:
+                meanwhile()
+                due_at = time.monotonic() + MEANWHILE_S
+        result: EvaluationResult = cluster.wait(
+            call, timeout_s=deadlines.STATUS_S, who="the evaluation of held-out questions"
+        )
+        return result
+
+    # Weights
+
+    def wait_announced(self) -> None:
+        """Return when the workers serve what was announced last."""
+        self._announcements.wait()
+
+    def collect(
+        self, tensors: NamedTensors, canary: tuple[CanaryRow, ...], *, num_batches: int
+    ) -> None:
+        """Take the gathered weights after `num_batches` batches; collective."""
+        self._newest = replace(self._collected(tensors, num_batches), canary=canary)
+
+    def announce(self, num_batches: int) -> None:
+        """Announce the newest weights as those after `num_batches` batches, in a thread."""
+        assert self._newest is not None, "weights are collected before they are announced"
+        version = WeightsVersion(self.plan.incarnation, num_batches)
+        if self._newest.version != version:
+            self._newest = self._newest.renamed(version)
+        due = {GENERATION: self._newest}
+        if find_algorithm(self.plan.config).needs_reference:
+            reference = self._references.completed(self._newest)
+            due |= {REFERENCE: reference} if reference else {}
+        self._announcements.begin(self.client, due)
+
+    def restore_first_reference(self, tensors: NamedTensors) -> None:
+        """Take the run's first weights for the reference of a resumed run; collective."""
+        self._references.restore([self._collected(tensors, 0)])
+
+    def restore_moved_references(self, start: Start) -> None:
+        """Take the later weights of the reference from a checkpoint."""
+        for batches in start.state["references"]:
+            saved = read_reference(Path(str(start.folder)), batches)
+            self._references.restore([self._collected(saved, batches)])
+
+    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+        """Return what a checkpoint after `batches` holds of the reference, once it has moved."""
+        return self._references.to_save(batches)
+
+    def _collected(self, tensors: NamedTensors, batches: int) -> WeightsSnapshot:
+        version = WeightsVersion(self.plan.incarnation, batches)
+        return self._publisher.collect(tensors, version=version)
+
+
+class OtherRank:
+    """What a rank other than 0 has: it reports nothing, gathers along, and follows rank 0."""
+
+    def __init__(self) -> None:
+        self.report = NoReport()
+        self.hashes: Future[Mapping[str, str]] | None = None
+        self.canary = canary_tokens(())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[NoReport]:
+        return contextlib.nullcontext(self.report)
+
+    def connect(self, ranks: Ranks) -> RunClient:
+        """Find the run where rank 0 has begun it."""
+        actor_id, run = ranks.share(lambda: ("", RunId(0, 0)))
+        return RunClient(cluster.find_same_actor(cluster.CONTROLLER, actor_id=actor_id), run)
+
+    def step_agreed(self, end: EndOfStep) -> None:
+        pass
+
+    def recover(self, lost: RunClient, reason: str) -> None:
+        pass
+
+    def evaluate(self, ranks: Ranks, stop: Event) -> None:
+        """Wait until rank 0 has its answer."""
+        while ranks.agree(DONE) == EVALUATING:
+            pass
+
+    def wait_announced(self) -> None:
+        pass
+
+    def collect(
+        self, tensors: NamedTensors, canary: tuple[CanaryRow, ...], *, num_batches: int
+    ) -> None:
+        gather_along(tensors)
+
+    def announce(self, num_batches: int) -> None:
+        pass
+
+    def restore_first_reference(self, tensors: NamedTensors) -> None:
+        gather_along(tensors)
+
+    def restore_moved_references(self, start: Start) -> None:
+        pass
+
+    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+        return ()
