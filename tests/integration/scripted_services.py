@@ -166,19 +166,21 @@ class ScriptedWorker:
 
 
 @contextmanager
-def scripted_services(address, *, namespace, vocab_size):
-    """A controller and two workers of every role, which register again with every new one."""
+def scripted_services(address, *, namespace, vocab_size, names=WORKERS[:1]):
+    """Workers of every role, which register again with every new controller."""
     _send_code()
     cluster.connect(address, namespace=namespace)
     workers = [
         ray.remote(ScriptedWorker)
         .options(name=name, num_cpus=0, max_concurrency=1000)
         .remote(name, vocab_size)
-        for name in WORKERS
+        for name in names
     ]
     infos = ray.get([w.info.remote(role) for w in workers for role in ROLES], timeout=TIMEOUT_S)
     ended = threading.Event()
-    registrar = threading.Thread(target=_keep_registered, args=(infos, workers, ended))
+    registrar = threading.Thread(
+        target=_keep_registered, args=(infos, dict(zip(names, workers, strict=True)), ended)
+    )
     registrar.start()
     try:
         yield workers
@@ -190,9 +192,8 @@ def scripted_services(address, *, namespace, vocab_size):
         ray.shutdown()
 
 
-def _keep_registered(infos, workers, ended):
+def _keep_registered(infos, handles, ended):
     """What dispatchers do for their workers."""
-    handles = dict(zip(WORKERS, workers, strict=True))
     known = None
     while not ended.wait(POLL_INTERVAL_S):
         try:
@@ -215,5 +216,5 @@ def _send_code():
 def tell(story):
     """The services play this story from now on; the caller is a driver in their namespace."""
     _send_code()
-    calls = [cluster.find_actor(name).tell.remote(story) for name in WORKERS]
-    ray.get(calls, timeout=TIMEOUT_S)
+    workers = filter(None, map(cluster.find_actor, WORKERS))
+    ray.get([worker.tell.remote(story) for worker in workers], timeout=TIMEOUT_S)

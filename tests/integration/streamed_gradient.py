@@ -1,4 +1,4 @@
-"""Run by torchrun: a batch streamed from a real batcher to real ranks, its gradients kept.
+"""Run by torchrun: a batch streamed from a real controller to real ranks, its gradients kept.
 
     streamed_gradient.py host:port story.pt result.pt
 
@@ -18,13 +18,14 @@ import torch
 from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.services import Services
 from async_grpo.config.train import TrainConfig
-from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.controller.client import RunClient
+from async_grpo.controller.find import find_or_make_controller
 from async_grpo.errors import WorkerError
 from async_grpo.model.policy import hf_named_parameters
+from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
+from async_grpo.run.recorder import RunRecorder
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
@@ -32,6 +33,7 @@ from async_grpo.types import (
     EndOfStep,
     Pulse,
     Question,
+    RunId,
     SamplingContract,
     Turn,
     Verdict,
@@ -72,6 +74,9 @@ class Actor:
         await asyncio.sleep(after_s)
         return Pulse("none")
 
+    async def abort_all(self):
+        return None
+
     async def load_weights(self, snapshot):
         return WeightsAck(self.worker_id, snapshot.version, 0.0, 0.0)
 
@@ -82,7 +87,8 @@ class Actor:
             raise WorkerError("the story wants it")
         return self.story.completions[request.ordinal]
 
-    async def verify(self, requests):
+    async def verify(self, request, lease_id=0):
+        requests = getattr(request, "outputs", request)
         await asyncio.sleep(random.random() * LATENCY_S)
         return self.story.verdicts[requests[0].ordinal]
 
@@ -95,27 +101,24 @@ class Actor:
         raise WorkerError("these outputs are not in the story")
 
 
-def start_registry(role, workers):
-    """A real registry whose members serve the version."""
-    registry = ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000).remote(role)
-    for name, handle in workers.items():
+def start_workers(controller, stories):
+    """Two actors, registered for all that a run needs."""
+    actor = ray.remote(Actor).options(num_cpus=0, max_concurrency=1000)
+    first, second = (actor.remote(name, stories) for name in ("first", "second"))
+    for role, name, handle in (
+        (GENERATION, "first", first),
+        (GENERATION, "second", second),
+        (REFERENCE, "third", first),
+        (VERIFIER, "fourth", second),
+    ):
         info = WorkerInfo(name, role, "node", 0, "model", 64, capacity=8.0, overhead=8.0,
                           max_model_len=256)  # fmt: skip
-        ray.get(registry.register.remote(info, handle), timeout=TIMEOUT_S)
-    ray.get(registry.publish.remote(WeightsSnapshot(VERSION, ()), 30.0), timeout=TIMEOUT_S)
-    return registry
+        ray.get(controller.register.remote(info, handle), timeout=TIMEOUT_S)
+    return first, second
 
 
-def start_services(stories):
-    """What a run needs, and the actors behind it."""
-    actor = ray.remote(Actor).options(num_cpus=0, max_concurrency=1000)
-    actors = {name: actor.remote(name, stories) for name in ("first", "second")}
-    generation = start_registry("generation", actors)
-    reference = start_registry("logprob", {"third": actors["first"]})
-    return Services(generation, actors["second"], reference), actors
-
-
-def start_batcher(number, story, services, num_ranks):
+def begin_run(controller, story, num_ranks, recorder):
+    """The run of a story, whose workers serve the version."""
     plan = BatcherPlan(
         config=story.config,
         rules=LocalRules(find_algorithm(story.config)),
@@ -128,14 +131,12 @@ def start_batcher(number, story, services, num_ranks):
         num_ranks=num_ranks,
         incarnation=VERSION.incarnation,
     )
-    if not find_algorithm(story.config).needs_reference:
-        services = Services(services.generation, services.verifiers, None)
-    options = ray.remote(ExperienceBatcher).options(
-        name=f"batcher-{number}", num_cpus=0, max_concurrency=1000
-    )
-    batcher = options.remote(plan, services)
-    ray.get(batcher.published.remote(VERSION), timeout=TIMEOUT_S)
-    return batcher
+    epoch = ray.get(controller.begin_run.remote(plan, recorder), timeout=TIMEOUT_S)
+    client = RunClient(controller, RunId(plan.incarnation, epoch))
+    calls = client.publish(WeightsSnapshot(VERSION, ()), (GENERATION, REFERENCE), TIMEOUT_S)
+    ray.get(calls, timeout=TIMEOUT_S)
+    ray.get(client.published(VERSION), timeout=TIMEOUT_S)
+    return client
 
 
 def stream_batch(learner, stream):
@@ -164,18 +165,23 @@ def main(address, story_path, result_path):
     stories = torch.load(story_path, weights_only=False)
     cluster.connect(address, namespace="streamed-gradient")
     ranks = Ranks.start(timeout_s=TIMEOUT_S)
-    services, actors = start_services(stories) if ranks.is_main else (None, {})
-    results, batchers = [], []  # a batcher ends with the last handle of rank 0
+    actors, recorder, client, results = (), None, None, []
+    if ranks.is_main:
+        controller = find_or_make_controller()
+        actors = start_workers(controller, stories)
+        recorder = ray.remote(RunRecorder).options(num_cpus=0).remote(f"{result_path}.samples")
     for number, story in enumerate(stories):
         if ranks.is_main:
-            ray.get([actor.tell.remote(number) for actor in actors.values()], timeout=TIMEOUT_S)
-            batchers.append(start_batcher(number, story, services, ranks.world_size))
-        torch.distributed.barrier()
-        batcher = cluster.find_actor(f"batcher-{number}")
-        stream = RankStream(batcher, rank=ranks.rank, stall_timeout_s=TIMEOUT_S)
+            ray.get([actor.tell.remote(number) for actor in actors], timeout=TIMEOUT_S)
+            client = begin_run(controller, story, ranks.world_size, recorder)
+        actor_id, run = ranks.share(lambda found=client: (found.actor_id, found.run))
+        found = cluster.find_same_actor(cluster.CONTROLLER, actor_id=actor_id)
+        stream = RankStream(RunClient(found, run), rank=ranks.rank, stall_timeout_s=TIMEOUT_S)
         results.append(stream_batch(Learner.build(story.config, ranks), stream))
         torch.distributed.barrier()
     torch.save(results, f"{result_path}.{ranks.rank}")
+    if ranks.is_main:
+        ray.kill(controller)
     ranks.stop()
 
 

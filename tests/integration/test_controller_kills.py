@@ -16,7 +16,7 @@ import torch
 from private_cluster import environment
 from resumed_loop import Death, Life
 from safetensors.torch import load_file
-from scripted_services import ROLES, TIMEOUT_S, scripted_services
+from scripted_services import ROLES, TIMEOUT_S, WORKERS, scripted_services
 from stories import NAMESPACE, World, make_story
 from test_resumed_loop import assert_same_bits, check_groups
 from test_scripted_loop import without_timing
@@ -102,7 +102,8 @@ def lived(world):
             lives += [Life(own, num_ranks=num_ranks, death=death), Life(own, num_ranks=num_ranks)]
     torch.save(lives, world.folder / "lives.pt")
     script, outcomes = Path(__file__).with_name("resumed_loop.py"), world.folder / "outcomes.json"
-    with scripted_services(world.address, namespace=NAMESPACE, vocab_size=128):
+    services = {"namespace": NAMESPACE, "vocab_size": 128, "names": WORKERS}
+    with scripted_services(world.address, **services):
         finished = subprocess.run(
             [sys.executable, str(script), str(world.folder / "lives.pt"), str(outcomes)],
             env=environment(), capture_output=True, text=True, timeout=1500,
