@@ -28,6 +28,7 @@ from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
 from async_grpo.types import (
     Episode,
     GenerationRequest,
+    GradingRequest,
     Group,
     LogprobRequest,
     Problem,
@@ -241,7 +242,7 @@ class SlotPipeline:
     async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
         async def work(worker: Lease) -> tuple[Verdict, ...]:
             verdicts: tuple[Verdict, ...] = await worker.call(
-                "verify", requests, worker.lease_id, timeout_s=self._timeout_s
+                "verify", GradingRequest(requests), timeout_s=self._timeout_s
             )
             return verdicts
 

@@ -25,7 +25,9 @@ from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import PING_INTERVAL_S, WorkerRegistry
+from async_grpo.controller.verifiers import VerifierTerms
 from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
+from async_grpo.roles import VERIFIER
 from async_grpo.types import (
     PipelineStatus,
     PublishReport,
@@ -92,6 +94,10 @@ class Controller:
         self._beginning = asyncio.Lock()
         self._endings: dict[RunId, str] = {}
         self._idle_ticks = 0
+        self._terms = VerifierTerms(
+            pools=lambda: self.registry_of(VERIFIER).members,
+            trainer=lambda: f"trainer {self._run.trainer}" if self._run else "",
+        )
         self._ticking = asyncio.create_task(self._tick(), name="tick")
 
     async def hello(self, code: str) -> None:
@@ -113,10 +119,12 @@ class Controller:
     async def register(self, info: WorkerInfo, handle: Any) -> None:
         """Admit a worker once it serves the weights of its role, if there are any yet.
 
-        Raises what the worker raised when it cannot load them, `WorkerError` when it is lost.
+        Raises what the worker raised when it cannot load them, `WorkerError` when it is lost,
+        `ConfigError` for a verifier pool with other rewards than those that are used.
         """
         self._idle_ticks = 0
-        await self.registry_of(info.role).register(info, handle)
+        async with self._terms.admitted(info):
+            await self.registry_of(info.role).register(info, handle)
 
     async def deregister(self, role: str, worker_id: str) -> None:
         """Forget a worker; its leases are revoked."""
@@ -322,18 +330,15 @@ class Controller:
 
     def _users(self) -> str:
         """Who would have to be stopped for the controller to be unused; empty when it is."""
-        users = [f"the trainer ({self._run.trainer})"] if self._run else []
-        for name, registry in self._registries.items():
-            users += [
-                f"the dispatcher of {name} worker {member.info.worker_id} (process "
-                f"{member.info.pid} on node {member.info.node_id})"
-                for member in registry.members
-            ]
-        return ", ".join(users)
+        users = [f"trainer {self._run.trainer}"] if self._run else []
+        for registry in self._registries.values():
+            users += [member.info.owner for member in registry.members]
+        return ", ".join(dict.fromkeys(filter(None, users)))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._terms.tell_shares()
             if (run := self._run) is not None:
                 run.silent_ticks += 1
                 if run.silent_ticks > SILENT_TICKS:

@@ -43,17 +43,15 @@ class Lease:
     def is_valid(self) -> bool:
         return not self.ended.done()
 
-    async def call(
-        self, method: str, request: Any, *more: Any, timeout_s: float | None = None
-    ) -> Any:
-        """The worker's answer to `method(request, *more)`.
+    async def call(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
+        """The worker's answer to `method(request)`.
 
         Raises what the worker raised, `DeadlineError`, and `LeaseLost` when the lease ends first.
         The worker stops working on a request that is given up.
         """
         if hasattr(request, "lease_id"):
             request = replace(request, lease_id=self.lease_id)
-        call = getattr(self.handle, method).remote(request, *more)
+        call = getattr(self.handle, method).remote(request)
         answer = asyncio.ensure_future(cluster.work(call, timeout_s=timeout_s, who=self._who))
         try:
             await asyncio.wait({answer, self.ended}, return_when=asyncio.FIRST_COMPLETED)

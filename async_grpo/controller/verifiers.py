@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from async_grpo import cluster
+from async_grpo.controller.updates import Member
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.types import Rewards, WorkerInfo, share_out
 
@@ -26,18 +27,18 @@ SHARE_TIMEOUT_S = 120.0  # verifier processes are started meanwhile
 
 
 class VerifierTerms:
-    """One a controller; `members` and `run` say who uses the rewards now."""
+    """One a controller; it looks at who uses the rewards at the moment."""
 
     def __init__(
         self,
         *,
-        members: Callable[[], Mapping[str, tuple[WorkerInfo, Any]]],
-        run: Callable[[], str],
+        pools: Callable[[], Sequence[Member]],
+        trainer: Callable[[], str],
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`members`: the pools by worker id. `run`: who trains with them; empty: nobody."""
-        self._members = members
-        self._run = run
+        """`pools` are the registered ones. `trainer`: of the run; empty when there is none."""
+        self._pools = pools
+        self._trainer = trainer
         self._patience_s = patience_s
         self._rewards: Rewards | None = None  # of the first pool that was admitted
         self._admitting: dict[str, WorkerInfo] = {}  # not members yet
@@ -74,19 +75,20 @@ class VerifierTerms:
         return False
 
     def _require_equal(self, rewards: Rewards) -> None:
-        pools = [*self._admitting.values(), *(info for info, _ in self._members().values())]
-        users = " and ".join(dict.fromkeys(filter(None, [*(i.owner for i in pools), self._run()])))
+        infos = [*self._admitting.values(), *(pool.info for pool in self._pools())]
+        owners = [*(info.owner for info in infos), self._trainer()]
+        users = " and ".join(dict.fromkeys(filter(None, owners)))
         if self._rewards is not None and users:
             rewards.require_equal(self._rewards, users=users)
 
     def tell_shares(self) -> None:
         """Tell each pool how many processes it should run, where that has changed."""
-        members = self._members()
-        pools = {n: (i.node_id, i.rewards) for n, (i, _) in members.items() if i.rewards}
-        shares = share_out(pools)
+        pools = {pool.info.worker_id: pool for pool in self._pools()}
+        stated = {n: (p.info.node_id, p.info.rewards) for n, p in pools.items() if p.info.rewards}
+        shares = share_out(stated)
         for name, share in shares.items():
             if self._told.get(name) != share and name not in self._telling:
-                tell = self._tell(name, members[name][1], share)
+                tell = self._tell(name, pools[name].handle, share)
                 self._telling[name] = asyncio.create_task(tell, name=f"share-of-{name}")
         self._told = {name: share for name, share in self._told.items() if name in shares}
 

@@ -62,11 +62,11 @@ class Cluster:
             logprob=BEHAVIOUR,
         )
 
-    async def verify(self, requests, lease_id):
-        script, ordinal = self.script, requests[0].ordinal
+    async def verify(self, request):
+        script, ordinal = self.script, request.outputs[0].ordinal
         attempt = self.attempts[ordinal]
         await asyncio.sleep(script.seconds("verify", ordinal, attempt))
-        rewards = script.rewards(ordinal, attempt)[: len(requests)]
+        rewards = script.rewards(ordinal, attempt)[: len(request.outputs)]
         verdicts = [make_verdict(reward) for reward in rewards]
         if ordinal in (script.failing_later if attempt else script.failing):
             verdicts[-1] = make_verdict(0.0, status="error", reason="scripted: killed")

@@ -77,7 +77,8 @@ class House:
 
     async def join(self, name, role=MATH, **options):
         worker = Worker(name, **options)
-        info = WorkerInfo(name, role, "node", 1, "model", 64, 4.0, 0.0, 512)
+        owner = "dispatcher process 5 on box"
+        info = WorkerInfo(name, role, "node", 1, "model", 64, 4.0, 0.0, 512, owner=owner)
         await self.controller.register(info, Handle(worker))
         return worker
 
@@ -287,12 +288,12 @@ def test_other_source_is_refused_naming_its_users_and_takes_over_when_there_are_
         house = House()
         await house.join("engine")
         why = await ends_with(house.controller.hello("other source"), ConfigError)
-        assert "teacher:math worker engine (process 1 on node node)" in why
+        assert "stop dispatcher process 5 on box first" in why
         await house.controller.hello(CODE)
         await house.controller.deregister(MATH, "engine")
         run_id = await house.begin()
         why = await ends_with(house.controller.hello("other source"), ConfigError)
-        assert "stop the trainer (process 77 on 10.0.0.1) first" in why
+        assert "stop trainer process 77 on 10.0.0.1 first" in why
         await house.controller.end_run(run_id)
         waiting = asyncio.ensure_future(house.controller.hello("other source"))
         await asyncio.sleep(1)

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from async_grpo.controller.updates import Member
 from async_grpo.controller.verifiers import PATIENCE_S, VerifierTerms
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
@@ -29,7 +30,9 @@ class Handle:
 class Scene:
     def __init__(self):
         self.members, self.run = {}, ""
-        self.terms = VerifierTerms(members=lambda: self.members, run=lambda: self.run)
+        self.terms = VerifierTerms(
+            pools=lambda: tuple(self.members.values()), trainer=lambda: self.run
+        )
 
     async def register(self, name, rewards, *, takes_s=0.0):
         info = WorkerInfo(
@@ -38,8 +41,8 @@ class Scene:
         )  # fmt: skip
         async with self.terms.admitted(info):
             await asyncio.sleep(takes_s)
-            self.members[name] = (info, Handle())
-        return self.members[name][1]
+            self.members[name] = Member(info, Handle(), None)
+        return self.members[name].handle
 
     async def tell(self):
         self.terms.tell_shares()
