@@ -140,6 +140,10 @@ class Controller:
         run = self._run.id.incarnation if self._run else 0
         return self.registry_of(role).standing(worker_ids, run=run)
 
+    async def current_run(self) -> RunId | None:
+        """For whoever looks on from outside."""
+        return self._run.id if self._run else None
+
     async def roles(self) -> tuple[str, ...]:
         """The names of the roles that have had a worker."""
         known = self._registries.items()

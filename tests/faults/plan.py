@@ -17,7 +17,7 @@ WORKERS = ("generation worker", "engine core", "logprob worker")
 GRADING = (
     "verifier pool", "verifier", "verifier keeper", "verifier zygote", "verifier watchman"
 )  # fmt: skip
-CONTROL = ("generation registry", "logprob registry", "batcher")
+CONTROL = ("controller",)
 OPERATED = ("generation dispatcher", "logprob dispatcher")  # ended, and started by the harness
 ENDING = ("trainer rank 0", "trainer rank 1", "torchrun", "machine")  # these end the run
 ROLES = (*WORKERS, *GRADING, *CONTROL, *OPERATED, "node of workers", *ENDING)
@@ -49,14 +49,10 @@ MATRIX = (
     Fault("verifier watchman", "SIGKILL", "verifying"),
     Fault("verifier pool", "SIGKILL", "verifying"),
     Fault("verifier pool", "SIGSTOP"),
-    Fault("batcher", "SIGKILL", "training"),
-    Fault("batcher", "SIGKILL", "weight sync"),
-    Fault("batcher", "SIGSTOP"),
-    Fault("logprob registry", "SIGKILL"),
-    Fault("logprob registry", "SIGSTOP"),
-    Fault("generation registry", "SIGKILL", "generating"),
-    Fault("generation registry", "SIGKILL", "weight sync"),
-    Fault("generation registry", "SIGSTOP"),
+    Fault("controller", "SIGKILL", "generating"),
+    Fault("controller", "SIGKILL", "training"),
+    Fault("controller", "SIGKILL", "weight sync"),
+    Fault("controller", "SIGSTOP"),
     Fault("logprob worker", "SIGKILL", "in_reference"),
     Fault("logprob worker", "SIGSTOP", "in_reference"),
     Fault("logprob worker", "slow"),
@@ -88,8 +84,8 @@ def matrix(roles: Sequence[str], *, repeats: int, seed: int) -> tuple[Fault, ...
 
     Repeats are shuffled by the seed: what follows what differs. Joining comes before leaving.
 
-    >>> [str(fault) for fault in matrix(["batcher"], repeats=1, seed=0)][:2]
-    ['batcher: SIGKILL, training', 'batcher: SIGKILL, weight sync']
+    >>> [str(fault) for fault in matrix(["controller"], repeats=1, seed=0)][:2]
+    ['controller: SIGKILL, generating', 'controller: SIGKILL, training']
     """
     chosen = [fault for fault in MATRIX if not roles or fault.role in roles]
     rounds = [chosen]

@@ -14,8 +14,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
+
 START_TIMEOUT_S = 90.0
 ASK_TIMEOUT_S = 5.0
+CONTROLLER = "the controller"
 
 
 class Probe:
@@ -27,15 +30,11 @@ class Probe:
         self._child: subprocess.Popen[str] | None = None
 
     def status(self) -> dict[str, Any]:
-        """Of the pipeline; empty while there is no batcher, or it does not answer."""
+        """Of the pipeline; empty while there is no run, or the controller does not answer."""
         return self._ask("status")
 
-    def actor_pids(self) -> dict[str, int]:
-        """Process of every living actor that has a name."""
-        return self._ask("actors")
-
     def fenced(self) -> dict[str, str]:
-        """Workers that a registry has excluded, with the reason."""
+        """Workers that were fenced, with the reason."""
         return self._ask("fenced")
 
     def close(self) -> None:
@@ -82,30 +81,26 @@ class Probe:
 def _status() -> dict[str, Any]:
     from async_grpo import cluster
 
-    batcher = cluster.find_actor(cluster.BATCHER)
-    if batcher is None:
+    controller = cluster.find_actor(cluster.CONTROLLER)
+    if controller is None:
         return {}
-    reference = batcher.status.remote()
-    status = cluster.wait(reference, timeout_s=ASK_TIMEOUT_S, who="the batcher")
+    run = cluster.wait(controller.current_run.remote(), timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
+    if run is None:
+        return {}
+    status = cluster.wait(controller.status.remote(run), timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
     return dataclasses.asdict(status) | {"workers": dict(status.workers)}
-
-
-def _actors() -> dict[str, int]:
-    from ray._private.state import state
-
-    table = state.actor_table(None).values()
-    return {a["Name"]: a["Pid"] for a in table if a["Name"] and a["State"] == "ALIVE"}
 
 
 def _fenced() -> dict[str, str]:
     from async_grpo import cluster
 
+    controller = cluster.find_actor(cluster.CONTROLLER)
+    if controller is None:
+        return {}
+    calls = [controller.fenced.remote(role) for role in (GENERATION, REFERENCE, VERIFIER)]
     found: dict[str, str] = {}
-    for role in ("generation", "logprob"):
-        registry = cluster.find_actor(cluster.registry_name(role))
-        if registry is not None:
-            reference = registry.fenced.remote()
-            found |= cluster.wait(reference, timeout_s=ASK_TIMEOUT_S, who="a registry")
+    for call in calls:
+        found |= cluster.wait(call, timeout_s=ASK_TIMEOUT_S, who=CONTROLLER)
     return found
 
 
@@ -115,7 +110,7 @@ def main(address: str, namespace: str) -> None:
     from async_grpo.errors import AsyncGrpoError
 
     cluster.connect(address, namespace=namespace)
-    answers = {"status": _status, "actors": _actors, "fenced": _fenced}
+    answers = {"status": _status, "fenced": _fenced}
     print(json.dumps("connected"), flush=True)
     for line in sys.stdin:
         try:

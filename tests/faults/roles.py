@@ -13,12 +13,10 @@ TITLES: dict[str, str | tuple[str, ...]] = {
     "engine core": "VLLM::EngineCore",
     "logprob worker": "ray::LogprobWorker",
     "verifier pool": "ray::VerifierPool",
-    "batcher": "ray::ExperienceBatcher",
-    "registries": "ray::WorkerRegistry",
+    "controller": "ray::Controller",
 }
 # Each is the parent of the next, the pool that of the first.
 GRADERS = ("verifier watchman", "verifier zygote", "verifier keeper", "verifier")
-REGISTRIES = {"generation registry": "registry-generation", "logprob registry": "registry-logprob"}
 
 
 def cast(run: LiveRun) -> dict[str, list[int]]:
@@ -52,9 +50,6 @@ def victims(role: str, run: LiveRun, *, generator: random.Random) -> tuple[int, 
     if role.endswith("dispatcher"):
         name = _dispatcher(role.removesuffix(" dispatcher"), run, generator=generator)
         return (run.commands[name].pid,) if name else ()
-    if role in REGISTRIES:
-        pid = run.probe.actor_pids().get(REGISTRIES[role])
-        return (pid,) if pid else ()
     players = cast(run)
     if role == "node of workers":
         return (*players["generation worker"], *players["engine core"], *players["logprob worker"])

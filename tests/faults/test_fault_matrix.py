@@ -1,7 +1,7 @@
 """Every role of a real run killed, frozen, slowed and ended; then kills at any moment.
 
     python -m pytest -m slow -rA tests/faults/test_fault_matrix.py
-    FAULT_ROLES=batcher,machine FAULT_REPEATS=5 FAULT_SEED=1 python -m pytest ... -k whole
+    FAULT_ROLES=controller,machine FAULT_REPEATS=5 FAULT_SEED=1 python -m pytest ... -k whole
     FAULT_MINUTES=60 FAULT_RANKS=1 python -m pytest ... -k moment
     FAULT_SCRIPTED=1 leaves engines and reference out
 

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 SLICE = (
     Fault("verifier", "SIGKILL", "verifying"),
     Fault("generation worker", "SIGKILL", "weight sync"),
-    Fault("batcher", "SIGKILL", "training"),
+    Fault("controller", "SIGKILL", "training"),
 )
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,7 @@ def bear(faults, run):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_survives_a_verifier_a_worker_and_its_batcher(tmp_path, monkeypatch):
+def test_a_run_survives_a_verifier_a_worker_and_its_controller(tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with LiveRun(tmp_path, Shape(is_scripted=True, num_ranks=1)) as run:
         bear(SLICE, run)

@@ -11,7 +11,7 @@ from tiny_models import load_model
 
 from async_grpo import cluster
 from async_grpo.telemetry.schema import METRICS
-from async_grpo.types import WeightsSnapshot, WeightsVersion
+from async_grpo.types import WeightsVersion
 
 READY_S, TIMEOUT_S = 180.0, 60.0
 REWARDS = """
@@ -84,19 +84,15 @@ def wait_until_registered(command, num_workers):
     wait_until(lambda: command.out.count(" registered") == num_workers, timeout_s=READY_S)
 
 
-def registry_call(role, method, *args):
-    registry = cluster.find_actor(cluster.registry_name(role))
-    return ray.get(getattr(registry, method).remote(*args), timeout=TIMEOUT_S)
+def controller_call(method, *args):
+    call = getattr(cluster.find_actor(cluster.CONTROLLER), method).remote(*args)
+    return ray.get(call, timeout=TIMEOUT_S)
 
 
-def on_a_worker(role, method, request, *, version):
-    """The answer of a worker that has `version` already: an empty snapshot changes nothing."""
-    registry_call(role, "publish", WeightsSnapshot(version, ()), TIMEOUT_S)
-    lease = registry_call(role, "acquire", 1.0, version, TIMEOUT_S)
-    answer = ray.get(getattr(lease.handle, method).remote(request), timeout=TIMEOUT_S)
-    registry_call(role, "release", lease.lease_id)
-    registry_call(role, "begin_run")
-    return answer
+def on_a_worker(role, method, request):
+    """The answer of a worker, with the weights that the last run has left it."""
+    (_, handle), *_ = controller_call("receivers", role)
+    return ray.get(getattr(handle, method).remote(request), timeout=TIMEOUT_S)
 
 
 @torch.no_grad()

@@ -124,13 +124,12 @@ def test_no_worker_registers_in_time(ray_cluster, tiny_model, questions, tmp_pat
         ),
         (
             ("--mode", "logprob", "--num-workers", 9),
-            "9 logprob worker(s) need 9 CPU of Ray on this node, 8 of 8 are free",
+            "9 reference worker(s) need 9 CPU of Ray on this node, 8 of 8 are free",
         ),
         (("--max-model-len", 513), "--max-model-len must not exceed the 512 positions"),
     ],
 )
 def test_workers_that_cannot_be_started(options, sentence, ray_cluster, tiny_model):
-    # Alone in its namespace: a verifier pool that was left behind would show in the next test.
     options = ("--namespace", "unlucky", *options)
     assert sentence in only_error(dispatcher(ray_cluster, tiny_model, *options))
 

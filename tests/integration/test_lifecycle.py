@@ -9,6 +9,7 @@ from commands import dispatcher, trainer, wait_until
 from private_cluster import environment, is_running
 
 from async_grpo import cluster
+from async_grpo.roles import GENERATION, REFERENCE
 
 pytestmark = pytest.mark.integration
 NAMESPACE = ("--namespace", "lifecycle")
@@ -55,8 +56,8 @@ def start_logprob(ray_cluster, tiny_model):
 
 
 def members(role):
-    registry = cluster.find_actor(cluster.registry_name(role))
-    return cluster.wait(registry.members.remote(), timeout_s=30, who="the registry")
+    controller = cluster.find_actor(cluster.CONTROLLER)
+    return cluster.wait(controller.members.remote(role), timeout_s=30, who="the controller")
 
 
 def train(ray_cluster, tiny_model, questions, output, *options, batches, ranks=0):
@@ -80,11 +81,10 @@ def test_a_trainer_can_be_ended_at_any_time_and_run_again_at_once(
         assert first.wait(timeout_s=60) != 0
         assert first.family() == set()
         assert first.err.count("interrupted") == 1
-    assert cluster.find_actor(cluster.BATCHER) is None
     with train(*common, tmp_path / "c", batches=1) as third:
         assert third.wait(timeout_s=READY_S) == 0, third.err
         assert "Traceback" not in third.err
-    assert len(members("generation")) == 1
+    assert len(members(GENERATION)) == 1
 
 
 def test_a_reference_that_nobody_serves_is_told_with_its_remedy(
@@ -122,36 +122,38 @@ def test_workers_outlive_a_trainer_that_is_killed(
         late.wait_for("registered", timeout_s=READY_S)
         with train(*common, tmp_path / "b", *kl, batches=1, ranks=2) as again:
             assert again.wait(timeout_s=READY_S) == 0, again.err
-        assert (len(members("generation")), len(members("logprob"))) == (1, 2)
+        assert (len(members(GENERATION)), len(members(REFERENCE))) == (1, 2)
         late.send(signal.SIGTERM)
         assert late.wait(timeout_s=30) == 0
         assert late.out.count(" registered\n") == 1 and late.out.endswith("\nstopped\n")
         assert "Traceback" not in late.err
-    assert len(members("logprob")) == 1
+    assert len(members(REFERENCE)) == 1
 
 
 def test_a_dispatcher_says_why_its_worker_was_lost(logprob):
-    (worker,) = members("logprob")
+    (worker,) = members(REFERENCE)
     os.kill(worker.pid, signal.SIGKILL)
     assert logprob.wait(timeout_s=60) == 1
-    assert logprob.err.splitlines()[-1].startswith(f"error: logprob worker {worker.worker_id} died")
+    assert logprob.err.splitlines()[-1].startswith(
+        f"error: reference worker {worker.worker_id} died"
+    )
     assert "Traceback" not in logprob.err
-    assert members("logprob") == ()
+    assert members(REFERENCE) == ()
 
 
 def test_ctrl_c_ends_a_dispatcher_and_its_engine(ray_cluster, generation, tiny_model):
-    (worker,) = members("generation")
+    (worker,) = members(GENERATION)
     engine = {worker.pid, *children_of(worker.pid)}
     assert len(engine) > 1
     with start_logprob(ray_cluster, tiny_model) as loading:  # in no phase does it matter
-        loading.wait_for("loading", timeout_s=READY_S)
+        loading.wait_for("starting", timeout_s=READY_S)
         loading.send(signal.SIGINT)
         generation.send(signal.SIGINT)
         assert (loading.wait(timeout_s=30), generation.wait(timeout_s=30)) == (0, 0)
         assert "Traceback" not in loading.err + generation.err
         assert (loading.family(), generation.family()) == (set(), set())
     wait_until(lambda: not any(map(is_running, engine)), timeout_s=10)
-    assert members("generation") == ()
+    assert members(GENERATION) == ()
 
 
 def children_of(pid):

@@ -14,11 +14,11 @@ from loops import (
     TIMEOUT_S,
     Setup,
     check_rows,
+    controller_call,
     engine_differences,
     on_a_worker,
     read_lines,
     recomputed,
-    registry_call,
     wait_until_registered,
 )
 from oracle import make_sample, oracle_gradient
@@ -26,6 +26,7 @@ from tiny_models import load_model
 
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
+from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion
 
 pytestmark = pytest.mark.integration
@@ -176,28 +177,28 @@ def test_workers_serve_what_was_exported(setup, trained, driver):
     request = GenerationRequest(0, 0, PROMPT, 8, sampling)
     last, first = (WeightsVersion(incarnation, batches) for batches in (BATCHES, 0))
     before, after = load_model(setup.model), load_model(export)
-    for completion in on_a_worker("generation", "generate", request, version=last):
+    for completion in on_a_worker(GENERATION, "generate", request):
         assert {span.version for span in completion.weights_versions} == {last}
         ids, said = completion.token_ids, completion.logprobs
         assert np.abs(recomputed(after, PROMPT, ids) - said).max() <= TOLERANCE
         assert np.abs(recomputed(before, PROMPT, ids) - said).max() > 1e-3
     scored = LogprobRequest((PROMPT,), (ids,), 1.0, first)
-    (scores,) = on_a_worker("logprob", "logprobs", scored, version=first)
+    (scores,) = on_a_worker(REFERENCE, "logprobs", scored)
     assert np.abs(recomputed(before, PROMPT, ids) - scores).max() <= TOLERANCE
 
 
 def test_an_exported_model_joins_a_run_as_a_worker(setup, trained, driver):
     """vLLM loads the export; the newcomer gets the run's weights, then all of its questions."""
     (export,) = (trained / "hf_format").iterdir()
-    veterans = [worker.worker_id for worker in registry_call("generation", "members")]
+    veterans = [worker.worker_id for worker in controller_call("members", GENERATION)]
     options = {"num_training_batches": 100_000, "max_staleness": 0, "learning_rate": 1e-5}
     with setup.train("endless", **options) as endless:
         wait_until(lambda: setup.rows("endless"), timeout_s=READY_S)
         with setup.workers("generation", num_workers=1, model=export) as newcomer:
             wait_until_registered(newcomer, 1)
-            assert len(registry_call("generation", "members")) == 3
+            assert len(controller_call("members", GENERATION)) == 3
             for veteran in veterans:
-                registry_call("generation", "drain", veteran)
+                controller_call("drain", GENERATION, veteran)
             num_rows = len(setup.rows("endless"))
             wait_until(lambda: len(setup.rows("endless")) >= num_rows + 5, timeout_s=TIMEOUT_S)
             endless.send(signal.SIGINT)
@@ -205,11 +206,11 @@ def test_an_exported_model_joins_a_run_as_a_worker(setup, trained, driver):
             newcomer.send(signal.SIGINT)
             newcomer.wait(timeout_s=TIMEOUT_S)
             for veteran in veterans:
-                registry_call("generation", "drain", veteran, False)
+                controller_call("drain", GENERATION, veteran, False)
     rows = setup.rows("endless")
     assert max(row["mismatch_max"] or 0.0 for row in rows) <= TOLERANCE
     assert all(row["fate_failed"] == 0 for row in rows)
-    assert len(registry_call("generation", "members")) == 2
+    assert len(controller_call("members", GENERATION)) == 2
 
 
 @pytest.fixture(scope="module")
