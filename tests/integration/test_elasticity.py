@@ -3,15 +3,15 @@
 import asyncio
 from collections import Counter
 
-from scripted import Handle, make_completion, make_question, make_verdict, run
+from scripted import Handle, Registry, make_completion, make_question, make_verdict, run
 from scripted_run import INCARNATION, Run, Script, make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.services import Services
 from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.roles import GENERATION, VERIFIER
 from async_grpo.types import (
     Pulse,
     SamplingContract,
@@ -19,6 +19,7 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
+    role_of,
 )
 
 GROUP, CAPACITY = 4, 8
@@ -52,8 +53,11 @@ class SlowWorker:
         self.answered[request.ordinal] += 1
         return tuple(make_completion(version) for _ in range(request.num_samples))
 
-    async def verify(self, requests):
-        return tuple(make_verdict(float(request.index)) for request in requests)
+    async def abort_all(self):
+        raise AssertionError("nobody ends this run early")
+
+    async def verify(self, request):
+        return tuple(make_verdict(float(output.index)) for output in request.outputs)
 
 
 class Elastic(Run):
@@ -68,7 +72,7 @@ class Elastic(Run):
             max_tokens_per_gpu=1000,
         )
         self.script = Script(config=self.config, num_ranks=1, slowest_s=0.0)
-        self.registry = WorkerRegistry("generation")
+        self.registry = WorkerRegistry(role_of(GENERATION))
         self.first, self.second = SlowWorker(), SlowWorker()
         plan = BatcherPlan(
             config=self.config,
@@ -82,17 +86,17 @@ class Elastic(Run):
             num_ranks=1,
             incarnation=INCARNATION,
         )
-        services = Services(Handle(self.registry), Handle(self.first), None)
-        self.batcher = ExperienceBatcher(plan, services)
+        registries = {GENERATION: self.registry, VERIFIER: Registry(self.first, role=VERIFIER)}
+        self.batcher = ExperienceBatcher(plan, registries.__getitem__, None)
 
     async def join(self, name, worker):
-        info = WorkerInfo(name, "generation", "node", 0, "model", 64, capacity=CAPACITY,
+        info = WorkerInfo(name, GENERATION, "node", 0, "model", 64, capacity=CAPACITY,
                           overhead=0.0, max_model_len=64)  # fmt: skip
         await self.registry.register(info, Handle(worker))
 
     async def publish(self, batches):
         snapshot = WeightsSnapshot(WeightsVersion(INCARNATION, batches), ())
-        await self.registry.publish(snapshot, 10.0)
+        await self.registry.publish(snapshot, timeout_s=10.0)
         await self.batcher.published(snapshot.version)
 
     async def finished_in(self, seconds):
@@ -113,12 +117,11 @@ async def scenario():
     await elastic.join("second", elastic.second)
     await asyncio.sleep(1.25)
     together = await elastic.finished_in(10)
-    await elastic.registry.drain("first")
+    elastic.registry.drain("first")
     unfinished = elastic.first.running
     await asyncio.sleep(SECONDS_A_GROUP)
     drained = await elastic.finished_in(10)
     (items,) = await training
-    elastic.registry._monitor.cancel()
     return elastic, items, alone, together, unfinished, drained
 
 
