@@ -1,8 +1,7 @@
-"""What a failing rank says: one sentence, once, and last on the screen.
+"""How a failing rank reports: one sentence, once, and last on the screen.
 
-Whoever has started the ranks, torchrun or `local_ranks`, ends its output with the cause that the
-first failed rank has left in its error file; what other ranks say of the same failure, or of rank
-0's silence, would only hide it.
+The launcher, torchrun or `local_ranks`, prints last the cause that the first failed rank wrote into
+its error file. Other ranks' messages about the same failure, or about losing rank 0, would hide it.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ LATER_S = 5  # so much later than torchrun sees an end counts what only follows 
 
 
 def is_main_rank() -> bool:
-    """Whether this process speaks for all ranks; true for one that is alone."""
+    """Whether this process is rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def keep_to_loopback(environ: MutableMapping[str, str]) -> None:
-    """Ranks of one machine open no port to the network; a choice of the user's stays.
+    """Make gloo use the loopback interface if all ranks are on this machine and none is set.
 
     >>> environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     >>> keep_to_loopback(environ)
@@ -47,17 +46,20 @@ def keep_to_loopback(environ: MutableMapping[str, str]) -> None:
 
 
 def end_with_agent() -> None:
-    """Have this rank asked to end when whoever started it is gone: nobody watches over it then.
+    """Have the kernel send SIGTERM to this rank when its launcher dies (Linux only).
 
-    The system's own means, because a killed process says nothing; Linux only.
+    A launcher that is killed sends nothing itself.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         namespaces.die_with_parent(signal.SIGTERM)
 
 
 @contextmanager
-def one_voice() -> Iterator[None]:
-    """Around what every rank does: rank 0's error for the user is raised, another's ends it."""
+def rank0_only_errors() -> Iterator[None]:
+    """Around code that every rank runs: only rank 0 raises an error for the user.
+
+    Another rank writes its error into its error file and exits with 1.
+    """
     try:
         yield
     except (AsyncGrpoError, click.UsageError) as error:
@@ -73,9 +75,10 @@ def one_voice() -> Iterator[None]:
 
 @contextmanager
 def ends_at_once(stop: Event | None = None) -> Iterator[None]:
-    """A process boundary: after an error or Ctrl-C, leave without waiting for threads.
+    """A process boundary: after an error or Ctrl-C, exit without joining threads.
 
-    One of them may still announce weights, for minutes. `stop`: this rank is asked to end.
+    A thread may still be announcing weights, for minutes. `stop`: the launcher asked this rank to
+    end.
     """
     try:
         yield
@@ -95,7 +98,7 @@ class RankCommand(OptionsCommand):
     """A command whose usage errors reach the screen once, however many ranks make them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with one_voice():
+        with rank0_only_errors():
             return super().parse_args(ctx, args)
 
 

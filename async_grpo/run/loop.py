@@ -26,7 +26,7 @@ from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.preparation import Run, open_run
 from async_grpo.run.recovery import BatcherKeeper, LastingStream
 from async_grpo.run.report import Report, silent
-from async_grpo.run.stopping import honoured
+from async_grpo.run.stopping import polled
 from async_grpo.run.watcher import watch_pipeline
 from async_grpo.run.weights import WeightSync
 from async_grpo.training.learner import Learner
@@ -113,7 +113,7 @@ def _train(
             checkpoints.batch_ended(end)
 
         stream = LastingStream(config, ranks, learner=learner, keeper=keeper, stop=stop)
-        with honoured(stop):
+        with polled(stop):
             train_steps(stream, learner, report, exports, after_batch=after_batch)
         _keep_result(ranks, sync, exports, checkpoints, is_trained=not stream.is_stopped)
 

@@ -26,7 +26,7 @@ from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.loop import evaluation_is_due, train_steps
 from async_grpo.run.preparation import hash_contents, read_attention_ratio, warn_of_few
 from async_grpo.run.report import Report, silent
-from async_grpo.run.stopping import honoured, until_stopped
+from async_grpo.run.stopping import polled, until_stopped
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -74,7 +74,7 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
             checkpoints.batch_ended(end)
 
         items = until_stopped(stream, agree=ranks.agree, stop=stop)
-        with honoured(stop):
+        with polled(stop):
             train_steps(items, learner, report, exports, after_batch=after_batch)
         if not stop.is_set():
             exports.export()

@@ -36,7 +36,7 @@ from async_grpo.types import (
 )
 from async_grpo.weight_sync.announcer import Announcer
 from async_grpo.weight_sync.buckets import NamedTensors
-from async_grpo.weight_sync.publisher import Publisher, take_part
+from async_grpo.weight_sync.publisher import Publisher, join_gather
 from async_grpo.weight_sync.references import ReferenceSchedule
 from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_complaints
 from async_grpo.weight_sync.transport import open_transport
@@ -93,7 +93,7 @@ class WeightSync:
         if self._run is None:
             if changed:
                 self._score_canary()
-                take_part(iter_full_tensors(self._learner.policy))
+                join_gather(iter_full_tensors(self._learner.policy))
         else:
             version = WeightsVersion(self._run.plan.incarnation, num_batches)
             self.wait()
@@ -120,7 +120,7 @@ class WeightSync:
         if reference_of(config, start.batches) == 0:
             tensors = iter_full_tensors(self._learner.policy)
             if self._run is None:
-                take_part(tensors)
+                join_gather(tensors)
             else:
                 self._references.restore([self._snapshot_of(tensors, self._run, batches=0)])
         if self._run is not None:

@@ -62,7 +62,7 @@ class Publisher:
                 for tensors, data, checksum in packed
             )
         finally:
-            take_part(named_tensors)
+            join_gather(named_tensors)
         return WeightsSnapshot(version, buckets)
 
     def announce(
@@ -87,8 +87,8 @@ class Publisher:
         return reports
 
 
-def take_part(named_tensors: NamedTensors) -> None:
-    """What the other ranks do while rank 0 collects: gather along, keep nothing."""
+def join_gather(named_tensors: NamedTensors) -> None:
+    """Ranks other than 0 call it while rank 0 publishes: they gather each tensor and drop it."""
     for _ in named_tensors:
         pass
 

@@ -83,10 +83,10 @@ def test_a_dump_with_a_folder_is_a_path_from_here(typed, path, tmp_path, monkeyp
 WAITING_THREAD = """
 import threading
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.torchrun import ends_at_once, one_voice
+from async_grpo.cli.torchrun import ends_at_once, rank0_only_errors
 from async_grpo.errors import WorkerError
 threading.Thread(target=threading.Event().wait).start()
-with ends_at_once(), command_boundary(), one_voice():
+with ends_at_once(), command_boundary(), rank0_only_errors():
     raise {error}
 """
 
