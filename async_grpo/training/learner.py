@@ -82,6 +82,7 @@ class Learner:
             minibatch.samples,
             aggregation=self.algorithm.aggregation,
             constant_length=self.config.constant_length_samples,
+            scores=self.algorithm.score_columns,
             share_prompts=self.policy.shares_prompts,
         )
         self.step.accumulate(to_device(packed, self.device))

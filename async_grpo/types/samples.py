@@ -6,7 +6,7 @@ Legend: P prompt tokens, L output tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -157,9 +157,10 @@ class Sample:
     question: Question
     episode: Episode
     verdict: Verdict
-    advantage: float
-    reference_logprobs: NDArray[np.float32] | None = None  # [L], None where nobody needs them
-    overlong_penalty: float = 0.0  # taken from the reward: see batching/shaping.py
+    advantage: float | NDArray[np.float32]  # of all its tokens, or of each [L]
+    # What other models say of its tokens, by role: [L], or [L, K].
+    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    overlong_penalty: float = 0.0  # taken from the reward: see algorithms/shaping.py
     kl_penalty: float = 0.0
     contributes: bool = True  # False: its gradient is exactly zero, it is counted and not trained
     row: int = 0  # number of the first row that is here: see `parts`
@@ -189,11 +190,14 @@ class Sample:
         parts, start = [], 0
         for number, row in enumerate(self.episode.rows):
             stop = start + len(row.token_ids)
-            reference = self.reference_logprobs
+            advantage = self.advantage
             part = replace(
                 self,
                 episode=Episode((row,)),
-                reference_logprobs=None if reference is None else reference[start:stop],
+                advantage=(
+                    advantage[start:stop] if isinstance(advantage, np.ndarray) else advantage
+                ),
+                scores={name: values[start:stop] for name, values in self.scores.items()},
                 row=number,
                 num_trained_elsewhere=total - row.num_trained_tokens,
             )

@@ -52,7 +52,7 @@ def make_minibatches():
         for s in good
         for row in s.episode.rows
     ]
-    impossible = good[2].reference_logprobs.copy()
+    impossible = good[2].scores["reference"].copy()
     impossible[0] = -np.inf
-    bad = replace(good[2], reference_logprobs=impossible)
+    bad = replace(good[2], scores={"reference": impossible})
     return [Minibatch(0, tuple(good[:2])), Minibatch(1, ()), Minibatch(2, (bad,))]
