@@ -10,8 +10,11 @@ from async_grpo.types.canary import (
     canary_tokens,
 )
 from async_grpo.types.requests import (
+    EnvironmentSource,
+    EpisodesRequest,
     GenerationRequest,
     LogprobRequest,
+    PlayedGroup,
     VerificationRequest,
 )
 from async_grpo.types.samples import (
@@ -59,7 +62,9 @@ from async_grpo.types.workers import (
 __all__ = [
     "CanaryRow",
     "EndOfStep",
+    "EnvironmentSource",
     "Episode",
+    "EpisodesRequest",
     "FailureCause",
     "FinishReason",
     "GenerationRequest",
@@ -69,6 +74,7 @@ __all__ = [
     "Minibatch",
     "PackedMinibatch",
     "PipelineStatus",
+    "PlayedGroup",
     "PublishReport",
     "Pulse",
     "Question",

@@ -55,6 +55,7 @@ class Turn:
     weights_versions: tuple[VersionSpan, ...]  # covers [0, L)
     finish_reason: FinishReason
     text: str  # decoded for verifiers and people, without special tokens
+    worker_id: str = ""  # of whom holds its prefix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +90,7 @@ class Episode:
 
     rows: tuple[Row, ...]
     turns: tuple[Turn, ...] = ()  # in order; none where the output was given
+    is_cut: bool = False  # there was no room for another turn
 
     @classmethod
     def of_turn(cls, prompt_token_ids: NDArray[np.int32], turn: Turn) -> Episode:
@@ -99,7 +101,9 @@ class Episode:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the last turn ended."""
+        """Why the last turn ended, or the episode before the next one."""
+        if self.is_cut:
+            return "length"
         return self.turns[-1].finish_reason if self.turns else "stop"
 
     @property

@@ -24,10 +24,8 @@ def make_learner(folder, **options):
         output_dir=str(folder),
         batch_size=4,
         train_minibatch_size=2,
-        kl_coefficient=0.1,
-        kl_estimator="k2",
         trackers="",
-        **options,
+        **({"kl_coefficient": 0.1, "kl_estimator": "k2"} | options),
     )
     policy = PolicyModel(tiny_model(tied=True))
     algorithm = find_algorithm(config)
