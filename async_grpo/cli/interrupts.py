@@ -20,12 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from async_grpo import deadlines
 from async_grpo.errors import RankLostError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through who started the rank
-GRACE_S = 25.0  # for the step and its checkpoint: ranks are killed after 30 s
-BREAK_OFF_S = 8.0  # for letting go of the workers, when nothing is to be saved
 
 
 class Interrupted(KeyboardInterrupt):
@@ -54,7 +53,12 @@ class RankInterrupts:
     """
 
     def __init__(
-        self, stop: Stop, *, is_main: bool, say: Callable[[str], None], grace_s: float = GRACE_S
+        self,
+        stop: Stop,
+        *,
+        is_main: bool,
+        say: Callable[[str], None],
+        grace_s: float = deadlines.RANK_GRACE_S,
     ) -> None:
         self._stop = stop
         self._is_main = is_main
@@ -102,7 +106,7 @@ class RankInterrupts:
             self._stop.set()
             self._say(f"{_name(number)}: ending in order; once more ends at once")
         elif self._is_main:
-            left_s = BREAK_OFF_S
+            left_s = deadlines.RANK_BREAK_OFF_S
         else:
             os._exit(128 + number)
         deadline = asked_at + left_s

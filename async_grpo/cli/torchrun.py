@@ -19,12 +19,12 @@ from threading import Event
 
 import click
 
+from async_grpo import deadlines
 from async_grpo.cli.interrupts import leave
 from async_grpo.cli.options import OptionsCommand
 from async_grpo.errors import AsyncGrpoError, RankLostError
 from async_grpo.verification import namespaces
 
-OTHERS_WAIT_S = 3.0  # within which the other ranks of a machine are ended
 LATER_S = 5  # so much later than torchrun sees an end counts what only follows from it
 
 
@@ -65,7 +65,8 @@ def rank0_only_errors() -> Iterator[None]:
     except (AsyncGrpoError, click.UsageError) as error:
         is_first = not isinstance(error, RankLostError)
         if is_first and not is_main_rank():
-            time.sleep(OTHERS_WAIT_S)  # if rank 0 has failed too, this one does not live to tell
+            # If rank 0 has failed too, this one does not live to tell.
+            time.sleep(deadlines.OTHERS_ENDED_S)
         sentence = error.format_message() if isinstance(error, click.UsageError) else str(error)
         _leave_cause(f"error: {sentence}", is_first=is_first)
         if is_main_rank():
@@ -87,7 +88,7 @@ def ends_at_once(stop: Event | None = None) -> Iterator[None]:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         if not is_main_rank():
-            (stop or Event()).wait(OTHERS_WAIT_S)
+            (stop or Event()).wait(deadlines.OTHERS_ENDED_S)
         _leave_cause(f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1

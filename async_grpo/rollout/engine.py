@@ -280,7 +280,7 @@ class Engine:
                 f"the engine did not answer {what} within {timeout_s:g} s"
             ) from None
         except Exception as error:  # the engine's process sends its errors as bare text
-            raise WeightSyncError(str(error).rpartition("method failed: ")[2]) from error
+            raise WeightSyncError(str(error)) from error
 
     async def abort(self) -> None:
         """End every running request; their callers get what there is, marked `abort`."""

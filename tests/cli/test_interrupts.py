@@ -16,12 +16,13 @@ from async_grpo.cli.interrupts import where_to_go_on
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import contextlib, ctypes, os, signal, sys, time
+from async_grpo import deadlines
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.torchrun import end_with_agent, ends_at_once, is_main_rank
 from async_grpo.run.stopping import StopRequest, polled
 
-interrupts.SAME_REQUEST_S, interrupts.BREAK_OFF_S = {same_s}, 2.0
+interrupts.SAME_REQUEST_S, deadlines.RANK_BREAK_OFF_S = {same_s}, 2.0
 
 def ready():
     print("ready", flush=True)

@@ -51,7 +51,7 @@ def test_options_that_cannot_work_are_one_sentence_before_anything_is_imported(o
 def test_rank_0_alone_speaks_and_all_leave_the_cause_for_torchrun(
     rank, options, sentence, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(torchrun, "OTHERS_WAIT_S", 0.0)
+    monkeypatch.setattr(torchrun.deadlines, "OTHERS_ENDED_S", 0.0)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     result = CliRunner().invoke(main, [*REQUIRED, *options])
