@@ -5,6 +5,7 @@ A wait that contains another is longer, so that the inner one ends first and nam
     ping ──< lease ──< answer of an actor ──< publication ──< stall (--stall-timeout-s) ──< group
                bucket staged ──< weights applied ─┘                checkpoint ──────────────┘
     status of the batcher ──< least stall
+    a rank's grace ──< all ranks of a machine ──< the trainer's command ──< checkpoint
 
 `tests/test_deadlines.py` holds the table to this. How often a process looks at something itself
 (`…_INTERVAL_S`) stands beside the loop that does it.
@@ -40,3 +41,16 @@ PUBLISH_SLACK_S = 30.0  # whoever asks for a publication hears of it so much aft
 RANKS_START_S = 300.0  # in which all ranks have started
 CHECKPOINT_S = 1800.0  # for one save, and for one rank that waits for another
 GROUP_SLACK_S = 600.0  # of a collective, beyond what rank 0 may wait for samples and workers
+
+# The end of processes; who outlives its wait is killed.
+OTHERS_ENDED_S = 3.0  # of the other ranks of a machine, once one has failed
+RANKS_LEAVING_S = 5.0  # of rank 0, which ends by itself because another rank has ended
+RANK_BREAK_OFF_S = 8.0  # of a rank that lets go of the workers, when nothing is to be saved
+RANK_GRACE_S = 25.0  # of a rank that was asked to end, for its step and checkpoint
+RANKS_ENDED_S = 30.0  # of all ranks of a machine that were asked to end
+TRAINER_ENDED_S = 40.0  # of the command that starts them
+CHILD_ENDED_S = 20.0  # of any other command
+
+# The start of a whole run.
+HEAD_READY_S = 300.0  # of a Ray head
+SCRIPT_S = 3600.0  # of what prepares a run: data may be large

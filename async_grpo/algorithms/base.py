@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from async_grpo.roles import REFERENCE
 from async_grpo.types import Group, Sample
 
@@ -23,19 +26,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from async_grpo.config.train import TrainConfig
-    from async_grpo.model.logprobs import TokenLogprobs
+    from async_grpo.model.logprobs import HeadTerm, TokenLogprobs
     from async_grpo.types import PackedMinibatch
 
 
 Samples = tuple[Sample, ...]
-Advantage = float  # of a sample
+Advantage = float | NDArray[np.float32]  # of a sample, or of each of its tokens [L]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreNeed:
-    """Log-probabilities of a sample's tokens under another model: `Sample.scores[role]`."""
+    """What another model says of a sample's tokens: `Sample.scores[role]`, later `packed`'s."""
 
-    role: str  # whose workers give them, and their name
+    role: str  # whose workers give it
+    num_columns: int = 0  # of each token; 0: the log-probability of the token itself
     before_advantages: bool = False  # of every sample, for rewards or advantages are made of them
 
 
@@ -62,7 +66,8 @@ class Algorithm:
 
     needs: tuple[ScoreNeed, ...] = ()
     learns_from_pairs = False  # of prompt and completion: neither questions nor workers are needed
-    uses_old_policy = False  # `scores["old"]`: the policy as it was when the batch began
+    uses_old_policy = False  # `packed.scores["old"]`: the policy as it was when the batch began
+    terms: tuple[HeadTerm, ...] = ()  # what the chunked head computes beside log-probabilities
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
@@ -76,6 +81,11 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """Whether the policy's own earlier weights score its samples."""
         return any(need.role == REFERENCE for need in self.needs)
+
+    @property
+    def score_columns(self) -> dict[str, int]:
+        """{role: columns} of all that it needs."""
+        return {need.role: need.num_columns for need in self.needs}
 
     @property
     def temperature(self) -> float:
@@ -111,7 +121,7 @@ class Algorithm:
         """False only where the gradient of the sample is exactly zero, whatever the policy."""
         return sample.num_trained_tokens > 0
 
-    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch, old: Tensor | None) -> LossSums:
+    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
         """Plain sums over the minibatch's tokens: nothing here divides by a count of them."""
         raise NotImplementedError
 

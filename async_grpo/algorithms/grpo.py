@@ -28,8 +28,6 @@ from async_grpo.errors import ConfigError
 from async_grpo.types import Group, Sample
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from async_grpo.model.logprobs import TokenLogprobs
     from async_grpo.types import PackedMinibatch
 
@@ -94,13 +92,11 @@ class Grpo(Algorithm):
             return False
         return not self._every_term_has_advantage or bool(np.any(sample.advantage))
 
-    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch, old: Tensor | None) -> LossSums:
+    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
         """See grpo_loss.py."""
         from async_grpo.algorithms.grpo_loss import grpo_loss  # with torch
 
-        return grpo_loss(
-            scored.logprobs, scored.entropy, packed, config=self.config, old_logprobs=old
-        )
+        return grpo_loss(scored.logprobs, scored.entropy, packed, config=self.config)
 
     def in_words(self) -> tuple[str, ...]:
         return objective_in_words(self.config)

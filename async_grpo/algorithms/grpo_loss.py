@@ -32,16 +32,15 @@ def grpo_loss(
     packed: PackedMinibatch,
     *,
     config: TrainConfig,
-    old_logprobs: Tensor | None = None,
 ) -> LossSums:
     """Policy gradient with its penalties (DeepSeekMath, arXiv 2402.03300, eq. 3 and 19).
 
-    logprobs, entropy [N]; `old_logprobs` [N] is for the mode `decoupled` alone, where None says
-    that the policy has not moved since the start of the batch. The population of every sum is the
-    minibatch's N trained tokens; `policy_loss_sum` and `kl_sum` are weighted like the loss, the
-    others are not.
+    logprobs, entropy [N]; `packed.scores["old"]` [N] is for the mode `decoupled` alone, and is not
+    there while the policy has not moved since the start of the batch. The population of every sum
+    is the minibatch's N trained tokens; `policy_loss_sum` and `kl_sum` are weighted like the loss,
+    the others are not.
     """
-    old = _old(logprobs, packed, config, old_logprobs)
+    old = _old(logprobs, packed, config)
     policy, clipped = _policy_loss(logprobs, old, packed, config)
     policy, corrected = _corrected(policy, old, packed, config)
     policy_sum = (packed.weights * policy).sum()
@@ -63,15 +62,12 @@ def grpo_loss(
     return LossSums(loss, sums=sums, maxima=maxima)
 
 
-def _old(
-    logprobs: Tensor, packed: PackedMinibatch, config: TrainConfig, given: Tensor | None
-) -> Tensor:
+def _old(logprobs: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
     """What the ratio compares with, [N], without gradient."""
     if config.mode == "behaviour":
         return packed.behaviour_logprobs
-    if config.mode == "decoupled" and given is not None:
-        return given.detach()
-    return logprobs.detach()
+    given = packed.scores.get("old") if config.mode == "decoupled" else None
+    return (logprobs if given is None else given).detach()
 
 
 def _policy_loss(
@@ -116,14 +112,15 @@ def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: Trai
     `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
     policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    if packed.reference_logprobs is None:
+    reference = packed.scores.get("reference")
+    if reference is None:
         raise ValueError(
             f"a KL coefficient of {config.kl_coefficient} needs reference log-probabilities, "
             "got none: start a logprob worker"
         )
     is_weighted = config.kl_estimator == "k3_iw"
     estimator = "k3" if is_weighted else config.kl_estimator
-    kl = kl_penalty(logprobs, packed.reference_logprobs, estimator=estimator)
+    kl = kl_penalty(logprobs, reference, estimator=estimator)
     if is_weighted:
         kl = kl * torch.exp(bounded(logprobs - old))
     return (packed.weights * kl).sum()
@@ -133,8 +130,8 @@ def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: Trai
 def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
     """[N] bool: which tokens are beyond the bound of exponents."""
     is_far = logprobs - old > MAX_EXPONENT
-    if config.kl_in_loss and packed.reference_logprobs is not None:
-        is_far |= packed.reference_logprobs - logprobs > MAX_EXPONENT
+    if config.kl_in_loss:
+        is_far |= packed.scores["reference"] - logprobs > MAX_EXPONENT
     return is_far
 
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from async_grpo.algorithms.base import Algorithm, LossSums
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from async_grpo.model.logprobs import TokenLogprobs
     from async_grpo.types import PackedMinibatch
 
@@ -21,7 +19,7 @@ class Sft(Algorithm):
     temperature = 1.0
     samples_per_slot = 1
 
-    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch, old: Tensor | None) -> LossSums:
+    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
         return LossSums(-(packed.weights * scored.logprobs).sum())
 
     def in_words(self) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class RewardShaping:
     def _kl_penalty(self, sample: Sample) -> float:
         if not self.kl_coefficient or not sample.num_trained_tokens:
             return 0.0
-        if sample.reference_logprobs is None:
+        if "reference" not in sample.scores:
             raise ValueError(
                 "k1 in the reward needs reference log-probabilities, sample "
                 f"{(sample.ordinal, sample.index)} has none: score it before its advantage"
@@ -83,11 +83,11 @@ class RewardShaping:
         return sum(
             kl_penalty(
                 row.logprobs,
-                part.reference_logprobs,
+                part.scores["reference"],
                 loss_mask_L=row.loss_mask,
                 coefficient=self.kl_coefficient,
             )
             for part in sample.parts()
             for row in part.episode.rows
-            if row.logprobs is not None and part.reference_logprobs is not None
+            if row.logprobs is not None
         )

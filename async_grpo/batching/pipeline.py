@@ -202,15 +202,16 @@ class SlotPipeline:
         for need in self._rules.needs:
             wanted = tuple(s for s in group.samples if s.num_trained_tokens and s.contributes)
             if wanted and need.before_advantages == before_advantages:
-                found = {s.index: s for s in await self._score(wanted, temperature, version)}
+                scored = await self._score(wanted, need.role, temperature, version)
+                found = {sample.index: sample for sample in scored}
                 samples = tuple(found.get(sample.index, sample) for sample in group.samples)
                 group = replace(group, samples=samples)
         return group
 
     async def _score(
-        self, samples: Samples, temperature: float, version: WeightsVersion
+        self, samples: Samples, role: str, temperature: float, version: WeightsVersion
     ) -> Samples:
-        """The samples with their reference log-probabilities."""
+        """The samples with the log-probabilities that workers of `role` give their tokens."""
         rows = [row for sample in samples for row in sample.episode.rows]
         request = LogprobRequest(
             tuple(row.prompt_token_ids for row in rows),
@@ -230,14 +231,14 @@ class SlotPipeline:
         with self._in_stage("in_reference", len(samples)):
             await self._until_reference_is_due(version)
             scores = await self._leased(
-                REFERENCE,
+                role,
                 work,
                 cost=request.num_tokens,
                 version=version,
                 slot=samples[0].ordinal,
                 on_retry=on_retry,
             )
-        return tuple(_with_scores(samples, scores))
+        return tuple(_with_scores(samples, role, scores))
 
     async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
         async def work(worker: Lease) -> tuple[Verdict, ...]:
@@ -264,7 +265,7 @@ class SlotPipeline:
         The deaths of workers count against `slot`, until its work is done. Raises `SlotFailed` when
         the tries are used up, or workers keep dying of it; `NoWorkerError` when nothing moves.
         """
-        stage, registry = STAGES[role], self._registry_of(role)
+        stage, registry = STAGES.get(role, role), self._registry_of(role)
         attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
         try:
             while True:
@@ -312,9 +313,10 @@ class SlotPipeline:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
 
 
-def _with_scores(samples: Samples, scores: Sequence[Scores]) -> Iterator[Sample]:
+def _with_scores(samples: Samples, role: str, scores: Sequence[Scores]) -> Iterator[Sample]:
     """Each sample with the scores of its own rows, laid end to end."""
     rest = iter(scores)
     for sample in samples:
         own = [next(rest) for _ in sample.episode.rows]
-        yield replace(sample, reference_logprobs=own[0] if len(own) == 1 else np.concatenate(own))
+        laid_out = own[0] if len(own) == 1 else np.concatenate(own)
+        yield replace(sample, scores={**sample.scores, role: laid_out})

@@ -141,7 +141,12 @@ def _token_columns(sample: Sample) -> dict[str, object]:
         "output_token_ids": _by_row(row.token_ids for row in rows),
         "loss_mask": _by_row(row.loss_mask for row in rows),
         "behaviour_logprobs": _by_row(row.logprobs for row in rows),
-        "reference_logprobs": _by_row(part.reference_logprobs for part in parts),
+        "reference_logprobs": _by_row(part.scores.get("reference") for part in parts),
+        "scores": {
+            name: _by_row(part.scores[name] for part in parts)
+            for name in sample.scores
+            if name != "reference"
+        },
     }
 
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.lag import tokens_by_lag
 from async_grpo.types import Group, Sample
@@ -92,7 +94,7 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
         ),
         "truncated_samples": sum(s.episode.finish_reason == "length" for s in samples),
         "masked_samples": sum(sample.num_trained_tokens == 0 for sample in samples),
-        "zero_advantage_samples": sum(sample.advantage == 0.0 for sample in samples),
+        "zero_advantage_samples": sum(not np.any(sample.advantage) for sample in samples),
         "unscorable_samples": sum(s.verdict.status == "unscorable" for s in samples),
         "overrun_samples": sum(s.verdict.cause == "overrun" for s in samples),
         "failed_samples": 0,

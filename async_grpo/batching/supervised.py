@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.packing import (
     DEFAULT_ATTENTION_RATIO,
@@ -18,13 +16,12 @@ from async_grpo.batching.packing import (
     estimate_cost,
     pack_rounds,
 )
+from async_grpo.environments.given import given_episode
 from async_grpo.errors import DataError
 from async_grpo.types import (
     EndOfStep,
-    Episode,
     Minibatch,
     Question,
-    Row,
     Sample,
     StreamItem,
     Tally,
@@ -103,10 +100,8 @@ def _check_pairs(pairs: Sequence[TrainingPair], max_tokens: int) -> None:
 
 
 def _sample(ordinal: int, pair: TrainingPair) -> Sample:
-    output = pair.completion_token_ids
-    row = Row(pair.prompt_token_ids, output, None, np.ones(len(output), np.bool_), ())
     question = Question(pair.prompt_token_ids, input="", answer=None, columns={})
-    return Sample(ordinal, 0, question, Episode((row,)), DEMONSTRATION, advantage=1.0)
+    return Sample(ordinal, 0, question, given_episode(pair), DEMONSTRATION, advantage=1.0)
 
 
 def _tally(samples: Sequence[Sample]) -> Tally:

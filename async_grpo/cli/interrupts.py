@@ -1,8 +1,8 @@
-"""How our processes end: Ctrl-C and SIGTERM are answered alike, and nothing is waited for twice.
+"""How processes end on Ctrl-C and SIGTERM, which are handled alike.
 
-A trainer rank that trains is asked to stop between two gradient steps, so that it can leave a
-checkpoint; one that still loads or waits is broken off. In both a thread keeps the time, because
-the main thread may stand in a collective or in Ray, where Python's handlers do not run.
+A trainer rank that trains stops between two gradient steps, so that it can save a checkpoint; one
+that still loads or waits is interrupted at once. A thread enforces the deadline in both cases,
+because Python runs no signal handler while the main thread is in a collective or in Ray.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from async_grpo import deadlines
 from async_grpo.errors import RankLostError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through who started the rank
-GRACE_S = 25.0  # for the step and its checkpoint: ranks are killed after 30 s
-BREAK_OFF_S = 8.0  # for letting go of the workers, when nothing is to be saved
 
 
 class Interrupted(KeyboardInterrupt):
@@ -37,9 +36,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stop(Protocol):
-    """What a run looks at before each of its items: see `training.stopping`."""
+    """The request that a run polls before each item of its stream: `run.stopping.StopRequest`."""
 
-    is_observed: bool
+    is_polled: bool
 
     def set(self) -> None: ...
 
@@ -47,14 +46,19 @@ class Stop(Protocol):
 
 
 class RankInterrupts:
-    """Answers the signals of one trainer rank, from any state of its main thread.
+    """Handles the signals of one trainer rank, whatever its main thread does.
 
-    The first one sets `stop` where that is observed; elsewhere it raises `Interrupted` on the main
-    rank and ends another. After a time of grace, or at a later deliberate signal, the process ends.
+    The first signal sets `stop` while the run polls it; otherwise it raises `Interrupted` on rank 0
+    and exits another rank. After `grace_s`, or at a second deliberate signal, the process exits.
     """
 
     def __init__(
-        self, stop: Stop, *, is_main: bool, say: Callable[[str], None], grace_s: float = GRACE_S
+        self,
+        stop: Stop,
+        *,
+        is_main: bool,
+        say: Callable[[str], None],
+        grace_s: float = deadlines.RANK_GRACE_S,
     ) -> None:
         self._stop = stop
         self._is_main = is_main
@@ -63,7 +67,7 @@ class RankInterrupts:
         self.number = 0  # of the first signal; 0 when there was none
 
     def listen(self) -> None:
-        """From now on; to be called by the main thread."""
+        """Install the handlers; the main thread must call it."""
         # The C handler writes each signal there, whatever the main thread is doing.
         self._signals, writer = socket.socketpair()
         writer.setblocking(False)
@@ -74,8 +78,8 @@ class RankInterrupts:
         threading.Thread(target=self._answer, name="interrupts", daemon=True).start()
 
     @contextmanager
-    def told(self, output_dir: str | Path) -> Iterator[None]:
-        """Around a run: one that was asked to end says so, and where it can go on."""
+    def on_interrupt(self, output_dir: str | Path) -> Iterator[None]:
+        """Around a run: if a signal ended it, raise `Interrupted` with where the run can resume."""
         try:
             yield
         except KeyboardInterrupt:
@@ -102,7 +106,7 @@ class RankInterrupts:
             self._stop.set()
             self._say(f"{_name(number)}: ending in order; once more ends at once")
         elif self._is_main:
-            left_s = BREAK_OFF_S
+            left_s = deadlines.RANK_BREAK_OFF_S
         else:
             os._exit(128 + number)
         deadline = asked_at + left_s
@@ -114,8 +118,8 @@ class RankInterrupts:
         os._exit(128 + number)  # no flush: the main thread may hold a stream's lock
 
     def _is_ending(self) -> bool:
-        """Whether the main thread ends in order, or will when it sees the request."""
-        return self._stop.is_observed or self._stop.is_set()
+        """Whether the main thread polls the request, or has seen it."""
+        return self._stop.is_polled or self._stop.is_set()
 
     def _next_signal(self, deadline: float | None) -> int:
         """The number of the next of our signals; 0 when none comes before the deadline."""
@@ -129,7 +133,7 @@ class RankInterrupts:
 
 
 def where_to_go_on(output_dir: str | Path) -> str:
-    """One sentence for somebody who has interrupted a run.
+    """One sentence for a user who has interrupted a run.
 
     >>> where_to_go_on("/does/not/exist")
     'interrupted; no checkpoint was saved yet'

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from async_grpo import head
+from async_grpo import deadlines, head
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import Interrupted, interrupt_once, where_to_go_on
 from async_grpo.cli.options import CONTEXT, OptionsCommand
@@ -40,9 +40,6 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
-READY_TIMEOUT_S = 300.0
-SCRIPT_TIMEOUT_S = 3600.0  # data may be large
-TRAINER_ENDING_S = 30.0  # the ranks' own time of grace, and the launcher's end
 COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
 
 
@@ -155,7 +152,7 @@ def _train(run: LocalRun) -> None:
             log=run.logs / "trainer.log",
             environment=environment,
             shows_output=True,
-            stop_timeout_s=TRAINER_ENDING_S,
+            stop_timeout_s=deadlines.TRAINER_ENDED_S,
         )
         code = stack.enter_context(trainer).exit_code(watched=workers)
     if code:
@@ -201,7 +198,7 @@ def _cluster(run: LocalRun) -> Iterator[dict[str, str]]:
         )
         try:
             with ray_head:
-                ray_head.wait_for("Ray runtime started", timeout_s=READY_TIMEOUT_S)
+                ray_head.wait_for("Ray runtime started", timeout_s=deadlines.HEAD_READY_S)
                 yield environment
         finally:
             _keep_logs(Path(session), run.logs / "ray")
@@ -240,9 +237,9 @@ def _conclude(run: LocalRun, *, seconds: float) -> None:
 def _finish(*command: str) -> None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=SCRIPT_TIMEOUT_S
+            command, capture_output=True, text=True, check=False, timeout=deadlines.SCRIPT_S
         )
     except subprocess.TimeoutExpired:
-        raise DeadlineError(f"{command[1]} was not done within {SCRIPT_TIMEOUT_S:g} s") from None
+        raise DeadlineError(f"{command[1]} was not done within {deadlines.SCRIPT_S:g} s") from None
     if done.returncode:
         raise WorkerError(f"{command[1]} failed: {done.stderr.strip() or done.stdout.strip()}")

@@ -19,12 +19,11 @@ from types import FrameType
 
 import click
 
+from async_grpo import deadlines
 from async_grpo.cli.interrupts import NUMBERS
 from async_grpo.cli.processes import free_port
 
 POLL_INTERVAL_S = 0.05
-LEAVING_S = 5.0  # in which rank 0 ends by itself because another rank has ended
-ENDING_S = 30.0  # for ranks that were asked to end: more than their own time of grace
 
 
 def run_ranks(num_ranks: int) -> int:
@@ -91,11 +90,11 @@ class LocalRanks:
     def _end(self, failed: int) -> None:
         """Have the others end: by themselves, then asked, then by force."""
         if not self._asked:
-            self._wait(LEAVING_S if failed else 0.0)
+            self._wait(deadlines.RANKS_LEAVING_S if failed else 0.0)
             self._send(signal.SIGTERM)
-        self._wait(ENDING_S)
+        self._wait(deadlines.RANKS_ENDED_S)
         self._send(signal.SIGKILL)
-        self._wait(ENDING_S)
+        self._wait(deadlines.RANKS_ENDED_S)
 
     def _wait(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from async_grpo import deadlines
 from async_grpo.errors import DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ class Process:
         environment: Mapping[str, str],
         shows_output: bool = False,
         stop_signal: signal.Signals = signal.SIGINT,
-        stop_timeout_s: float = 20.0,
+        stop_timeout_s: float = deadlines.CHILD_ENDED_S,
     ) -> None:
         """The child's errors go to `log`, and its output too unless `shows_output`."""
         self.name = name

@@ -1,8 +1,7 @@
-"""What a failing rank says: one sentence, once, and last on the screen.
+"""How a failing rank reports: one sentence, once, and last on the screen.
 
-Whoever has started the ranks, torchrun or `local_ranks`, ends its output with the cause that the
-first failed rank has left in its error file; what other ranks say of the same failure, or of rank
-0's silence, would only hide it.
+The launcher, torchrun or `local_ranks`, prints last the cause that the first failed rank wrote into
+its error file. Other ranks' messages about the same failure, or about losing rank 0, would hide it.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from threading import Event
 
 import click
 
+from async_grpo import deadlines
 from async_grpo.cli.interrupts import leave
 from async_grpo.cli.options import OptionsCommand
 from async_grpo.errors import AsyncGrpoError, RankLostError
 from async_grpo.verification import namespaces
 
-OTHERS_WAIT_S = 3.0  # within which the other ranks of a machine are ended
 LATER_S = 5  # so much later than torchrun sees an end counts what only follows from it
 
 
 def is_main_rank() -> bool:
-    """Whether this process speaks for all ranks; true for one that is alone."""
+    """Whether this process is rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def keep_to_loopback(environ: MutableMapping[str, str]) -> None:
-    """Ranks of one machine open no port to the network; a choice of the user's stays.
+    """Make gloo use the loopback interface if all ranks are on this machine and none is set.
 
     >>> environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     >>> keep_to_loopback(environ)
@@ -47,23 +46,27 @@ def keep_to_loopback(environ: MutableMapping[str, str]) -> None:
 
 
 def end_with_agent() -> None:
-    """Have this rank asked to end when whoever started it is gone: nobody watches over it then.
+    """Have the kernel send SIGTERM to this rank when its launcher dies (Linux only).
 
-    The system's own means, because a killed process says nothing; Linux only.
+    A launcher that is killed sends nothing itself.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         namespaces.die_with_parent(signal.SIGTERM)
 
 
 @contextmanager
-def one_voice() -> Iterator[None]:
-    """Around what every rank does: rank 0's error for the user is raised, another's ends it."""
+def rank0_only_errors() -> Iterator[None]:
+    """Around code that every rank runs: only rank 0 raises an error for the user.
+
+    Another rank writes its error into its error file and exits with 1.
+    """
     try:
         yield
     except (AsyncGrpoError, click.UsageError) as error:
         is_first = not isinstance(error, RankLostError)
         if is_first and not is_main_rank():
-            time.sleep(OTHERS_WAIT_S)  # if rank 0 has failed too, this one does not live to tell
+            # If rank 0 has failed too, this one does not live to tell.
+            time.sleep(deadlines.OTHERS_ENDED_S)
         sentence = error.format_message() if isinstance(error, click.UsageError) else str(error)
         _leave_cause(f"error: {sentence}", is_first=is_first)
         if is_main_rank():
@@ -73,9 +76,10 @@ def one_voice() -> Iterator[None]:
 
 @contextmanager
 def ends_at_once(stop: Event | None = None) -> Iterator[None]:
-    """A process boundary: after an error or Ctrl-C, leave without waiting for threads.
+    """A process boundary: after an error or Ctrl-C, exit without joining threads.
 
-    One of them may still announce weights, for minutes. `stop`: this rank is asked to end.
+    A thread may still be announcing weights, for minutes. `stop`: the launcher asked this rank to
+    end.
     """
     try:
         yield
@@ -84,7 +88,7 @@ def ends_at_once(stop: Event | None = None) -> Iterator[None]:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         if not is_main_rank():
-            (stop or Event()).wait(OTHERS_WAIT_S)
+            (stop or Event()).wait(deadlines.OTHERS_ENDED_S)
         _leave_cause(f"{type(error).__name__}: {error}")
         traceback.print_exc()
         code = 1
@@ -95,7 +99,7 @@ class RankCommand(OptionsCommand):
     """A command whose usage errors reach the screen once, however many ranks make them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        with one_voice():
+        with rank0_only_errors():
             return super().parse_args(ctx, args)
 
 

@@ -25,7 +25,7 @@ from async_grpo.cli.torchrun import (
     ends_at_once,
     is_main_rank,
     keep_to_loopback,
-    one_voice,
+    rank0_only_errors,
 )
 from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
@@ -58,7 +58,7 @@ QUIET = {
 @predecessor_options
 @config_option
 @command_boundary()
-@one_voice()
+@rank0_only_errors()
 def main(*, nproc_per_node: int, **_: Any) -> None:
     """Train a causal language model with GRPO (or SFT) on this machine.
 
@@ -87,7 +87,12 @@ def main(*, nproc_per_node: int, **_: Any) -> None:
         logging.getLogger("async_grpo").setLevel(config.logging_level)
     else:
         logging.disable(logging.WARNING)
-    with ends_at_once(stop), command_boundary(), one_voice(), interrupts.told(config.output_dir):
+    with (
+        ends_at_once(stop),
+        command_boundary(),
+        rank0_only_errors(),
+        interrupts.on_interrupt(config.output_dir),
+    ):
         run(config, stop=stop)
 
 

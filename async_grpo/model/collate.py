@@ -6,7 +6,7 @@ of the sequences, each with its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -25,9 +25,9 @@ class _Row:
     output: NDArray[np.int32]  # [L]
     trained: NDArray[np.intp]  # indices into the output of its trained tokens
     weight: float  # w_i
-    advantage: float
+    advantage: float | NDArray[np.float32]  # or [L]
     behaviour: NDArray[np.float32]  # [L]
-    reference: NDArray[np.float32] | None  # [L]
+    scores: Mapping[str, NDArray[np.float32]]  # [L] or [L, K]
     is_first: bool = True  # of its sample
 
 
@@ -36,6 +36,7 @@ def collate(
     *,
     aggregation: str,
     constant_length: int = 0,
+    scores: Mapping[str, int] | None = None,
     share_prompts: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> PackedMinibatch:
@@ -44,10 +45,14 @@ def collate(
     A masked token is read by the model but not trained; a fully masked sample adds nothing to N.
     Tokens behind a sample's last trained one influence nothing and are left out of T. With
     `share_prompts` a prompt that several samples have lies in the row once: the same sums, of fewer
-    products. `dtype` is that of the weights and advantages.
+    products. `scores`: those that every sample must have, and their columns (0: one number a
+    token), which a filler has too. `dtype` is that of the weights and advantages.
     """
+    _check_scores(samples, scores or {})
     rows = [row for sample in samples for row in _rows(sample, aggregation, constant_length)]
-    return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype)
+    if not rows:
+        return _filler(dtype, scores or {})
+    return _pack(rows, dtype, share_prompts=share_prompts)
 
 
 def collate_pairs(
@@ -65,11 +70,11 @@ def collate_pairs(
             weight=1.0,
             advantage=0.0,
             behaviour=np.zeros(len(output), dtype=np.float32),
-            reference=None,
+            scores={},
         )
         for prompt, output in pairs
     ]
-    return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype)
+    return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype, {})
 
 
 def split_by_row(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
@@ -81,9 +86,9 @@ def split_by_row(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
 def to_device(packed: PackedMinibatch, device: torch.device) -> PackedMinibatch:
     """The same minibatch with its tensors on `device`; copies do not block."""
     tensors = {name: value for name, value in _items(packed) if isinstance(value, Tensor)}
-    return replace(
-        packed, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-    )
+    moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+    scores = {name: value.to(device, non_blocking=True) for name, value in packed.scores.items()}
+    return replace(packed, **moved, scores=scores)
 
 
 def _items(packed: PackedMinibatch) -> list[tuple[str, object]]:
@@ -99,9 +104,9 @@ def _rows(sample: Sample, aggregation: str, constant_length: int) -> Iterator[_R
             output=row.token_ids,
             trained=np.flatnonzero(row.loss_mask),
             weight=weight,
-            advantage=sample.advantage,
+            advantage=part.advantage,
             behaviour=_behaviour(row),
-            reference=part.reference_logprobs,
+            scores=part.scores,
             is_first=part.row == 0,
         )
 
@@ -111,7 +116,7 @@ def _behaviour(row: Row) -> NDArray[np.float32]:
     return np.zeros(len(row.token_ids), np.float32) if row.logprobs is None else row.logprobs
 
 
-def _filler(dtype: torch.dtype) -> PackedMinibatch:
+def _filler(dtype: torch.dtype, scores: Mapping[str, int]) -> PackedMinibatch:
     """One token and none to score (N = 0): a full forward and backward, gradients exactly zero."""
     nothing = np.zeros(0, dtype=np.float32)
     row = _Row(
@@ -121,7 +126,7 @@ def _filler(dtype: torch.dtype) -> PackedMinibatch:
         weight=0.0,
         advantage=0.0,
         behaviour=nothing,
-        reference=nothing,
+        scores={name: np.zeros((0, k) if k else 0, np.float32) for name, k in scores.items()},
     )
     return replace(_pack([row], dtype), num_rows=0, num_samples=0)
 
@@ -152,9 +157,11 @@ def _pack(
         target_ids=_ids([row.output[row.trained] for row in rows]),
         sample_index=torch.from_numpy(np.repeat(np.arange(len(rows)), counts)),
         weights=torch.from_numpy(np.repeat([row.weight for row in rows], counts)).to(dtype),
-        advantages=torch.from_numpy(np.repeat([row.advantage for row in rows], counts)).to(dtype),
+        advantages=torch.from_numpy(np.concatenate([_advantages(row) for row in rows])).to(dtype),
         behaviour_logprobs=_floats([row.behaviour[row.trained] for row in rows]),
-        reference_logprobs=_references(rows),
+        scores={
+            name: _floats([r.scores[name][r.trained] for r in rows]) for name in rows[0].scores
+        },
         num_rows=len(rows),
         num_samples=sum(row.is_first for row in rows),
         repeat_index=_ids([repeat_index]) if is_shared else None,
@@ -185,15 +192,22 @@ def _needed_tokens(row: _Row) -> NDArray[np.int32]:
     return np.concatenate([row.prompt, row.output])[:num_read]
 
 
-def _references(rows: Sequence[_Row]) -> Tensor | None:
-    """[N] when every row has them, None when none has; a mixture is a bug upstream."""
-    found = [row.reference[row.trained] for row in rows if row.reference is not None]
-    if found and len(found) != len(rows):
-        raise ValueError(
-            f"all samples of a minibatch need reference log-probabilities or none, got "
-            f"{len(found)} of {len(rows)}: check the reference worker"
-        )
-    return _floats(found) if found else None
+def _advantages(row: _Row) -> NDArray[np.float64]:
+    """One for each trained token."""
+    advantage = np.asarray(row.advantage, dtype=np.float64)
+    return advantage[row.trained] if advantage.ndim else np.full(len(row.trained), advantage)
+
+
+def _check_scores(samples: Sequence[Sample], scores: Mapping[str, int]) -> None:
+    """Every sample has those that are needed, and all samples the same ones."""
+    names = {*scores, *(name for sample in samples for name in sample.scores)}
+    for sample in samples:
+        if missing := names - sample.scores.keys():
+            raise ValueError(
+                f"all samples of a minibatch need the same scores, sample "
+                f"{(sample.ordinal, sample.index)} lacks {', '.join(sorted(missing))}: start a "
+                "worker that gives them"
+            )
 
 
 def _ids(parts: Sequence[NDArray[np.integer]]) -> Tensor:

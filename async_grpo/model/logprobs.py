@@ -1,4 +1,6 @@
-"""Log-probabilities of chosen tokens from hidden states, without ever holding a [N, V] tensor.
+"""What is made of a distribution over all tokens, without ever holding a [N, V] tensor.
+
+Log-probability of the chosen token and entropy always; on request head terms, such as divergences.
 
 Logits are float32 (float64 for a float64 model), also those of bf16 hidden states and weights.
 
@@ -8,8 +10,8 @@ Legend: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +21,35 @@ from torch import Tensor
 LEAST_LOGPROB = -1e4
 
 
+class HeadTerm(Protocol):
+    """One number a token, made of its whole distribution: an algorithm lists those that it needs.
+
+    `rows` are what `Sample.scores` holds of the same tokens, by name: [C] or [C, K] each.
+    """
+
+    name: str
+
+    def value(self, logprobs: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """[C] of the log-probabilities [C, V] of a chunk."""
+        ...
+
+    def gradient(self, logprobs: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """[C, V] of each value by its row of log-probabilities, as if these were free.
+
+        Example: of Σ_v p_v (log p_v - log q_v) it is p_v (log p_v - log q_v + 1).
+        """
+        ...
+
+
 class TokenLogprobs(NamedTuple):
-    """What the policy says of N given tokens; both carry gradient when the hidden states do.
+    """What the policy says of N given tokens; all carry gradient when the hidden states do.
 
     A named tuple, because FSDP2 finds the tensors of a forward's result as a pytree.
     """
 
     logprobs: Tensor  # [N] float32, or float64 for a float64 model
     entropy: Tensor  # [N] same type, in nats
+    terms: Mapping[str, Tensor] = {}  # [N] each, of the head terms that were asked for
 
 
 def token_logprobs(
@@ -38,26 +61,38 @@ def token_logprobs(
     chunk_size: int,
     bias: Tensor | None = None,
     compile: bool = False,
+    terms: Sequence[HeadTerm] = (),
+    rows: Mapping[str, Tensor] | None = None,
 ) -> TokenLogprobs:
     """Log-softmax of `(hidden @ head_weight.T + bias) / temperature` at `target_ids`.
 
     hidden [N, H], head_weight [V, H], target_ids [N] int64, bias [V], where -inf excludes a token.
     At most a few [C, V] tensors live at a time, forward and backward: the backward pass recomputes
-    the logits of each chunk. `compile`: fuse what is done with each chunk's logits.
+    the logits of each chunk. `compile`: fuse what is done with each chunk's logits, where there are
+    no `terms`; `rows` [N] or [N, K] each is what these read beside the log-probabilities.
     Raises ValueError when `chunk_size` or `temperature` is not positive.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}: 1024 is usual")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: 1.0 is usual")
-    setting = _Setting(temperature, chunk_size, compile)
-    return TokenLogprobs(*_ChunkedLogprobs.apply(hidden, head_weight, bias, target_ids, setting))
+    setting = _Setting(temperature, chunk_size, compile and not terms, tuple(terms), rows or {})
+    logprobs, entropy, *values = _ChunkedLogprobs.apply(
+        hidden, head_weight, bias, target_ids, setting
+    )
+    names = [term.name for term in terms]
+    return TokenLogprobs(logprobs, entropy, dict(zip(names, values, strict=True)))
 
 
 class _Setting(NamedTuple):
     temperature: float
     chunk_size: int
     compile: bool
+    terms: tuple[HeadTerm, ...]
+    rows: Mapping[str, Tensor]
+
+    def rows_of(self, chunk: slice) -> dict[str, Tensor]:
+        return {name: values[chunk] for name, values in self.rows.items()}
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -71,28 +106,40 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         setting: _Setting,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         statistics_of = _compiled(_statistics) if setting.compile else _statistics
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Made first: what outlives a chunk, allocated between chunks, would fragment the heap until
         # it holds as much as all logits at once (glibc, below 32 MiB a tensor).
-        logprobs, log_normaliser, entropy = (
-            torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(3)
+        logprobs, log_normaliser, entropy, *values = (
+            torch.empty(len(targets), dtype=dtype, device=hidden.device)
+            for _ in range(3 + len(setting.terms))
         )
         for rows in _chunks(len(targets), setting.chunk_size):
-            logprobs[rows], log_normaliser[rows], entropy[rows] = statistics_of(
-                hidden[rows], weight, bias, targets=targets[rows], temperature=setting.temperature
+            logprobs[rows], log_normaliser[rows], entropy[rows], whole = statistics_of(
+                hidden[rows],
+                weight,
+                bias,
+                targets=targets[rows],
+                temperature=setting.temperature,
+                keeps_whole=bool(setting.terms),
             )
+            for value, term in zip(values, setting.terms, strict=True):
+                if len(targets):
+                    value[rows] = term.value(whole, setting.rows_of(rows))
+            del whole  # before the next chunk's is made
         ctx.save_for_backward(hidden, weight, bias, targets, log_normaliser, entropy)
         ctx.setting = setting
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        return logprobs, entropy, *values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
         grad_chosen = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
+        pairs = zip(ctx.setting.terms, grads[2:], strict=True)
+        used = [(term, grad) for term, grad in pairs if grad is not None and len(targets)]
         gradient_of = _compiled(_grad_logits) if ctx.setting.compile else _grad_logits
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=log_normaliser.dtype)
@@ -108,6 +155,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 entropy=entropy[rows],
                 grad_chosen=grad_chosen[rows],
                 grad_entropy=None if grad_entropy is None else grad_entropy[rows],
+                terms=[(term, grad[rows]) for term, grad in used],
+                rows=ctx.setting.rows_of(rows),
             )
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
@@ -156,9 +205,16 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: fl
 
 
 def _statistics(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """log-probability of the targets, log-normaliser and entropy, each [C].
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    targets: Tensor,
+    temperature: float,
+    keeps_whole: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """log-probability of the targets, log-normaliser and entropy, each [C], and on request all
+    log-probabilities [C, V].
 
     With x the logits minus their largest and z = sum exp(x): entropy = log z - sum(x exp(x)) / z,
     whose terms are all positive. One exponential of the chunk serves all three.
@@ -173,7 +229,8 @@ def _statistics(
     total = exponentials.sum(-1)
     log_total = total.log()
     entropy = log_total - exponentials.mul_(logits).sum(-1) / total
-    return chosen - log_total, largest.squeeze(-1) + log_total, entropy
+    whole = logits.sub_(log_total[:, None]) if keeps_whole else None
+    return chosen - log_total, largest.squeeze(-1) + log_total, entropy, whole
 
 
 def _grad_logits(
@@ -187,15 +244,19 @@ def _grad_logits(
     entropy: Tensor,
     grad_chosen: Tensor,
     grad_entropy: Tensor | None,
+    terms: Sequence[tuple[HeadTerm, Tensor]],
+    rows: Mapping[str, Tensor],
 ) -> Tensor:
     """Gradient with respect to the [C, V] logits before the temperature.
 
     d logprob_target / d logit_j = [j = target] - p_j
     d entropy / d logit_j = -p_j (logprob_j + entropy)
+    d term / d logit_j = g_j - p_j Σ_v g_v, where g is its gradient by log-probabilities
     """
     logprobs = _logits(hidden, weight, bias, temperature).sub_(log_normaliser[:, None])
     if bias is not None:
         logprobs.clamp_(min=LEAST_LOGPROB)
+    of_terms = [_term_gradient(logprobs, term, grad / temperature, rows) for term, grad in terms]
     grad_chosen = grad_chosen[:, None] / temperature
     if grad_entropy is None:
         grad = logprobs.exp_().mul_(-grad_chosen)
@@ -204,4 +265,15 @@ def _grad_logits(
         grad_entropy = grad_entropy[:, None] / temperature
         logprobs.add_(entropy[:, None]).mul_(grad_entropy).add_(grad_chosen)
         grad.mul_(logprobs).neg_()
+    for each in of_terms:
+        grad += each
     return grad.scatter_add_(-1, targets[:, None], grad_chosen)
+
+
+def _term_gradient(
+    logprobs: Tensor, term: HeadTerm, grad: Tensor, rows: Mapping[str, Tensor]
+) -> Tensor:
+    """[C, V] by logits over the temperature, times what arrives [C] of each value."""
+    by_logprob = term.gradient(logprobs, rows)
+    total = by_logprob.sum(-1, keepdim=True)
+    return (by_logprob - logprobs.exp() * total).mul_(grad[:, None])

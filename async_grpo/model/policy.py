@@ -5,13 +5,13 @@ The same module serves trainer, reference and evaluation, so that they cannot di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.model.attention import PACKED
-from async_grpo.model.logprobs import TokenLogprobs, token_logprobs
+from async_grpo.model.logprobs import HeadTerm, TokenLogprobs, token_logprobs
 from async_grpo.types import PackedMinibatch
 
 
@@ -27,7 +27,12 @@ class PolicyModel(nn.Module):
         self.compile_logprobs = False  # what is done with each chunk's logits
 
     def forward(
-        self, packed: PackedMinibatch, *, temperature: float, chunk_size: int
+        self,
+        packed: PackedMinibatch,
+        *,
+        temperature: float,
+        chunk_size: int,
+        terms: Sequence[HeadTerm] = (),
     ) -> TokenLogprobs:
         """Score `packed.target_ids` [N]; logits exist for `chunk_size` tokens at a time."""
         if packed.repeat_index is not None and not self.shares_prompts:
@@ -52,6 +57,8 @@ class PolicyModel(nn.Module):
             chunk_size=chunk_size,
             bias=getattr(head, "bias", None),
             compile=self.compile_logprobs,
+            terms=terms,
+            rows=packed.scores,
         )
 
     @property

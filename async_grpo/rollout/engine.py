@@ -28,14 +28,14 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from async_grpo import deadlines
 from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.rollout.cached_tokens import cached_tokens
+from async_grpo.rollout.canary import CanaryPass
 from async_grpo.rollout.completions import read_completion
 from async_grpo.rollout.engine_args import engine_args
-from async_grpo.rollout.patience import Patience
-from async_grpo.rollout.replay import CanaryReplay
 from async_grpo.rollout.request_pulses import request_pulses
 from async_grpo.rollout.sampling import sampling_params
 from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
+from async_grpo.rollout.update_delay import UpdateDelay
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -80,7 +80,7 @@ class Engine:
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}  # by the name that vLLM knows it by
-        self._patience = Patience(max_num_seqs=config.max_num_seqs)
+        self._delay = UpdateDelay(max_num_seqs=config.max_num_seqs)
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
         self.vocab_size: int = model_config.get_vocab_size()
@@ -120,7 +120,7 @@ class Engine:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
             del self._running[request_id]
-        self._patience.ended(began_at=running.began_at)
+        self._delay.ended(began_at=running.began_at)
         return tuple(read_completion(output) for output in final.outputs)
 
     async def _final_output(self, request: GenerationRequest, request_id: str) -> RequestOutput:
@@ -162,7 +162,7 @@ class Engine:
                     await self._stage(bucket, await fetch(bucket), file=file, is_last=is_last)
                 states = self._llm.output_processor.request_states
                 began = [running.began_at for running in self._running.values()]
-                await self._patience.wait(began, lambda: len(states))
+                await self._delay.wait(began, lambda: len(states))
             except BaseException:  # cancelled too: the next update must find the engine ready
                 await self._discard()
                 raise
@@ -226,7 +226,7 @@ class Engine:
         updates: AsyncIterable[dict[str, Any]] | None = None,
         timeout_s: float = deadlines.WEIGHTS_APPLIED_S,
     ) -> Loaded:
-        replay, paused_at = CanaryReplay(self._llm, snapshot.canary), time.monotonic()
+        canary, paused_at = CanaryPass(self._llm, snapshot.canary), time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 # The caches belong to the old weights and must not outlive them.
@@ -236,19 +236,19 @@ class Engine:
                 if updates is not None:
                     await self._load_each(updates)
                 await self._llm.finish_weight_update(weight_version=str(snapshot.version))
-                await replay.queue()  # before the others go on, or it would wait for a place
+                await canary.queue()  # before the others go on, or it would wait for a place
                 await self._llm.resume_generation()
         except BaseException as error:  # half-loaded weights must never serve, whatever happened
             raise EngineBrokenError(
                 f"loading weights {snapshot.version} failed: {error!r}"
             ) from error
         pause_seconds = time.monotonic() - paused_at
-        self._patience.updated()
+        self._delay.updated()
         try:
-            scores = await replay.scores()
+            scores = await canary.scores()
         except EngineDeadError as error:
             raise EngineBrokenError(f"the engine died: {error}") from error
-        return Loaded(pause_seconds, recomputed, scores, replay.problem)
+        return Loaded(pause_seconds, recomputed, scores, canary.problem)
 
     async def rename(self, version: WeightsVersion) -> None:
         """What is served is called `version` from now on: weights and caches stay.
@@ -280,7 +280,7 @@ class Engine:
                 f"the engine did not answer {what} within {timeout_s:g} s"
             ) from None
         except Exception as error:  # the engine's process sends its errors as bare text
-            raise WeightSyncError(str(error).rpartition("method failed: ")[2]) from error
+            raise WeightSyncError(str(error)) from error
 
     async def abort(self) -> None:
         """End every running request; their callers get what there is, marked `abort`."""

@@ -1,14 +1,13 @@
-"""vLLM's scheduler, telling of a sequence once instead of once a token.
+"""A subclass of vLLM's scheduler that sends a sequence once, when it has ended.
 
-consumes      what vLLM's own scheduler has to say of a step: a token each of hundreds of sequences
-produces      whole sequences when they end; what there is of the others before weights change;
-              how many tokens each has, when asked
+consumes      the outputs of each engine step: one token of each of hundreds of sequences
+produces      whole sequences when they end; partial ones before a pause; token counts on request
 waits for     nothing
 unblocked by  a sequence's end, or a pause
 
-Nobody reads a training sample before it is whole, but vLLM would pack, send and unpack every token
-with arrays of its own. A message has one weight version, so a pause, after which the version may
-be another, sends first what was sampled before it. Runs inside vLLM's engine core process.
+Nothing reads a training sample before it is complete, but vLLM would serialise and send each token
+on its own. A message has one weight version, so a pause, after which the version may change, first
+sends what was sampled before it. Runs inside vLLM's engine core process.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class WholeOutputs:
             ]
         if self._is_to_send:
             self._send_all(messages)
-        return {client: message for client, message in messages.items() if _says(message)}
+        return {client: message for client, message in messages.items() if _has_content(message)}
 
     def finish_requests(
         self, request_ids: Any, finished_status: RequestStatus
@@ -164,8 +163,8 @@ def _joined(parts: Sequence[LogprobsLists]) -> LogprobsLists | None:
     return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
 
 
-def _says(message: EngineCoreOutputs) -> bool:
-    """Whether it is worth sending."""
+def _has_content(message: EngineCoreOutputs) -> bool:
+    """Whether the engine core has to send the message."""
     return bool(message.outputs or message.finished_requests) or (
         message.scheduler_stats is not None
     )

@@ -135,7 +135,9 @@ class GenerationWorker:
             [completion.token_ids for completion in completions], skip_special_tokens=True
         )
         pairs = zip(completions, texts, strict=True)
-        return tuple(replace(completion, text=text) for completion, text in pairs)
+        return tuple(
+            replace(completion, text=text, worker_id=self._worker_id) for completion, text in pairs
+        )
 
     def _check(self, request: GenerationRequest) -> None:
         if self._version is None:

@@ -25,7 +25,7 @@ from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.preparation import open_run
 from async_grpo.run.report import NoReport, Report
 from async_grpo.run.sampling import SampledData
-from async_grpo.run.stopping import observed
+from async_grpo.run.stopping import polled
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep, Minibatch, StreamItem, WeightsSnapshot
@@ -108,7 +108,7 @@ def train(
             data.evaluate()
         checkpoints.batch_ended(end)
 
-    with observed(stop):
+    with polled(stop):
         train_steps(data, learner, report, exports, after_batch=after_batch)
     _keep_result(data, ranks, exports, checkpoints)
 

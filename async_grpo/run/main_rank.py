@@ -56,7 +56,7 @@ from async_grpo.types import (
     canary_tokens,
 )
 from async_grpo.weight_sync.buckets import NamedTensors
-from async_grpo.weight_sync.publisher import Publisher, gather_along
+from async_grpo.weight_sync.publisher import Publisher, join_gather
 from async_grpo.weight_sync.references import ReferenceSchedule
 from async_grpo.weight_sync.transport import open_transport
 
@@ -281,13 +281,13 @@ class OtherRank:
     def collect(
         self, tensors: NamedTensors, canary: tuple[CanaryRow, ...], *, num_batches: int
     ) -> None:
-        gather_along(tensors)
+        join_gather(tensors)
 
     def announce(self, num_batches: int) -> None:
         pass
 
     def restore_first_reference(self, tensors: NamedTensors) -> None:
-        gather_along(tensors)
+        join_gather(tensors)
 
     def restore_moved_references(self, start: Start) -> None:
         pass

@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 class StopRequest(Event):
-    """Set by whoever wants the run to end; `is_observed` says whether anybody looks at it."""
+    """A signal handler sets it; `is_polled` says whether the run polls it at the moment."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_observed = False
+        self.is_polled = False
 
 
 @contextmanager
-def observed(stop: Event | None) -> Iterator[None]:
-    """Within, a run looks at `stop` before each item; outside it can only be broken off."""
+def polled(stop: Event | None) -> Iterator[None]:
+    """Around the loop of a run that polls `stop` before each item."""
     if not isinstance(stop, StopRequest):
         yield
         return
-    stop.is_observed = True
+    stop.is_polled = True
     try:
         yield
     finally:
-        stop.is_observed = False
+        stop.is_polled = False
 
 
 def until_stopped(

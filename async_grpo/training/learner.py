@@ -84,6 +84,7 @@ class Learner:
             minibatch.samples,
             aggregation=self.algorithm.aggregation,
             constant_length=self.config.constant_length_samples,
+            scores=self.algorithm.score_columns,
             share_prompts=self.policy.shares_prompts,
         )
         self.audit.trained(minibatch, packed)

@@ -39,6 +39,10 @@ REPLAY_FOLDER = "non_finite"
 MAX_FILES = 8  # a rank; the first ones tell the most
 FORMAT = 2
 
+BEHAVIOUR = "behaviour_logprobs"
+ADVANTAGES = "token_advantages"
+SCORES = "scores of "  # and a name
+
 Columns = dict[str, NDArray[Any]]
 
 
@@ -117,7 +121,7 @@ def _columns(minibatches: Sequence[Minibatch]) -> Columns:
     """Ragged arrays laid end to end, with their lengths."""
     samples = [part for m in minibatches for sample in m.samples for part in sample.parts()]
     rows = [row for sample in samples for row in sample.episode.rows]
-    references = [sample.reference_logprobs for sample in samples]
+    names = sorted({name for sample in samples for name in sample.scores})
     spans = [_plain_spans(row.weights_versions) for row in rows]
     return {
         "format": np.array(FORMAT),
@@ -125,7 +129,6 @@ def _columns(minibatches: Sequence[Minibatch]) -> Columns:
         "num_samples": np.array([len(minibatch.samples) for minibatch in minibatches]),  # [M]
         "ordinal": np.array([sample.ordinal for sample in samples], np.int64),  # [S]
         "index": np.array([sample.index for sample in samples], np.int64),  # [S]
-        "advantage": np.array([sample.advantage for sample in samples], np.float64),  # [S]
         "reward": np.array([sample.verdict.reward for sample in samples], np.float64),  # [S]
         "verdict": np.array([sample.verdict.status for sample in samples], np.str_),  # [S]
         "row": np.array([sample.row for sample in samples], np.int64),  # [S]
@@ -135,19 +138,27 @@ def _columns(minibatches: Sequence[Minibatch]) -> Columns:
         "prompt_length": _lengths([row.prompt_token_ids for row in rows]),  # [S]
         "output_length": _lengths([row.token_ids for row in rows]),  # [S]
         "num_spans": _lengths(spans),  # [S]
-        "has_reference": np.array([r is not None for r in references], np.bool_),  # [S]
-        "has_behaviour": np.array([row.logprobs is not None for row in rows], np.bool_),  # [S]
         "prompt_ids": _join([row.prompt_token_ids for row in rows], np.int32),  # [P]
         "output_ids": _join([row.token_ids for row in rows], np.int32),  # [L]
         "loss_mask": _join([row.loss_mask for row in rows], np.bool_),  # [L]
-        "behaviour_logprobs": _join(  # [L] of the rows that have them
-            [row.logprobs for row in rows if row.logprobs is not None], np.float32
-        ),
-        "reference_logprobs": _join(  # [L] of the samples that have them
-            [reference for reference in references if reference is not None], np.float32
-        ),
         "spans": _join(spans, np.int64),  # [K, 4] incarnation, batches, start, stop
+        "advantage": np.array(  # [S]
+            [0.0 if np.ndim(s.advantage) else s.advantage for s in samples], np.float64
+        ),
+        **_some(ADVANTAGES, [s.advantage if np.ndim(s.advantage) else None for s in samples]),
+        **_some(BEHAVIOUR, [row.logprobs for row in rows]),
+        **{
+            key: column
+            for name in names
+            for key, column in _some(SCORES + name, [s.scores.get(name) for s in samples]).items()
+        },
     }
+
+
+def _some(name: str, values: Sequence[Any]) -> Columns:
+    """[L] or [L, K] of the rows that have them, and which do."""
+    has = np.array([value is not None for value in values], np.bool_)
+    return {f"has {name}": has, name: _join([v for v in values if v is not None], np.float32)}
 
 
 def _samples(columns: Columns) -> Iterator[Sample]:
@@ -156,21 +167,20 @@ def _samples(columns: Columns) -> Iterator[Sample]:
     prompts = _split(columns["prompt_ids"], columns["prompt_length"])
     outputs = _split(columns["output_ids"], output_length)
     masks = _split(columns["loss_mask"], output_length)
-    behaviours = iter(
-        _split(columns["behaviour_logprobs"], output_length[columns["has_behaviour"]])
-    )
-    references = iter(
-        _split(columns["reference_logprobs"], output_length[columns["has_reference"]])
-    )
+    behaviours = _read_some(columns, BEHAVIOUR)
+    advantages = _read_some(columns, ADVANTAGES)
+    names = [key.removeprefix(SCORES) for key in columns if key.startswith(SCORES)]
+    scores = {name: _read_some(columns, SCORES + name) for name in names}
     spans = _split(columns["spans"], columns["num_spans"])
     for i in range(len(columns["ordinal"])):
         row = Row(
             prompts[i],
             outputs[i],
-            next(behaviours) if columns["has_behaviour"][i] else None,
+            behaviours[i],
             masks[i],
             tuple(_version_spans(spans[i])),
         )
+        own = advantages[i]
         status, reward = str(columns["verdict"][i]), float(columns["reward"][i])
         yield Sample(
             ordinal=int(columns["ordinal"][i]),
@@ -178,11 +188,18 @@ def _samples(columns: Columns) -> Iterator[Sample]:
             question=Question(prompts[i], "", None, {}),
             episode=Episode((row,)),
             verdict=Verdict(status, reward, None, "", "", 0.0),  # type: ignore[arg-type]
-            advantage=float(columns["advantage"][i]),
-            reference_logprobs=next(references) if columns["has_reference"][i] else None,
+            advantage=float(columns["advantage"][i]) if own is None else own,
+            scores={name: array for name in names if (array := scores[name][i]) is not None},
             row=int(columns["row"][i]),
             num_trained_elsewhere=int(columns["num_trained_elsewhere"][i]),
         )
+
+
+def _read_some(columns: Columns, name: str) -> list[NDArray[Any] | None]:
+    """The array of each row, None where it has none."""
+    has = columns[f"has {name}"]
+    found = iter(_split(columns[name], columns["output_length"][has]))
+    return [next(found) if each else None for each in has]
 
 
 def _plain_spans(spans: Iterable[VersionSpan]) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -125,8 +125,10 @@ class GradientStep:
     def accumulate(self, packed: PackedMinibatch) -> LossSums:
         """Back-propagate the minibatch's plain sum; every rank must call it equally often."""
         old = self._batch_start.logprobs(packed, **self._setting) if self._batch_start else None
-        scored = self._policy(packed, **self._setting)
-        result = self._algorithm.loss(scored, packed, old)
+        if old is not None:
+            packed = replace(packed, scores={**packed.scores, "old": old})
+        scored = self._policy(packed, **self._setting, terms=self._algorithm.terms)
+        result = self._algorithm.loss(scored, packed)
         with deferred_gradients(self._policy, defer=self._defer_gradient_sync):
             result.loss.backward()
         loss, entropy = result.loss.detach(), scored.entropy.detach()

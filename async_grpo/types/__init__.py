@@ -11,9 +11,12 @@ from async_grpo.types.canary import (
     canary_tokens,
 )
 from async_grpo.types.requests import (
+    EnvironmentSource,
+    EpisodesRequest,
     GenerationRequest,
     GradingRequest,
     LogprobRequest,
+    PlayedGroup,
     VerificationRequest,
 )
 from async_grpo.types.rewards import Rewards, share_out
@@ -64,7 +67,9 @@ from async_grpo.types.workers import (
 __all__ = [
     "CanaryRow",
     "EndOfStep",
+    "EnvironmentSource",
     "Episode",
+    "EpisodesRequest",
     "FailureCause",
     "FinishReason",
     "GenerationRequest",
@@ -74,6 +79,7 @@ __all__ = [
     "Minibatch",
     "PackedMinibatch",
     "PipelineStatus",
+    "PlayedGroup",
     "Problem",
     "PublishReport",
     "Pulse",

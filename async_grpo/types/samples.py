@@ -6,7 +6,7 @@ Legend: P prompt tokens, L output tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -56,6 +56,7 @@ class Turn:
     weights_versions: tuple[VersionSpan, ...]  # covers [0, L)
     finish_reason: FinishReason
     text: str  # decoded for verifiers and people, without special tokens
+    worker_id: str = ""  # of whom holds its prefix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +91,7 @@ class Episode:
 
     rows: tuple[Row, ...]
     turns: tuple[Turn, ...] = ()  # in order; none where the output was given
+    is_cut: bool = False  # there was no room for another turn
 
     @classmethod
     def of_turn(cls, prompt_token_ids: NDArray[np.int32], turn: Turn) -> Episode:
@@ -100,7 +102,9 @@ class Episode:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the last turn ended."""
+        """Why the last turn ended, or the episode before the next one."""
+        if self.is_cut:
+            return "length"
         return self.turns[-1].finish_reason if self.turns else "stop"
 
     @property
@@ -158,8 +162,9 @@ class Sample:
     question: Question
     episode: Episode
     verdict: Verdict
-    advantage: float
-    reference_logprobs: NDArray[np.float32] | None = None  # [L], None where nobody needs them
+    advantage: float | NDArray[np.float32]  # of all its tokens, or of each [L]
+    # What other models say of its tokens, by role: [L], or [L, K].
+    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     overlong_penalty: float = 0.0  # taken from the reward: see algorithms/shaping.py
     kl_penalty: float = 0.0
     attempt: int = 0  # questions that its slot had drawn before this one
@@ -196,11 +201,14 @@ class Sample:
         parts, start = [], 0
         for number, row in enumerate(self.episode.rows):
             stop = start + len(row.token_ids)
-            reference = self.reference_logprobs
+            advantage = self.advantage
             part = replace(
                 self,
                 episode=Episode((row,)),
-                reference_logprobs=None if reference is None else reference[start:stop],
+                advantage=(
+                    advantage[start:stop] if isinstance(advantage, np.ndarray) else advantage
+                ),
+                scores={name: values[start:stop] for name, values in self.scores.items()},
                 row=number,
                 num_trained_elsewhere=total - row.num_trained_tokens,
             )

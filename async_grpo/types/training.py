@@ -87,7 +87,7 @@ class PackedMinibatch:
     weights: torch.Tensor  # [N] float32, w_i of the aggregation; 0 in a filler
     advantages: torch.Tensor  # [N] float32
     behaviour_logprobs: torch.Tensor  # [N] float32
-    reference_logprobs: torch.Tensor | None  # [N] float32
+    scores: Mapping[str, torch.Tensor]  # [N] or [N, K] float32 each: `Sample.scores`
     num_rows: int  # S, but 0 for a filler
     num_samples: int  # those whose first row is here
     repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: no prompt is shared

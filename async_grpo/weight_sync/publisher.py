@@ -55,7 +55,7 @@ class Publisher:
                 for tensors, data, checksum in packed
             )
         finally:
-            gather_along(named_tensors)
+            join_gather(named_tensors)
         return WeightsSnapshot(version, buckets)
 
     def announce(
@@ -71,8 +71,8 @@ class Publisher:
         return reports
 
 
-def gather_along(named_tensors: NamedTensors) -> None:
-    """What the other ranks do while rank 0 collects: gather along, keep nothing."""
+def join_gather(named_tensors: NamedTensors) -> None:
+    """Ranks other than 0 call it while rank 0 publishes: they gather each tensor and drop it."""
     for _ in named_tensors:
         pass
 

@@ -130,7 +130,7 @@ def gradient(
     packed = collate(minibatch.samples, aggregation=config.aggregation, dtype=dtype)
     packed = to_device(packed, device)
     scored = policy(packed, temperature=1.0, chunk_size=CHUNK_SIZE)
-    find_algorithm(config).loss(scored, packed, None).loss.backward()
+    find_algorithm(config).loss(scored, packed).loss.backward()
     return flat([parameter.grad for parameter in policy.parameters()])
 
 

@@ -16,13 +16,8 @@ import ray
 
 from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.training.fsdp import iter_full_tensors
-from async_grpo.types import (
-    CanaryRow,
-    WeightsAck,
-    WeightsVersion,
-    canary_differences,
-)
-from async_grpo.weight_sync.publisher import Publisher, gather_along
+from async_grpo.types import CanaryRow, WeightsAck, WeightsVersion, canary_differences
+from async_grpo.weight_sync.publisher import Publisher, join_gather
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import Stack
@@ -92,7 +87,7 @@ class _Trainer:
         self._policy.change()
         canary = self._policy.canary()
         copying = _seconds(lambda: np.copyto(self._to, self._from))
-        gathering = _seconds(lambda: gather_along(iter_full_tensors(self._policy.policy)))
+        gathering = _seconds(lambda: join_gather(iter_full_tensors(self._policy.policy)))
         self._watch.peaks()  # what was held until now is not the sync's
         began_at = time.monotonic()
         tensors = iter_full_tensors(self._policy.policy)

@@ -64,7 +64,7 @@ def shaping(**changes):
 
 def test_the_verifiers_reward_stays_and_the_shaped_one_has_every_penalty():
     sample = make_sample(
-        VERSION, num_tokens=6, num_masked=2, reference_logprobs=np.full(6, -1.0, np.float32)
+        VERSION, num_tokens=6, num_masked=2, scores={"reference": np.full(6, -1.0, np.float32)}
     )
     shaped = shaping().apply(sample)
     assert shaped.verdict is sample.verdict

@@ -136,7 +136,7 @@ def make_sample(
     num_masked=0,
     overlong_penalty=0.0,
     kl_penalty=0.0,
-    reference_logprobs=None,
+    scores=None,
     **kwargs,
 ):
     question, turn = make_question(), make_completion(version, **kwargs)
@@ -150,7 +150,7 @@ def make_sample(
         replace(episode, rows=(replace(row, loss_mask=mask),)),
         verdict or make_verdict(reward),
         advantage,
-        reference_logprobs,
+        scores or {},
         overlong_penalty,
         kl_penalty,
     )

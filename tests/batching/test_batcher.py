@@ -56,7 +56,7 @@ def test_a_group_without_variance_is_sent_only_when_it_has_a_gradient(kl_coeffic
         s for own in items for item in own if isinstance(item, Minibatch) for s in item.samples
     ]
     assert all(sample.advantage == 0.0 for sample in samples)
-    assert all(sample.reference_logprobs is not None for sample in samples)
+    assert all("reference" in sample.scores for sample in samples)
 
 
 @pytest.mark.parametrize(("period", "expected"), [(1_000_000, [0, 0, 0, 0]), (2, [0, 0, 2, 2])])

@@ -195,7 +195,7 @@ def check_samples(step, samples):
         assert sample.question is QUESTIONS[script.question(ordinal, attempt)]
         assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
         assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
-        assert (sample.reference_logprobs is not None) == find_algorithm(config).needs_reference
+        assert ("reference" in sample.scores) == find_algorithm(config).needs_reference
         for version, start, stop in sample.episode.rows[0].weights_versions:
             assert stop > start
             assert 0 <= step.key.batch - version.batches <= config.max_staleness

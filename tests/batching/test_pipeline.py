@@ -32,7 +32,7 @@ def test_a_group_has_everything_that_the_loss_needs():
     assert [sample.verdict.reward for sample in finished.samples] == [1.0, 0.0]
     assert all(sample.question is QUESTION for sample in finished.samples)
     assert all(
-        np.array_equal(sample.reference_logprobs, scores)
+        np.array_equal(sample.scores["reference"], scores)
         for sample, scores in zip(finished.samples, SCORES, strict=True)
     )
 
@@ -49,7 +49,7 @@ def test_leases_ask_for_the_right_load_and_weights():
 
 
 def test_without_reference_workers_nothing_is_scored():
-    assert [sample.reference_logprobs for sample in Stage().run().samples] == [None, None]
+    assert [sample.scores for sample in Stage().run().samples] == [{}, {}]
 
 
 def test_the_samples_of_a_slot_are_counted_in_the_stage_they_are_in():

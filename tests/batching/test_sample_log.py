@@ -63,6 +63,7 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
         "loss_mask": samples[0].episode.rows[0].loss_mask.tolist(),
         "behaviour_logprobs": samples[0].episode.rows[0].logprobs.tolist(),
         "reference_logprobs": None,
+        "scores": {},
     }
     assert first == (columns | tokens if has_tokens else columns)
     assert (second["fate"], second["finish_reason"]) == ("zero_contribution", "length")

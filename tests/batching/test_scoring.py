@@ -29,7 +29,7 @@ def answer_by_length(worker):
 def test_only_samples_that_will_be_trained_are_scored_for_the_loss():
     finished, lengths = asked_of_reference(kl_coefficient=0.1, mask_truncated_samples=True)
     assert lengths == [4]
-    scored = [sample.reference_logprobs is not None for sample in finished.samples]
+    scored = ["reference" in sample.scores for sample in finished.samples]
     assert scored == [True, False]
 
 

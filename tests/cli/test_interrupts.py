@@ -16,12 +16,13 @@ from async_grpo.cli.interrupts import where_to_go_on
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import contextlib, ctypes, os, signal, sys, time
+from async_grpo import deadlines
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.torchrun import end_with_agent, ends_at_once, is_main_rank
-from async_grpo.run.stopping import StopRequest, observed
+from async_grpo.run.stopping import StopRequest, polled
 
-interrupts.SAME_REQUEST_S, interrupts.BREAK_OFF_S = {same_s}, 2.0
+interrupts.SAME_REQUEST_S, deadlines.RANK_BREAK_OFF_S = {same_s}, 2.0
 
 def ready():
     print("ready", flush=True)
@@ -57,8 +58,8 @@ def say(text):  # in one piece: two threads may speak
 answers = interrupts.RankInterrupts(stop, is_main=is_main_rank(), say=say, grace_s={grace_s})
 answers.listen()
 end_with_agent()
-with ends_at_once(stop), command_boundary(), answers.told({folder!r}):
-    with observed(stop) if {is_observed} else contextlib.nullcontext():
+with ends_at_once(stop), command_boundary(), answers.on_interrupt({folder!r}):
+    with polled(stop) if {is_polled} else contextlib.nullcontext():
         {state}()
 """
 
@@ -70,10 +71,10 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1]]).wait()
 
 
 @contextlib.contextmanager
-def rank(state, folder, *, number=0, is_observed=True, grace_s=30.0, same_s=60.0):
+def rank(state, folder, *, number=0, is_polled=True, grace_s=30.0, same_s=60.0):
     """A process in that state; `same_s`: signals within it count as one."""
     values = {"grace_s": grace_s, "same_s": same_s, "folder": str(folder)}
-    code = RANK.format(state=state, is_observed=is_observed, **values)
+    code = RANK.format(state=state, is_polled=is_polled, **values)
     child = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=REPOSITORY,
@@ -124,21 +125,21 @@ def test_a_rank_that_trains_ends_in_order_and_says_where_it_can_go_on(number, co
 
 
 def test_a_rank_that_loads_is_broken_off_and_lets_go_of_what_it_has(tmp_path):
-    with rank("load", tmp_path, is_observed=False) as child:
+    with rank("load", tmp_path, is_polled=False) as child:
         child.send_signal(signal.SIGTERM)
         child.send_signal(signal.SIGTERM)
         assert end_of(child) == (143, "released\n", where_to_go_on(tmp_path))
 
 
 def test_another_rank_that_loads_ends_without_a_word(tmp_path):
-    with rank("load", tmp_path, number=1, is_observed=False) as child:
+    with rank("load", tmp_path, number=1, is_polled=False) as child:
         child.send_signal(signal.SIGINT)
         assert end_of(child) == (130, "", "")
 
 
-@pytest.mark.parametrize("is_observed", [True, False])
-def test_a_main_thread_that_stands_in_c_does_not_outlive_the_grace(is_observed, tmp_path):
-    with rank("blocked_in_c", tmp_path, is_observed=is_observed, grace_s=1.0) as child:
+@pytest.mark.parametrize("is_polled", [True, False])
+def test_a_main_thread_that_stands_in_c_does_not_outlive_the_grace(is_polled, tmp_path):
+    with rank("blocked_in_c", tmp_path, is_polled=is_polled, grace_s=1.0) as child:
         wait_until_it_sleeps(child.pid)
         child.send_signal(signal.SIGTERM)
         code, out, _ = end_of(child)
@@ -166,7 +167,7 @@ def test_a_rank_whose_neighbour_was_asked_ends_with_it(tmp_path):
 
 def test_a_rank_ends_in_order_when_torchrun_is_killed(tmp_path):
     values = {"grace_s": 30.0, "same_s": 60.0, "folder": str(tmp_path)}
-    code = RANK.format(state="train", is_observed=True, **values)
+    code = RANK.format(state="train", is_polled=True, **values)
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, code],
         cwd=REPOSITORY,

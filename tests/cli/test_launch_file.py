@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import launch_file
 from async_grpo.cli.launch_file import launch, planned
 from async_grpo.cli.quickstart import quickstart
 
@@ -226,7 +225,6 @@ def test_an_interrupt_ends_the_trainer_first_and_says_where_to_go_on(
     assert "interrupted; the same command goes on after batch 4" in err
     ends = [line[0] for line in notes(tmp_path) if "stopped" in line]
     assert ends == ["train", "worker", "worker"]
-    assert launch_file.TRAINER_ENDING_S > 25  # a rank's time of grace
 
 
 @pytest.mark.integration

@@ -17,11 +17,12 @@ from async_grpo.cli.train import main
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = """
 import json, os, signal, sys, time
+from async_grpo import deadlines
 from async_grpo.cli import local_ranks
-from async_grpo.cli.torchrun import end_with_agent, one_voice
+from async_grpo.cli.torchrun import end_with_agent, rank0_only_errors
 from async_grpo.errors import ConfigError, RankLostError
 
-local_ranks.LEAVING_S = 0.5
+deadlines.RANKS_LEAVING_S = 0.5
 if "RANK" not in os.environ:
     sys.exit(local_ranks.run_ranks(2))
 
@@ -74,7 +75,7 @@ def test_ranks_that_end_well_are_told_where_they_meet():
 
 
 def test_what_rank_0_has_said_stays_the_last_word():
-    says = "with one_voice():\n    print('error: no such thing', file=sys.stderr); "
+    says = "with rank0_only_errors():\n    print('error: no such thing', file=sys.stderr); "
     code, _, err = ended(start(says + "raise ConfigError('no such thing')", WAITS))
     assert code == 1
     assert err[0] == "error: no such thing"
@@ -82,7 +83,7 @@ def test_what_rank_0_has_said_stays_the_last_word():
 
 
 def test_the_cause_of_another_rank_is_said_last_and_rank_0_is_ended():
-    fails = "with one_voice():\n    raise ConfigError('this node lacks the model')"
+    fails = "with rank0_only_errors():\n    raise ConfigError('this node lacks the model')"
     code, _, err = ended(start(WAITS, fails))
     assert code == 1
     assert err[-1] == "error: trainer rank 1: this node lacks the model"
@@ -93,7 +94,7 @@ def test_the_cause_is_said_after_what_rank_0_says_of_its_consequence():
     killed = "ready(); os.kill(os.getpid(), signal.SIGKILL)"
     follows = (
         "time.sleep(0.5); print('error: another trainer rank has died', file=sys.stderr)\n"
-        "with one_voice():\n    raise RankLostError('another trainer rank has died')"
+        "with rank0_only_errors():\n    raise RankLostError('another trainer rank has died')"
     )
     code, _, err = ended(start(follows, killed))
     assert code == 1
@@ -128,7 +129,7 @@ def test_ranks_end_when_their_launcher_is_killed():
 
 
 def test_a_number_that_is_not_torchruns_own_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(torchrun, "OTHERS_WAIT_S", 0.0)
+    monkeypatch.setattr(torchrun.deadlines, "OTHERS_ENDED_S", 0.0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     required = ("--model-name-or-path", "model", "--data-path", "data.jsonl")

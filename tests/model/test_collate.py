@@ -39,7 +39,7 @@ def test_a_small_minibatch_by_hand():
     assert packed.weights.tolist() == [0.5, 0.5, 1.0]
     assert packed.advantages.tolist() == [0.5, 0.5, -1.0]
     assert packed.behaviour_logprobs.tolist() == [-1, -3, -4]
-    assert packed.reference_logprobs is None
+    assert packed.scores == {}
     assert packed.num_samples == 2
 
 
@@ -168,10 +168,11 @@ def test_a_fully_masked_sample_adds_no_token():
 
 
 def test_a_filler_has_a_row_and_nothing_to_score():
-    packed = collate([], aggregation="sample-mean")
+    packed = collate([], aggregation="sample-mean", scores={"reference": 0, "math": 3})
     assert packed.num_samples == 0
     assert len(packed.input_ids) == 1
-    assert len(packed.target_ids) == len(packed.weights) == len(packed.reference_logprobs) == 0
+    assert len(packed.target_ids) == len(packed.weights) == len(packed.scores["reference"]) == 0
+    assert packed.scores["math"].shape == (0, 3)
     assert split_by_row(packed.weights, packed) == []
 
 
@@ -187,12 +188,12 @@ def test_moving_keeps_everything():
     packed = collate([make_sample([1], [2, 3])], aggregation="sample-mean")
     moved = to_device(packed, torch.device("meta"))
     assert moved.input_ids.device.type == moved.weights.device.type == "meta"
-    assert (moved.max_seqlen, moved.num_samples, moved.reference_logprobs) == (2, 1, None)
+    assert (moved.max_seqlen, moved.num_samples, moved.scores) == (2, 1, {})
 
 
 def test_half_known_references_empty_prompts_and_odd_aggregations_are_refused():
     with_reference = make_sample([1], [2], reference=[-1.0])
-    with pytest.raises(ValueError, match="got 1 of 2"):
+    with pytest.raises(ValueError, match="sample \\(0, 0\\) lacks reference"):
         collate([with_reference, make_sample([1], [2])], aggregation="sample-mean")
     with pytest.raises(ValueError, match="at least one token"):
         collate([make_sample([], [2])], aggregation="sample-mean")

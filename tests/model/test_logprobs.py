@@ -48,8 +48,8 @@ def test_values_and_gradients_equal_log_softmax_for_any_chunk(
         hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, bias=head_bias
     )
     factors = torch.linspace(-1, 2, num_tokens, dtype=torch.float64)
-    sums = [(factors * value).sum() + value.square().sum() for value in (*expected, *got)]
-    for got_value, expected_value in zip(got, expected, strict=True):
+    sums = [(factors * value).sum() + value.square().sum() for value in (*expected, *got[:2])]
+    for got_value, expected_value in zip(got[:2], expected, strict=True):
         torch.testing.assert_close(got_value, expected_value, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(a + b, leaves) for a, b in (sums[:2], sums[2:])]
     for got_grad, expected_grad in zip(gradients[1], gradients[0], strict=True):
@@ -94,7 +94,7 @@ def test_a_device_gives_the_cpu_s_values_and_gradients_in_low_precision():
             got = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=10, bias=bias)
             (got.logprobs.sum() + got.entropy.square().sum()).backward()
             grads = [leaf.grad.float().cpu() for leaf in (hidden, weight, bias)]
-            results.append([value.detach().cpu() for value in got] + grads)
+            results.append([value.detach().cpu() for value in got[:2]] + grads)
         for on_cpu, on_device in zip(*results, strict=True):
             torch.testing.assert_close(on_device, on_cpu, rtol=0.02, atol=1e-3)
 
@@ -122,9 +122,9 @@ def test_a_bias_of_minus_infinity_excludes_a_token():
     excluded.requires_grad_()
     got = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=6, bias=excluded)
     expected = plain(hidden, weight[:8], targets, temperature=0.7, bias=bias[:8])
-    for got_value, expected_value in zip(got, expected, strict=True):
+    for got_value, expected_value in zip(got[:2], expected, strict=True):
         torch.testing.assert_close(got_value, expected_value, rtol=1e-12, atol=1e-12)
-    sums = [values[0].sum() + values[1].square().sum() for values in (got, expected)]
+    sums = [values[0].sum() + values[1].square().sum() for values in (got[:2], expected)]
     got_grads = torch.autograd.grad(sums[0], (hidden, weight, excluded))
     expected_grads = torch.autograd.grad(sums[1], (hidden, weight, bias))
     for got_grad, expected_grad in zip(got_grads, expected_grads, strict=True):
@@ -162,7 +162,7 @@ def test_compiled_chunks_give_the_same_values_and_gradients():
                 compile=compile,
             )
             loss = got.logprobs.sum() + got.entropy.square().sum()
-            results.append([*got, *torch.autograd.grad(loss, leaves)])
+            results.append([*got[:2], *torch.autograd.grad(loss, leaves)])
         for plain_value, compiled_value in zip(*results, strict=True):
             torch.testing.assert_close(compiled_value, plain_value, rtol=1e-12, atol=1e-12)
 

@@ -24,10 +24,8 @@ def make_learner(folder, **options):
         output_dir=str(folder),
         batch_size=4,
         train_minibatch_size=2,
-        kl_coefficient=0.1,
-        kl_estimator="k2",
         trackers="",
-        **options,
+        **({"kl_coefficient": 0.1, "kl_estimator": "k2"} | options),
     )
     policy = PolicyModel(tiny_model(tied=True))
     algorithm = find_algorithm(config)
@@ -52,7 +50,7 @@ def make_minibatches():
         for s in good
         for row in s.episode.rows
     ]
-    impossible = good[2].reference_logprobs.copy()
+    impossible = good[2].scores["reference"].copy()
     impossible[0] = -np.inf
-    bad = replace(good[2], reference_logprobs=impossible)
+    bad = replace(good[2], scores={"reference": impossible})
     return [Minibatch(0, tuple(good[:2])), Minibatch(1, ()), Minibatch(2, (bad,))]

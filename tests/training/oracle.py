@@ -123,7 +123,7 @@ def sample_of_rows(
         episode=Episode(tuple(rows), tuple(turns)),
         verdict=Verdict("scored", 1.0, None, "test", "", 0.0),
         advantage=advantage,
-        reference_logprobs=None if reference is None else np.array(reference, dtype=np.float32),
+        scores={} if reference is None else {"reference": np.array(reference, dtype=np.float32)},
     )
 
 
@@ -213,7 +213,7 @@ def oracle_outputs(
                 [logprobs[t] for t in trained],
                 [entropies[t] for t in trained],
                 _floats(np.concatenate([row.logprobs for row in rows]), trained),
-                _floats(sample.reference_logprobs, trained),
+                _floats(sample.scores.get("reference"), trained),
                 _floats(None if start_logprobs is None else start_logprobs[index], trained),
             )
         )

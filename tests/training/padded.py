@@ -81,13 +81,10 @@ def ours(batch: PaddedBatch, config: TrainConfig, *, old: Tensor | None = None):
     """Loss over D, and its gradient by log-probability and by entropy, each [B, T]."""
     logprobs, entropies = leaves(batch)
     trained = batch.is_trained.bool()
-    result = grpo_loss(
-        logprobs[trained],
-        entropies[trained],
-        pack(batch, config),
-        config=config,
-        old_logprobs=None if old is None else old[trained],
-    )
+    packed = pack(batch, config)
+    if old is not None:
+        packed = replace(packed, scores={**packed.scores, "old": old[trained]})
+    result = grpo_loss(logprobs[trained], entropies[trained], packed, config=config)
     divisor = batch.num_tokens if config.aggregation == "token-mean" else len(batch.advantages)
     return with_gradients(result.loss / divisor, logprobs, entropies)
 

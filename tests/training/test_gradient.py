@@ -36,7 +36,6 @@ from oracle import (
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
@@ -169,7 +168,7 @@ def oracle_group(group, config):
                 config,
                 length=max(len(row.token_ids) for row in rows),
                 behaviour=laid_end_to_end(row.logprobs for row in rows)[mask].tolist(),
-                reference=sample.reference_logprobs[mask].tolist(),
+                reference=sample.scores["reference"][mask].tolist(),
             )
         )
     advantages = group_advantages(rewards, config.advantage)
@@ -240,21 +239,16 @@ def backward(policy, samples, indices, config, *, start, chunk_size):
         [samples[index] for index in indices],
         aggregation=config.aggregation,
         constant_length=config.constant_length_samples,
+        scores=find_algorithm(config).score_columns,
         share_prompts=policy.shares_prompts,
         dtype=dtype,
     )
     scored = policy(packed, temperature=config.temperature, chunk_size=chunk_size)
-    old = None
     if start is not None:
         parts = [start[index][samples[index].episode.rows[0].loss_mask] for index in indices]
         old = torch.tensor(np.concatenate([[], *parts]), dtype=dtype)
-    result = grpo_loss(
-        scored.logprobs,
-        scored.entropy,
-        packed,
-        config=config,
-        old_logprobs=old,
-    )
+        packed = replace(packed, scores={**packed.scores, "old": old})
+    result = find_algorithm(config).loss(scored, packed)
     result.loss.backward()
     return result.loss.item()
 

@@ -148,7 +148,7 @@ def test_corrected_tokens_are_those_whose_weight_was_cut(kind, level, corrected)
 
 
 def test_a_filler_adds_nothing_to_any_sum():
-    packed = collate([], aggregation="sample-mean")
+    packed = collate([], aggregation="sample-mean", scores={"reference": 0})
     objective = make_config(ratio_mode="behaviour", kl_coefficient=0.1)
     result = grpo_loss(*scored([]), packed, config=objective)
     assert all(value.item() == 0 for value in (*result.sums.values(), *result.maxima.values()))
@@ -157,4 +157,4 @@ def test_a_filler_adds_nothing_to_any_sum():
 def test_supervised_loss_is_the_weighted_negative_log_likelihood():
     packed = collate([make_sample([1], [2, 3])], aggregation="token-mean", dtype=torch.float64)
     algorithm = Sft(make_config(algorithm="sft"))
-    assert algorithm.loss(TokenLogprobs(*scored([-1.5, -2.0])), packed, None).loss.item() == 3.5
+    assert algorithm.loss(TokenLogprobs(*scored([-1.5, -2.0])), packed).loss.item() == 3.5

@@ -34,6 +34,7 @@ def samples(draw):
         advantage=draw(st.floats()),
         ordinal=draw(st.integers(0, 2**40)),
     )
+    math_scores = {"teacher:math": np.ones((len(output), 2), np.float32)}
     (row,) = sample.episode.rows
     row = replace(
         row,
@@ -49,6 +50,8 @@ def samples(draw):
     return replace(
         sample,
         index=draw(st.integers(0, 9)),
+        advantage=draw(st.sampled_from([sample.advantage, sample.episode.rows[0].logprobs])),
+        scores=sample.scores | draw(st.sampled_from([{}, math_scores])),
         episode=Episode((row,)),
         verdict=verdict,
         row=draw(st.integers(0, 3)),
@@ -61,18 +64,20 @@ MINIBATCHES = st.builds(Minibatch, st.integers(0, 9), st.lists(samples(), max_si
 
 def facts(sample):
     """Everything that the loss reads of a sample, or that tells where it comes from."""
-    (row,), reference = sample.episode.rows, sample.reference_logprobs
+    (row,) = sample.episode.rows
     arrays = [
         row.prompt_token_ids,
         row.token_ids,
         *([] if row.logprobs is None else [row.logprobs]),
         row.loss_mask,
-        *([] if reference is None else [reference]),
+        *([sample.advantage] if np.ndim(sample.advantage) else []),
+        *(values for _, values in sorted(sample.scores.items())),
     ]
     plain = [
         sample.ordinal,
         sample.index,
-        np.float64(sample.advantage).tobytes(),
+        [] if np.ndim(sample.advantage) else np.float64(sample.advantage).tobytes(),
+        sorted(sample.scores),
         np.float64(sample.verdict.reward).tobytes(),
         sample.verdict.status,
         row.weights_versions,

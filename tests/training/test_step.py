@@ -224,7 +224,7 @@ class Bigrams(torch.nn.Module):
         super().__init__()
         self.rows = torch.nn.Parameter(torch.randn(64, 8, dtype=torch.float64))
 
-    def forward(self, packed, *, temperature, chunk_size):
+    def forward(self, packed, *, temperature, chunk_size, terms=()):
         hidden = self.rows[packed.input_ids][packed.logit_positions]
         setting = {"temperature": temperature, "chunk_size": chunk_size}
         return token_logprobs(hidden, self.rows, packed.target_ids, **setting)

@@ -1,6 +1,7 @@
 """Worked examples of the loss: a few tokens in, plain numbers out."""
 
 import math
+from dataclasses import replace
 
 import torch
 from oracle import make_config, make_sample
@@ -29,7 +30,9 @@ def evaluate(logprobs, outputs, *, old=None):
     packed, objective = outputs
     lp = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
     entropy = torch.full_like(lp, 0.5, requires_grad=True)
-    given = None if old is None else torch.tensor(old, dtype=torch.float64)
-    loss = grpo_loss(lp, entropy, packed, config=objective, old_logprobs=given).loss
+    if old is not None:
+        given = torch.tensor(old, dtype=torch.float64)
+        packed = replace(packed, scores={**packed.scores, "old": given})
+    loss = grpo_loss(lp, entropy, packed, config=objective).loss
     gradients = torch.autograd.grad(loss, (lp, entropy), allow_unused=True, materialize_grads=True)
     return loss.item(), *(gradient.tolist() for gradient in gradients)

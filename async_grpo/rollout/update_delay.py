@@ -1,7 +1,8 @@
-"""How long new weights wait for sequences that are about to end.
+"""How long the engine delays new weights, for sequences that are about to end.
 
-An update throws away the caches of all that runs, which must then be computed anew. With outputs of
-like length, which began together and end together, that can be most of a batch's tokens.
+An update invalidates the KV cache of every running sequence, whose prefix the engine then computes
+again. With outputs of like length, which began together and end together, that can be most of a
+batch's tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 
-SHARE = 0.5  # of the time since the last update: what tokens may be older for it
+SHARE = 0.5  # of the time since the last update: the longest delay
 MAX_WAIT_S = 20.0
 LOOKS_EVERY_S = 0.01
 MEMORY = 64  # requests, of which the median counts
 
 
-class Patience:
-    """Waiting costs no work as long as the engine is full, only freshness, so it is bounded.
+class UpdateDelay:
+    """The engine asks it before it loads new weights; it estimates from recent requests.
 
-    It is worth it when half of the requests will have ended after `SHARE` of the time since the
-    last update, by what requests took lately that no update interrupted. It ends when half of the
-    sequences have ended, since places then stand empty. While sequences stand in line nothing is
-    gained: what ends is followed by another.
+    A delay costs no throughput while the engine is full, only freshness, so it is bounded. It pays
+    off if half of the requests will have ended within `SHARE` of the time since the last update,
+    judged by the median duration of recent requests that no update interrupted. It ends when half
+    of the sequences have ended, since the batch is then half empty. While sequences are queued a
+    delay gains nothing: the next one takes the place of each that ends.
     """
 
     def __init__(self, *, max_num_seqs: int) -> None:
@@ -33,20 +35,20 @@ class Patience:
         self._updated_at: float | None = None
 
     def ended(self, *, began_at: float) -> None:
-        """A request was answered that came then, by `time.monotonic`, as all times here."""
+        """The engine answered a request that arrived at `began_at` (`time.monotonic`)."""
         if self._updated_at is None or began_at >= self._updated_at:
             self._seconds.append(time.monotonic() - began_at)
 
     def updated(self) -> None:
-        """Weights were loaded just now."""
+        """The engine has just loaded weights."""
         self._updated_at = time.monotonic()
 
     async def wait(self, began: Collection[float], num_unfinished: Callable[[], int]) -> None:
         """Return when the weights may be loaded.
 
         Args:
-            began: when each request that runs came.
-            num_unfinished: counts sequences, with those in line.
+            began: arrival time of each running request.
+            num_unfinished: counts sequences, queued ones included.
         """
         num_before, now = num_unfinished(), time.monotonic()
         if self._updated_at is None or not self._seconds or num_before > self._max_num_seqs:

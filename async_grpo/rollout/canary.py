@@ -1,7 +1,7 @@
-"""The canary inside the engine: fixed tokens scored by the weights that were just loaded.
+"""The canary inside the engine: it scores fixed tokens with the weights that it has just loaded.
 
-vLLM scores prompts from raw logits whatever the temperature, and never reads its prefix cache for
-them, so that the scores belong to these weights alone.
+vLLM computes prompt log-probabilities from raw logits whatever the temperature, and never reads its
+prefix cache for them, so the scores depend on these weights alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from async_grpo import deadlines
 from async_grpo.errors import WorkerError
 from async_grpo.types import CanaryRow
 
-FIRST_IN_LINE = -1  # every other request has the priority 0
+FIRST_IN_QUEUE = -1  # every other request has the priority 0
 
 
-class CanaryReplay:
-    """One pass of the rows. What goes wrong with it is told by `problem`, for weights to serve on.
+class CanaryPass:
+    """One forward pass over the canary's rows.
 
-    Only the engine's death is raised.
+    A failure is stored in `problem` and the new weights serve all the same; only the engine's death
+    is raised.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class CanaryReplay:
         self.problem = ""
 
     async def queue(self) -> None:
-        """Put the rows at the head of the engine's line, which may be paused."""
+        """Put the rows at the front of the engine's queue; the engine may be paused."""
         parameters = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,  # of the prompt's own tokens only
@@ -56,7 +57,7 @@ class CanaryReplay:
                     f"canary-{index}",
                     tokens_input(row.token_ids.tolist()),
                     parameters,
-                    priority=FIRST_IN_LINE,
+                    priority=FIRST_IN_QUEUE,
                 )
                 self._answers.append(answer)
         except EngineDeadError:
@@ -65,7 +66,7 @@ class CanaryReplay:
             self.problem = f"vLLM refused the canary: {error!r}"
 
     async def scores(self) -> tuple[NDArray[np.float32], ...]:
-        """Log-probabilities of each row's tokens from the second on; nothing when one failed."""
+        """Each row's log-probabilities from its second token on; empty if any row failed."""
         outputs: list[RequestOutput] = []
         try:
             async with asyncio.timeout(self._timeout_s):

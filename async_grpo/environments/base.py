@@ -1,0 +1,88 @@
+"""What an environment is: user code that turns a question into an episode. No Ray here.
+
+    class Guess(Environment):
+        async def play(self, question, policy, services):
+            history = question.input_token_ids
+            first = await policy.sample(history)
+            history = np.concatenate([history, first.token_ids, feedback(question, first)])
+            await policy.sample(history)
+            return policy.episode()
+
+What the model samples is trained; what `history` holds beside is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+from numpy.typing import ArrayLike
+
+from async_grpo.errors import WorkerError
+from async_grpo.types import Episode, Question, Turn, Verdict
+
+
+class FailureClass(StrEnum):
+    """What has failed of an episode; the model's own mistakes are none of these."""
+
+    ENGINE = "engine"
+    ENVIRONMENT = "environment"
+    TOOL = "tool infrastructure"
+    JUDGE = "judge"
+    DEADLINE = "deadline"
+
+
+class EpisodeFailed(WorkerError):
+    """An episode that could not be played, or graded: an error, never a reward of 0."""
+
+    def __init__(self, failure: FailureClass, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[EpisodeFailed], tuple[FailureClass, str]]:
+        return type(self), (self.failure, str(self))
+
+
+class Policy(Protocol):
+    """The model that is trained, as one episode sees it."""
+
+    async def sample(
+        self, token_ids: ArrayLike, *, max_tokens: int | None = None, stop: Sequence[int] = ()
+    ) -> Turn:
+        """The model's next tokens after `token_ids`, the whole history, until a stop id.
+
+        `max_tokens` may only shorten the run's longest output, `stop` only add ids to the run's.
+        A turn that may not fit into a row is not asked for: the episode ends, with `length`.
+        """
+
+    def episode(self) -> Episode:
+        """The rows of all turns until now: what `play` returns."""
+
+
+class Services(Protocol):
+    """Whatever else an episode needs: each is a role with workers."""
+
+    async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
+        """What the run's rewards say of the last turn of each episode."""
+
+    async def ask(self, role: str, method: str, request: Any, *, cost: float = 1.0) -> Any:
+        """The answer of a worker of `role`."""
+
+
+class Environment:
+    """Derive and write `play`; one object plays every episode of a worker, many at a time."""
+
+    async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
+        """One episode, which ends with `return policy.episode()`.
+
+        What a tool says of a mistake of the model is something that the model reads. An exception
+        fails the episode; `EpisodeFailed` says which part did.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must say how it plays")
+
+    async def grade(
+        self, question: Question, episodes: Sequence[Episode], services: Services
+    ) -> Sequence[Verdict]:
+        """A verdict for each episode of a group, when all have ended: by default, the rewards'."""
+        return await services.verify(question, episodes)

@@ -1,0 +1,86 @@
+"""Services whose engine is the model of the gradient's oracle, or a script."""
+
+import numpy as np
+import torch
+from oracle import make_sample, oracle_logprobs
+
+from async_grpo.environments.play import GroupPlay
+from async_grpo.types import (
+    EnvironmentSource,
+    EpisodesRequest,
+    Question,
+    SamplingContract,
+    Turn,
+    VersionSpan,
+    WeightsVersion,
+)
+
+VERSION = WeightsVersion(1, 0)
+
+
+def make_request(question=None, **fields):
+    given = {
+        "ordinal": 7,
+        "attempt": 0,
+        "question": question or Question(np.array([5, 6], np.int32), "?", "20", {}),
+        "num_samples": 4,
+        "sampling": SamplingContract(1.0, (1,), 6),
+        "oldest": VERSION,
+        "source": EnvironmentSource("mine.py:Mine", ""),
+        "max_row_tokens": 64,
+        "idle_timeout_s": 30.0,
+    }
+    return EpisodesRequest(**(given | fields))
+
+
+async def play(environment, services, request=None):
+    return await GroupPlay(environment, request or make_request(), services).run()
+
+
+class Scripted:
+    """Answers turns by a script: token lists, or errors to be raised."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.asked = []  # (history, sampling, preferred worker)
+
+    async def generate(self, request, history, sampling, prefer):
+        self.asked.append((history.tolist(), sampling, prefer))
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return make_turn(answer, worker_id=f"w{len(self.asked)}")
+
+    async def verify(self, question, episodes):
+        raise AssertionError("nobody is asked to verify")
+
+
+class OracleEngine:
+    """Samples with the oracle's numbers: `model` may move between two groups."""
+
+    def __init__(self, model, seed=0):
+        self.model = model
+        self._rng = np.random.default_rng(seed)
+
+    async def generate(self, request, history, sampling, prefer):
+        output = self._rng.integers(64, size=self._rng.integers(1, sampling.max_tokens + 1))
+        plain = make_sample(history, output)
+        with torch.no_grad():
+            own = oracle_logprobs(self.model, plain, temperature=sampling.temperature)
+        return make_turn(output, logprobs=own.numpy())
+
+
+def make_turn(token_ids, *, logprobs=None, worker_id="", finish_reason="stop", cut=None):
+    length = len(token_ids)
+    spans = (VersionSpan(VERSION, 0, length),)
+    if cut:
+        newer = VERSION._replace(batches=1)
+        spans = (VersionSpan(VERSION, 0, cut), VersionSpan(newer, cut, length))
+    return Turn(
+        np.array(token_ids, np.int32),
+        np.array(-np.ones(length) if logprobs is None else logprobs, np.float32),
+        spans,
+        finish_reason,
+        "",
+        worker_id,
+    )
