@@ -44,6 +44,10 @@ class WorkerConfig:
     global_num_verifiers: int = option(50, "verifier processes, at most the cluster's cores")
     verifier_timeout_s: float = option(10.0, "seconds one verification may take")
     verifier_memory_mib: int = option(4096, "address space of one verifier process in MiB")
+    verifier_network: bool = option(True, "own reward functions may use the network; ours never do")
+    verifier_env: str = option(
+        "", "comma-separated variables that own reward functions get, as JUDGE_API_KEY", none=""
+    )
     write_failed_generation_samples: bool = option(
         False, "append samples whose verification failed to failed_samples.jsonl, here"
     )
@@ -90,6 +94,11 @@ class WorkerConfig:
             self.reward_fns,
             "for example --reward-fns countdown",
         )
+
+    @property
+    def verifier_variables(self) -> tuple[str, ...]:
+        """Names of the environment that users' functions receive."""
+        return tuple(name.strip() for name in self.verifier_env.split(",") if name.strip())
 
     @property
     def reward_names(self) -> tuple[str, ...]:
