@@ -147,7 +147,7 @@ def check_end(step, end):
     sums = end.sums
     assert sums.get("num_samples", 0) == end.num_samples
     assert sums.get("lag_max", 0) <= config.max_staleness
-    num_tokens = step.sum_over_kept(lambda o, a: sum(n for n, _ in script.lengths(o, a)))
+    num_tokens = step.sum_over_kept(lambda o, a: sum(script.lengths(o, a)))
     assert sums.get("output_tokens", 0) == num_tokens
     assert (lag_bins(sums, "samples"), lag_bins(sums, "tokens")) == (end.num_samples, num_tokens)
     rewards = step.sum_over_kept(lambda o, a: sum(script.rewards(o, a)))
@@ -157,7 +157,7 @@ def check_end(step, end):
     assert rewards - penalties == shaped
     assert sums.get("num_replacements", 0) == step.sum_over_replaced(lambda o, a: 1)
     assert sums.get("replaced_tokens", 0) == step.sum_over_replaced(
-        lambda o, a: sum(n for n, _ in script.lengths(o, a))
+        lambda o, a: sum(script.lengths(o, a))
     )
 
 
@@ -177,7 +177,8 @@ def check_samples(step, samples):
     assert {key: s.num_trained_tokens for key, s in sent.items()} == step.trained
     for (ordinal, index), sample in sent.items():
         attempt = step.slots[ordinal][1]
-        assert sample.question is QUESTIONS[script.question(ordinal, attempt)]
+        asked = QUESTIONS[script.question(ordinal, attempt)].input_token_ids
+        assert sample.question.input_token_ids is asked
         assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
         assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
         assert ("reference" in sample.scores) == find_algorithm(config).needs_reference
@@ -278,6 +279,6 @@ def test_without_variance_a_slot_draws_up_to_its_bound_and_keeps_the_last():
     assert (end.fates["replaced"], end.fates["zero_contribution"] >= 3) == (6, True)
     assert (end.num_samples, end.sums["num_replacements"]) == (6, 2)
     assert end.sums["replaced_reward_sum"] == 6 * 0.5
-    received = sum(n for a in range(3) for n, _ in script.lengths(0, a))
-    received += sum(n for n, _ in script.lengths(1))
+    received = sum(n for a in range(3) for n in script.lengths(0, a))
+    received += sum(script.lengths(1))
     assert running.batcher._ledger.counts().output_tokens == received
