@@ -22,15 +22,8 @@ adapter whose best reward is not 1.0 says so: `my_adapter.max_reward = 2.0`.
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
 
-from async_grpo.verification.graders.answers import without_prompt
-from async_grpo.verification.graders.code_execution import grade_code
-from async_grpo.verification.graders.countdown import grade_countdown
-from async_grpo.verification.graders.library import math_verify_reward
-from async_grpo.verification.graders.mathd import mathd_reward
-from async_grpo.verification.graders.symbolic import sympy_reward
-from async_grpo.verification.jailer import require_jail
+from async_grpo.verification.graders.shipped import SHIPPED
 
 
 class RewardType(StrEnum):
@@ -43,45 +36,6 @@ class RewardType(StrEnum):
     CODE_EXECUTION = "code_execution"
 
 
-def mathd(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
-    r"""The last \boxed{} is the answer, as normalised strings."""
-    return {"reward": mathd_reward(_said(sample), sample["answer"])}
-
-
-def sympy(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
-    r"""The last \boxed{} is the answer, as mathematics."""
-    return {"reward": sympy_reward(_said(sample), sample["answer"])}
-
-
-def math_verify(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
-    """The math-verify library finds the answer in the output."""
-    return {"reward": math_verify_reward(_said(sample), sample["answer"])}
-
-
-def countdown(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
-    """An equation that hits `target` with every number of `nums` used exactly once."""
-    numbers = sample["nums"] if "nums" in sample else sample["numbers"]
-    grade = grade_countdown(_said(sample), numbers=numbers, target=sample["target"])
-    return {"reward": grade.reward, "format_reward": grade.format_reward}
-
-
-def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
-    """The last fenced block of Python passes all tests of the question: docs/verification.md."""
-    return {"reward": grade_code(sample["output"], sample)}
-
-
-code_execution.prepare = require_jail  # type: ignore[attr-defined]  # or the run ends at its start
-
-
-def _said(sample: dict[str, Any]) -> str:
-    """What the model added: a prompt that it repeats may hold an answer."""
-    return without_prompt(sample["output"], sample.get("input") or "")
-
-
 REWARD_ADAPTERS: dict[RewardType, Callable[..., float | dict[str, float]]] = {
-    RewardType.MATHD: mathd,
-    RewardType.SYMPY: sympy,
-    RewardType.COUNTDOWN: countdown,
-    RewardType.MATH_VERIFY: math_verify,
-    RewardType.CODE_EXECUTION: code_execution,
+    reward: SHIPPED[reward] for reward in RewardType
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+from pathlib import Path
 from types import ModuleType
 
 from async_grpo.algorithms.base import Algorithm
@@ -29,6 +31,21 @@ def find_algorithm(config: TrainConfig) -> Algorithm:
 def is_shipped(name: str) -> bool:
     """Whether its rules may run in the controller's process."""
     return name in SHIPPED
+
+
+def source_hash(name: str) -> str:
+    """The sha256 of the file of an algorithm that is one; empty for others."""
+    place = Path(name.partition(":")[0])
+    return hashlib.sha256(place.read_bytes()).hexdigest() if place.suffix == ".py" else ""
+
+
+def check_source(name: str, sha256: str) -> None:
+    """Raise `ConfigError` unless this process reads the file that rank 0 has read."""
+    if (found := source_hash(name)) != sha256:
+        raise ConfigError(
+            f"--algorithm {name} must be the same file everywhere, rank 0's sha256 is {sha256}, "
+            f"got {found}: copy the one over the other, and start the run again"
+        )
 
 
 def _load(name: str) -> type[Algorithm]:

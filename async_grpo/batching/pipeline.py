@@ -217,7 +217,7 @@ class SlotPipeline:
             tuple(row.prompt_token_ids for row in rows),
             tuple(row.token_ids for row in rows),
             temperature,
-            version,
+            version if role == REFERENCE else None,  # a teacher's weights never change
         )
 
         async def work(worker: Lease) -> tuple[Scores, ...]:
@@ -229,12 +229,13 @@ class SlotPipeline:
             self._num_scored_again += len(samples)
 
         with self._in_stage("in_reference", len(samples)):
-            await self._until_reference_is_due(version)
+            if role == REFERENCE:
+                await self._until_reference_is_due(version)
             scores = await self._leased(
                 role,
                 work,
                 cost=request.num_tokens,
-                version=version,
+                version=request.version,
                 slot=samples[0].ordinal,
                 on_retry=on_retry,
             )

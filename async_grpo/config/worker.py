@@ -56,6 +56,10 @@ class WorkerConfig:
     )
     verifier_timeout_s: float = option(10.0, "seconds one verification may take")
     verifier_memory_mib: int = option(4096, "address space of one verifier process in MiB")
+    verifier_network: bool = option(True, "own reward functions may use the network; ours never do")
+    verifier_env: str = option(
+        "", "comma-separated variables that own reward functions get, as JUDGE_API_KEY", none=""
+    )
     write_failed_generation_samples: bool = option(
         False, "append samples whose verification failed to failed_samples.jsonl, here"
     )
@@ -130,6 +134,11 @@ class WorkerConfig:
         if self.mode == TEACHER:
             return teacher(self.name)
         return REFERENCE if self.mode == LOGPROB else self.mode
+
+    @property
+    def verifier_variables(self) -> tuple[str, ...]:
+        """Names of the environment that users' functions receive."""
+        return tuple(name.strip() for name in self.verifier_env.split(",") if name.strip())
 
     @property
     def reward_names(self) -> tuple[str, ...]:

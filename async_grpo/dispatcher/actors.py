@@ -59,6 +59,8 @@ def _verifier_pool(config: WorkerConfig) -> WorkerKind:
         num_verifiers=config.global_num_verifiers,
         timeout_s=config.verifier_timeout_s,
         memory_mib=config.verifier_memory_mib,
+        network=config.verifier_network,
+        environment=config.verifier_variables,
         search_paths=here,
         sources=read_sources(names, registry=registry, search_paths=here),
     )

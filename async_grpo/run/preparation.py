@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.background import in_background
@@ -49,6 +50,7 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     hashes = hash_contents(config, facts, questions, start=start)
     plan = plan_run(config, facts, questions, held_out, num_ranks=num_ranks, resume=start.point)
     cluster.connect(config.ray_address, namespace=config.namespace)
+    plan = replace(plan, rules=start_rules(config))
     demand = Demand(
         config,
         vocab_size=facts.vocab_size,

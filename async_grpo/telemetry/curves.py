@@ -59,10 +59,7 @@ def read_run(path: str, *, name: str, remote: str = "") -> Run:
 
     Raises `DataError` if there is none, `ConfigError` if the remote cannot be reached.
     """
-    if remote:
-        text, evaluations = _read_remote(path, remote), _read_remote_evaluations(path, remote)
-    else:
-        text, evaluations = _read_local(Path(path)), _read_local_evaluations(Path(path))
+    text, evaluations = _read_remote(path, remote) if remote else _read_local(Path(path))
     source = f"{remote}:{path}" if remote else path
     return Run(
         name=name,
@@ -205,10 +202,19 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _read_local(path: Path) -> str:
+def _read_local(path: Path) -> tuple[str, str]:
+    """The text of a run's metrics, and of the evaluations beside them: empty where there are none.
+
+    A `path` that is no folder is the metrics file itself.
+    """
+    folder = path if path.is_dir() else path.parent
     file = path / METRICS_FILENAME if path.is_dir() else path
+    evaluations = folder / EVALUATIONS_FILENAME
     try:
-        return file.read_text(encoding="utf-8", errors="replace")
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if not evaluations.is_file():
+            return text, ""
+        return text, evaluations.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(
@@ -216,30 +222,20 @@ def _read_local(path: Path) -> str:
         ) from error
 
 
-def _read_local_evaluations(path: Path) -> str:
-    """The file beside the metrics; empty where there is none."""
-    file = (path if path.is_dir() else path.parent) / EVALUATIONS_FILENAME
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-
-
-def _read_remote(path: str, remote: str) -> str:
+def _read_remote(path: str, remote: str) -> tuple[str, str]:
+    """The same of another machine."""
     quoted = _quoted(path)
-    inside = f"{quoted}/{METRICS_FILENAME}"
-    answer = _ssh(remote, f"if test -d {quoted}; then cat {inside}; else cat {quoted}; fi")
+    file = f"$(if test -d {quoted}; then echo {quoted}/{METRICS_FILENAME}; else echo {quoted}; fi)"
+    answer = _ssh(remote, f'cat "{file}"')
     if answer.returncode != 0:
         reason = answer.stderr.decode(errors="replace").strip().replace("\n", "; ")
         raise DataError(
             f"cannot read {path} on {remote} ({reason or f'exit code {answer.returncode}'}): "
             f"check the path, and that `ssh {remote}` works without a password"
         )
-    return answer.stdout.decode(errors="replace")
-
-
-def _read_remote_evaluations(path: str, remote: str) -> str:
-    quoted = _quoted(path)
-    folder = f'"$(if test -d {quoted}; then echo {quoted}; else dirname {quoted}; fi)"'
-    answer = _ssh(remote, f"cat {folder}/{EVALUATIONS_FILENAME}")
-    return answer.stdout.decode(errors="replace") if answer.returncode == 0 else ""
+    evaluations = _ssh(remote, f'cat "$(dirname "{file}")"/{EVALUATIONS_FILENAME}')
+    found = evaluations.stdout if evaluations.returncode == 0 else b""
+    return answer.stdout.decode(errors="replace"), found.decode(errors="replace")
 
 
 def _quoted(path: str) -> str:

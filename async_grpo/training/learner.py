@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from async_grpo.algorithms.base import Algorithm
-from async_grpo.algorithms.find import find_algorithm
+from async_grpo.algorithms.find import check_source, find_algorithm, source_hash
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
@@ -41,6 +41,8 @@ class Learner:
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
         """Load, shard and equip the policy; float32 master weights."""
+        find_algorithm(config)  # before the minutes in which a model loads
+        check_source(config.algorithm, ranks.share(lambda: source_hash(config.algorithm)))
         dtype = compute_dtype(config.mixed_precision, ranks.device)
         policy = load_policy(
             config.model_name_or_path,

@@ -19,6 +19,8 @@ class VerifierConfig:
     timeout_s: float = 10.0  # one adapter on one sample
     memory_mib: int = 4096  # address space of one process
     file_mib: int = 256  # largest file that one process may write
+    network: bool = True  # for users' functions; shipped graders never have it
+    environment: tuple[str, ...] = ()  # variables that users' functions get beside ordinary ones
     search_paths: tuple[str, ...] = ()  # folders where modules and relative paths are looked for
     sources: Mapping[str, str] = field(default_factory=dict)  # see `sources.read_sources`
     start_timeout_s: float = 60.0  # a process may take to import the adapters

@@ -6,15 +6,14 @@ Nothing is unpickled: what a text has taken over may send any bytes, and they st
 from __future__ import annotations
 
 import json
-import select
 import socket
 import struct
-import time
 from typing import Any
 
 LENGTH = struct.Struct("!I")
 MAX_TASK_BYTES = 256 << 20
-MAX_ANSWER_BYTES = 64 << 10
+MAX_ANSWER_BYTES = 64 << 10  # a pipe holds as many
+MAX_REPORT_BYTES = 1 << 20
 
 
 class FrameError(Exception):
@@ -32,49 +31,37 @@ def encode(message: object, *, max_bytes: int) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def send(connection: socket.socket, data: bytes, *, deadline: float) -> None:
-    """Send everything; raises TimeoutError at the deadline, OSError when the other end is gone."""
-    connection.settimeout(_remaining(deadline))
-    connection.sendall(data)
-
-
-def receive(connection: socket.socket, *, max_bytes: int, deadline: float | None = None) -> Any:
-    """The next message.
-
-    Raises EOFError when the other end is closed, TimeoutError at the deadline, FrameError for what
-    is no message of at most `max_bytes`.
-    """
-    (length,) = LENGTH.unpack(_receive_exactly(connection, LENGTH.size, deadline))
+def length_of(head: bytes, *, max_bytes: int) -> int:
+    """The length that a frame announces; raises FrameError beyond the bound."""
+    (length,) = LENGTH.unpack(head)
     if length > max_bytes:
         raise FrameError(f"{length} bytes announced, at most {max_bytes} may come")
+    return int(length)
+
+
+def decode(body: bytes | str) -> Any:
+    """The message in a frame, or in an answer; raises FrameError for what is none."""
     try:
-        return json.loads(_receive_exactly(connection, length, deadline))
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"{type(error).__name__}: {error}") from error
 
 
-def wait(poll: select.poll, *, deadline: float) -> list[int]:
-    """The descriptors that have something to read, or have ended; TimeoutError when none has."""
-    ready = [descriptor for descriptor, _ in poll.poll(1000 * _remaining(deadline))]
-    if not ready:
-        raise TimeoutError
-    return ready
+def receive(connection: socket.socket, *, max_bytes: int) -> Any:
+    """The next message.
+
+    Raises EOFError when the other end is closed, FrameError for no message of at most `max_bytes`.
+    """
+    length = length_of(_receive_exactly(connection, LENGTH.size), max_bytes=max_bytes)
+    return decode(_receive_exactly(connection, length))
 
 
-def _receive_exactly(connection: socket.socket, size: int, deadline: float | None) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
     chunks: list[bytes] = []
     while size:
-        connection.settimeout(None if deadline is None else _remaining(deadline))
         chunk = connection.recv(min(size, 1 << 20))
         if not chunk:
             raise EOFError
         chunks.append(chunk)
         size -= len(chunk)
     return b"".join(chunks)
-
-
-def _remaining(deadline: float) -> float:
-    remaining = deadline - time.monotonic()
-    if remaining <= 0:
-        raise TimeoutError
-    return remaining

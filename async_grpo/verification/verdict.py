@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from async_grpo.types import FailureCause, Verdict, VerdictStatus
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.confinement import MAX_PROCESSES
 
 NUM_ATTEMPTS = 2  # of an overrun or an error
 MAX_LOST = 4  # attempts whose process was taken away, which says nothing of the text
+MEMORY_SHARE = 0.5  # of its limit; killed with so much, the system had to make room
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,7 @@ class Outcome:
     """What one adapter did with one output, at one attempt.
 
     `overrun`: it used more time, memory, stack, files or processes than a verification may.
-    `error`: the adapter failed. `lost`: its process was killed, stopped or starved from outside.
+    `error`: the adapter failed. `lost`: its process was ended from outside.
     """
 
     adapter: str
@@ -28,7 +32,45 @@ class Outcome:
     max_reward: float = 1.0
     cause: FailureCause = ""
     place: str = ""  # of an exception: its type and the user's line
-    is_checked: bool = False  # the same fresh process had graded a control sample just before
+    is_checked: bool = False  # a control sample had been graded in time just before
+
+
+def overrun(adapter: str, reason: str) -> Outcome:
+    """The adapter has reached a limit."""
+    return Outcome(adapter, "overrun", reason=reason, cause="overrun")
+
+
+def lost(adapter: str, reason: str) -> Outcome:
+    """The attempt says nothing of the text."""
+    return Outcome(adapter, "lost", reason=reason, cause="lost")
+
+
+def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig) -> Outcome:
+    """The outcome of an attempt whose process did not end well; the report is its server's.
+
+    >>> config = VerifierConfig(reward_names=())
+    >>> report = {"exit_code": -11, "cpu_s": 0.1, "memory_mib": 90.0, "killed_for": ""}
+    >>> classify_end("mine", report, config).status
+    'error'
+    >>> classify_end("mine", report | {"exit_code": -9}, config).status
+    'lost'
+    >>> classify_end("mine", report | {"exit_code": -9, "cpu_s": 10.1}, config).status
+    'overrun'
+    """
+    if "exit_code" not in report:
+        return lost(adapter, report.get("failed", "its server was ended from outside"))
+    code, memory_mib = report["exit_code"], report["memory_mib"]
+    if report["killed_for"] == "processes":
+        return overrun(adapter, f"starts more than {MAX_PROCESSES} processes")
+    if report["killed_for"] == "time":
+        return overrun(adapter, f"takes longer than {config.time_limit} allows")
+    if code == -signal.SIGKILL and report["cpu_s"] >= config.timeout_s:
+        return overrun(adapter, f"uses more processor time than {config.time_limit}")
+    if code == -signal.SIGKILL and memory_mib > MEMORY_SHARE * config.memory_mib:
+        return overrun(adapter, f"was killed while it held {memory_mib:.0f} MiB")
+    if code in (-signal.SIGKILL, -signal.SIGTERM):
+        return lost(adapter, f"its process was ended from outside, code {code}")
+    return Outcome(adapter, "error", reason=f"its process ended, exit code {code}", cause="end")
 
 
 def is_settled(attempts: Sequence[Outcome]) -> bool:
@@ -42,8 +84,8 @@ def is_settled(attempts: Sequence[Outcome]) -> bool:
 def settle(attempts: Sequence[Outcome]) -> Outcome:
     """One adapter's outcome over its attempts: the last, but an overrun every time is final.
 
-    What overruns again on a fresh process, which has just graded another sample in time, is the
-    text's own doing, a bad answer. What was lost counts for nothing; when nothing else is left,
+    What overruns again, just after another sample was graded in time, is the text's own doing, a
+    bad answer. What was lost counts for nothing; when nothing else is left,
     verification has failed.
     """
     last = attempts[-1]

@@ -1,49 +1,95 @@
-"""What runs inside a verifier process: its limits, the users' adapters, one sample at a time.
+"""What a fork server loads, and what a child of it does with one request.
 
-Nothing but plain records leaves the process, see `tasks`.
+Nothing but plain records leaves the child, see `tasks`.
 """
 
 from __future__ import annotations
 
+import errno
+import http.client
+import inspect
+import json
 import math
 import os
 import resource
-import signal
 import socket
+import ssl
+import sys
+import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from async_grpo.errors import ConfigError
-from async_grpo.verification import family, frames, namespaces
+from async_grpo.types import FailureCause
 from async_grpo.verification.adapters import Adapter, load_adapters
-from async_grpo.verification.calls import run_adapter
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.tasks import answer
+from async_grpo.verification.confinement import MAX_OPEN_FILES, MAX_PROCESSES
+from async_grpo.verification.graders import UnscorableError
+from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, answer
+from async_grpo.verification.verdict import Outcome, overrun
 
-OUR_PIPE = 3
-MAX_OPEN_FILES = 1024
 MAX_LOAD_ERROR_CHARACTERS = 4000
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
-CPU_GRACE_S = 1  # the kernel counts whole seconds
+CONNECTION_ERRORS = (
+    ConnectionError,
+    TimeoutError,
+    socket.gaierror,
+    ssl.SSLError,
+    http.client.HTTPException,
+)
+CONNECTION_ERRNOS = frozenset(
+    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+)
+# Whose exceptions tell of somebody else's machine; they need not be installed here.
+CLIENT_LIBRARIES = frozenset(
+    {"aiohttp", "anthropic", "httpcore", "httpx", "openai", "requests", "urllib", "urllib3"}
+)
 
 
-def serve(work: int) -> None:
-    """Say what is wrong with the adapters (empty: nothing), then grade until the pool is gone."""
-    connection = _leave_family(work)
-    config = read_config(frames.receive(connection, max_bytes=frames.MAX_TASK_BYTES))
-    _limit(config)
-    os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
-    adapters, load_error = _load(config)
-    _send(connection, {"load_error": load_error[:MAX_LOAD_ERROR_CHARACTERS]})
-    while not load_error:
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """The adapters of a fork server, or why they cannot be had."""
+
+    config: VerifierConfig
+    adapters: Mapping[str, Adapter]
+    load_error: str = ""
+
+    @classmethod
+    def load(cls, config: VerifierConfig) -> Verifier:
+        """Import the adapters within the limits that they work in; the server keeps those."""
+        _limit(config)
+        os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
         try:
-            task = frames.receive(connection, max_bytes=frames.MAX_TASK_BYTES)
-        except EOFError:
-            return
-        _limit_processor_time(config.timeout_s)
-        name, sample = task["adapter"], task["sample"]
-        outcome = run_adapter(name, adapters[name], sample, config, left_out=task["left_out"])
-        _send(connection, answer(task["id"], outcome))
+            adapters = load_adapters(config)
+            ours = _shipped()
+            if ours is not None and not set(adapters.values()) <= set(ours.SHIPPED.values()):
+                ours.warm_up()  # a user's function may call what it has imported
+            return cls(config, adapters)
+        except ConfigError as error:
+            return cls(config, {}, str(error)[:MAX_LOAD_ERROR_CHARACTERS])
+
+    @property
+    def greeting(self) -> dict[str, Any]:
+        """What the pool is told: an error, or which of the adapters are ours as we ship them."""
+        ours = getattr(_shipped(), "SHIPPED", {}).values()
+        shipped = [name for name, adapter in self.adapters.items() if adapter in ours]
+        return {"load_error": self.load_error, "shipped": shipped}
+
+    def grade(self, request: Mapping[str, Any]) -> bytes:
+        """Run an adapter on a sample, in a child: the answer as the child's pipe carries it."""
+        _limit_work(self.config)
+        name = request["adapter"]
+        outcome = run_adapter(
+            name, self.adapters[name], request["sample"], self.config, left_out=request["left_out"]
+        )
+        return json.dumps(answer(request["id"], outcome)).encode("ascii")
+
+
+def _shipped() -> Any:
+    """The module of shipped adapters, if somebody has imported it: that takes a second."""
+    return sys.modules.get("async_grpo.verification.graders.shipped")
 
 
 def read_config(message: Mapping[str, Any]) -> VerifierConfig:
@@ -52,48 +98,116 @@ def read_config(message: Mapping[str, Any]) -> VerifierConfig:
     return VerifierConfig(**values)
 
 
-def _leave_family(work: int) -> socket.socket:
-    """Keep no signal, session or descriptor of the zygote but our own pipe."""
-    family.forget_children()
-    os.setsid()
-    namespaces.die_with_parent(signal.SIGKILL)
-    namespaces.drop_capabilities(keep=namespaces.FILE_CAPABILITIES)
-    os.dup2(work, OUR_PIPE, inheritable=False)
-    os.closerange(OUR_PIPE + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nothing, standard)
-    os.close(nothing)
-    return socket.socket(fileno=OUR_PIPE)
-
-
 def _limit(config: VerifierConfig) -> None:
-    for kind, limit in (
-        (resource.RLIMIT_AS, config.memory_mib << 20),
-        (resource.RLIMIT_FSIZE, config.file_mib << 20),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        _, hard = resource.getrlimit(kind)
-        allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (allowed, allowed))
+    _set_limit(resource.RLIMIT_AS, config.memory_mib << 20)
+    _set_limit(resource.RLIMIT_FSIZE, config.file_mib << 20)
+    _set_limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+    _set_limit(resource.RLIMIT_CORE, 0)
 
 
-def _limit_processor_time(timeout_s: float) -> None:
-    """Threads together may use as much as one that never waits; the wall clock is the pool's."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    limit = math.ceil(usage.ru_utime + usage.ru_stime + timeout_s) + CPU_GRACE_S
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+def _limit_work(config: VerifierConfig) -> None:
+    """Of one request. Soft and hard limit are one: a namespace's first process ignores SIGXCPU.
+
+    In a user namespace processes and threads are counted for this request alone; elsewhere they
+    would be those of the whole user, and the server counts instead.
+    """
+    _set_limit(resource.RLIMIT_CPU, math.ceil(config.timeout_s))
+    if os.getpid() == 1:
+        _set_limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)
 
 
-def _load(config: VerifierConfig) -> tuple[dict[str, Adapter], str]:
+def _set_limit(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(kind, (allowed, allowed))
+
+
+def run_adapter(
+    name: str,
+    adapter: Adapter,
+    sample: dict[str, Any],
+    config: VerifierConfig,
+    *,
+    left_out: Mapping[str, str],
+) -> Outcome:
+    """Grade one sample with one adapter; never raises."""
     try:
-        return load_adapters(config), ""
-    except ConfigError as error:
-        return {}, str(error)
+        return _read_result(name, adapter(sample), getattr(adapter, "max_reward", 1.0))
+    except UnscorableError as error:
+        reason = str(error)[:MAX_REASON_CHARACTERS]
+        return Outcome(name, "unscorable", format_reward=error.format_reward, reason=reason)
+    except MemoryError:
+        return overrun(name, f"needs more than {config.memory_limit}")
+    except RecursionError:
+        return overrun(name, "recurses too deeply")
+    except BaseException as error:  # the process boundary: classified here, once
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            return overrun(name, f"writes more than {config.file_mib} MiB")
+        if isinstance(error, BlockingIOError):  # of a fork
+            return overrun(name, f"starts more than {MAX_PROCESSES} processes")
+        line = _line(error, adapter)
+        room = MAX_REASON_CHARACTERS - len(line) - 3
+        reason = f"{_explain(error, sample, left_out)[:room]} [{line}]"
+        place = f"{type(error).__name__} {line}"
+        return Outcome(name, "error", reason=reason, cause=cause_of(error), place=place)
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    connection.settimeout(None)
-    connection.sendall(frames.encode(message, max_bytes=frames.MAX_ANSWER_BYTES))
+def cause_of(error: BaseException) -> FailureCause:
+    """Whether it tells of a connection, itself or what it was raised from.
+
+    >>> cause_of(ConnectionRefusedError()), cause_of(FileNotFoundError(2, "no such file"))
+    ('connection', 'exception')
+    """
+    while True:
+        is_network = isinstance(error, OSError) and error.errno in CONNECTION_ERRNOS
+        library = type(error).__module__.partition(".")[0]
+        if is_network or isinstance(error, CONNECTION_ERRORS) or library in CLIENT_LIBRARIES:
+            return "connection"
+        if error.__cause__ is None:
+            return "exception"
+        error = error.__cause__
+
+
+def _line(error: BaseException, adapter: Adapter) -> str:
+    """The deepest line of the adapter's own file; where it begins, when what it returned is bad."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = getattr(inspect.unwrap(adapter), "__code__", None)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    if code and not own:
+        return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    frame = (own or frames)[-1]
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+
+
+def _explain(error: BaseException, sample: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
+    reason = f"{type(error).__name__}: {error}"[: MAX_REASON_CHARACTERS // 2]
+    if isinstance(error, KeyError):  # most often a column that the data does not have
+        reason += f" (the sample has {', '.join(sample)})"
+        reason += "".join(
+            f"; {name} is a {kind}, no plain value" for name, kind in left_out.items()
+        )
+    return reason
+
+
+def _read_result(name: str, result: object, max_reward: float) -> Outcome:
+    """A dict with a reward, or the reward alone."""
+    parts = result if isinstance(result, Mapping) else {"reward": result}
+    if "reward" not in parts:
+        raise TypeError(f"an adapter's dict must have a 'reward', got {result!r}")
+    format_reward = parts.get("format_reward")
+    return Outcome(
+        name,
+        "scored",
+        reward=_number("reward", parts["reward"]),
+        format_reward=None if format_reward is None else _number("format_reward", format_reward),
+        max_reward=float(max_reward),
+    )
+
+
+def _number(key: str, value: object) -> float:
+    """Of a Python number or boolean, or of numpy's and torch's scalars."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # type: ignore[attr-defined]
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise TypeError(f"an adapter's {key} must be a finite number, got {value!r}")
+    return float(value)

@@ -192,7 +192,8 @@ def check_samples(step, samples):
     assert {key: s.num_trained_tokens for key, s in sent.items()} == step.trained
     for (ordinal, index), sample in sent.items():
         attempt = step.slots[ordinal][1]
-        assert sample.question is QUESTIONS[script.question(ordinal, attempt)]
+        asked = QUESTIONS[script.question(ordinal, attempt)].input_token_ids
+        assert sample.question.input_token_ids is asked
         assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
         assert sample.shaped_reward == script.shaped_rewards(ordinal, attempt)[index]
         assert ("reference" in sample.scores) == find_algorithm(config).needs_reference

@@ -20,6 +20,7 @@ ray_address = "elsewhere:1"
 
 [[worker]]
 model_path = "m"
+enable_prefix_caching = false
 
 [[worker]]
 model_path = "m"
@@ -67,7 +68,8 @@ def plan(*arguments):
 def test_each_table_becomes_a_command_line(file, tmp_path):
     run = plan(file)
     assert [options for _, options in run.workers] == [
-        ("--model-path=m",), ("--model-path=m", "--mode=logprob", "--num-workers=3"),
+        ("--model-path=m", "--no-enable-prefix-caching"),
+        ("--model-path=m", "--mode=logprob", "--num-workers=3"),
     ]  # fmt: skip
     assert set(run.train_options) == {
         "--model-name-or-path=m", "--data-path=d", f"--output-dir={tmp_path}/run",

@@ -9,9 +9,7 @@ from oracle import make_config, make_sample
 
 from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.algorithms.ratios import kl_penalty
-from async_grpo.algorithms.sft import Sft
 from async_grpo.model.collate import collate
-from async_grpo.model.logprobs import TokenLogprobs
 
 PLAIN = make_config(ratio_mode="behaviour", clip_low=0.2, clip_high=0.3)
 
@@ -152,9 +150,3 @@ def test_a_filler_adds_nothing_to_any_sum():
     objective = make_config(ratio_mode="behaviour", kl_coefficient=0.1)
     result = grpo_loss(*scored([]), packed, config=objective)
     assert all(value.item() == 0 for value in (*result.sums.values(), *result.maxima.values()))
-
-
-def test_supervised_loss_is_the_weighted_negative_log_likelihood():
-    packed = collate([make_sample([1], [2, 3])], aggregation="token-mean", dtype=torch.float64)
-    algorithm = Sft(make_config(algorithm="sft"))
-    assert algorithm.loss(TokenLogprobs(*scored([-1.5, -2.0])), packed).loss.item() == 3.5

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo.verification.calls import run_adapter
 from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.verifier import run_adapter
 
 CONFIG = VerifierConfig(reward_names=("mine",))
 

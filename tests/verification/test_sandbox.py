@@ -7,6 +7,7 @@ import pytest
 from verifier_processes import Grader, processes, sandbox
 
 from async_grpo.errors import ConfigError
+from async_grpo.verification.server import GraderServer
 
 pytestmark = pytest.mark.integration
 
@@ -35,14 +36,13 @@ def trap(sample, **kwargs):
     if kind == "crash":
         os._exit(3)
     if kind == "signal":
-        os.kill(os.getpid(), 11)
+        import ctypes; ctypes.string_at(0)
     if kind == "exit":
         sys.exit(4)
     if kind == "raise":
         raise LookupError("no such luck")
     if kind == "once":
-        if not os.path.exists(sample["flag"]):
-            open(sample["flag"], "w").close()
+        if time.time() < sample["until"]:
             os._exit(3)
     if kind == "column":
         return {"reward": sample["missing"]}
@@ -109,9 +109,8 @@ def test_an_overrun_of_what_was_in_time_before_is_an_error(traps, tmp_path):
     first, verdict, num_overruns = asyncio.run(grade())
     assert (first.status, num_overruns) == ("scored", 2)
     assert (verdict.status, verdict.cause) == ("error", "overrun")
-    assert verdict.reason.endswith(
-        "takes longer than --verifier-timeout-s 1, on a sample that it has graded before"
-    )
+    assert verdict.reason.endswith(", on a sample that it has graded before")
+    assert "--verifier-timeout-s 1" in verdict.reason
 
 
 def test_an_overrun_when_nothing_was_ever_graded_is_an_error(traps):
@@ -121,16 +120,6 @@ def test_an_overrun_when_nothing_was_ever_graded_is_an_error(traps):
 
     verdict = asyncio.run(grade())
     assert (verdict.status, verdict.cause) == ("error", "overrun")
-
-
-def test_a_hundred_exceptions_cost_hardly_a_process(grader):
-    spawner, before = grader.box._spawner, grader.box.events
-    earlier = spawner._num_spawned
-    verdicts = grader.grade(*[{"kind": "raise"}] * 100)
-    after = grader.box.events
-    assert {verdict.place for verdict in verdicts} == {"LookupError traps.py:29"}
-    assert [after[kind] - before.get(kind, 0) for kind in ("error", "retried")] == [200, 100]
-    assert spawner._num_spawned - earlier <= 20  # of those that were not young any more
 
 
 @pytest.mark.parametrize(
@@ -174,8 +163,17 @@ def test_an_exception_that_cannot_be_unpickled_is_only_an_error(traps):
     assert "Unloadable" in asyncio.run(grade()).reason
 
 
-def test_a_crash_that_does_not_repeat_costs_nothing(grader, tmp_path):
-    verdict = grader.grade({"kind": "once", "flag": str(tmp_path / "flag")})
+def test_a_crash_that_does_not_repeat_costs_nothing(grader, monkeypatch):
+    """The second attempt comes late enough, whatever the machine does."""
+    ask, asked = GraderServer.ask, []
+
+    async def late(server, name, sample):
+        asked.append(await ask(server, name, sample | {"until": 0.0 if asked else 1e12}))
+        return asked[-1]
+
+    monkeypatch.setattr(GraderServer, "ask", late)
+    verdict = grader.grade({"kind": "once"})
+    assert [outcome.status for outcome in asked] == ["error", "scored"]
     assert (verdict.status, verdict.reward) == ("scored", 1.0)
 
 
@@ -205,9 +203,9 @@ def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_return
     assert nap not in _command_lines()  # what an adapter started died with it
 
 
-def test_processes_killed_while_idle_are_replaced_unnoticed(grader):
-    for verifier in processes().verifiers:
-        os.kill(verifier, 9)
+def test_servers_killed_while_idle_are_replaced_unnoticed(grader):
+    for server in processes().servers:
+        os.kill(server, 9)
     verdicts = grader.grade(*[{"kind": "fine"}] * 4)
     assert [verdict.reward for verdict in verdicts] == [1.0] * 4
 

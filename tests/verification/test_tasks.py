@@ -4,8 +4,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from async_grpo.verification.frames import FrameError
-from async_grpo.verification.tasks import answer, portable, read_answer, task
+from async_grpo.verification.frames import FrameError, decode
+from async_grpo.verification.tasks import answer, encode_request, portable, read_answer
 from async_grpo.verification.verdict import Outcome
 
 GOOD = {
@@ -74,4 +74,5 @@ def test_columns_reach_adapters_as_plain_values():
         "fine": [1, "a", None],
     }
     assert left_out == {"picture": "object", "digits": "int"}
-    assert task("7", "mine", columns)["left_out"] == left_out
+    sent = decode(encode_request("7", "mine", columns, wall_s=1.0)[4:])
+    assert (sent["sample"], sent["left_out"]) == (plain, left_out)

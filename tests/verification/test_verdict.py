@@ -1,6 +1,16 @@
+import signal
+
 import pytest
 
-from async_grpo.verification.verdict import MAX_LOST, Outcome, best_verdict, is_settled, settle
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.verdict import (
+    MAX_LOST,
+    Outcome,
+    best_verdict,
+    classify_end,
+    is_settled,
+    settle,
+)
 
 
 def scored(name, reward, **more):
@@ -108,3 +118,28 @@ def test_an_error_tells_its_cause_and_a_connection_only_when_nothing_else_is_wro
 )
 def test_a_process_taken_away_does_not_use_up_the_texts_attempts(attempts, settled):
     assert is_settled(attempts) == settled
+
+
+REPORT = {"exit_code": 0, "cpu_s": 0.1, "memory_mib": 100.0, "killed_for": ""}
+CONFIG = VerifierConfig(reward_names=("mine",), timeout_s=10.0, memory_mib=1000)
+
+
+@pytest.mark.parametrize(
+    ("report", "status"),
+    [
+        (REPORT | {"exit_code": -signal.SIGKILL, "cpu_s": 10.0}, "overrun"),
+        (REPORT | {"exit_code": -signal.SIGKILL, "memory_mib": 900.0}, "overrun"),
+        (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "time"}, "overrun"),
+        (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "processes"}, "overrun"),
+        (REPORT | {"exit_code": -signal.SIGKILL}, "lost"),
+        (REPORT | {"exit_code": -signal.SIGTERM}, "lost"),
+        (REPORT | {"exit_code": -signal.SIGSEGV, "memory_mib": 900.0}, "error"),
+        (REPORT | {"exit_code": 3}, "error"),
+        ({"failed": "fork: Resource temporarily unavailable"}, "lost"),
+        ({}, "lost"),
+    ],
+)
+def test_only_a_limit_that_was_reached_blames_the_text(report, status):
+    outcome = classify_end("mine", report, CONFIG)
+    assert (outcome.status, outcome.reward, outcome.adapter) == (status, 0.0, "mine")
+    assert outcome.reason

@@ -3,15 +3,17 @@
     VERIFIER_FAULT_REPEATS=20 python -m pytest -m slow -rA THIS_FILE
 
 Two processes grade a steady stream of innocent samples while one fault after another is injected:
-texts that hang, eat memory, crash, flood the output, start processes or forge answers, and kills of
-verifier, keeper and zygote from outside. A verdict is wrong when an innocent sample is not scored
-1.0, or a guilty one earns anything. The table (printed, shown by -rA) tells, in milliseconds:
+texts that hang, eat memory, crash, flood the output, start processes or forge answers, and kills
+of the server, its bwrap and a request from outside. A verdict is wrong when an innocent sample is
+not scored 1.0, or a guilty one earns anything. The table (printed, shown by -rA) tells, in
+milliseconds:
 
 detected: from the injection to the first accident that the pool has counted; recovered: from there
-until every slot has a process again.
+until the server is up again.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -52,8 +54,8 @@ def adapter(sample, **kwargs):
     if kind == "processes":
         while True: subprocess.Popen(["sleep", "60"])
     if kind == "forged answer":
-        os.write(3, b"\x00\x00\x00\x02{}")
-        time.sleep(60)
+        os.write(3, b"{}")
+        os._exit(0)
     return {"reward": math_verify_reward(sample["output"], sample["answer"])}
 """
 TEXTS = {
@@ -64,6 +66,7 @@ TEXTS = {
     "processes": "unscorable",
     "forged answer": "error",
 }
+KILLS = ("killed request", "killed server", "killed bwrap")
 
 
 @dataclass(slots=True)
@@ -101,25 +104,30 @@ async def inject_text(box: Sandbox, kind: str, trial: Trial) -> None:
     trial.num_wrong += (verdict.status, verdict.reward) != (TEXTS[kind], 0.0)
 
 
-async def at_rest() -> dict[str, int]:
-    """What can be killed, once there are as many processes as slots: spare ones come and go."""
+def victim(fault: str) -> int | None:
+    """The process to kill, if there is one at the moment."""
+    found = processes()
+    pids = {"server": found.servers, "bwrap": found.outer, "request": found.requests}
+    return next(iter(pids[fault.split()[-1]]), None)
+
+
+async def kill(fault: str) -> None:
     while True:
-        try:
-            found = processes()
-        except (ValueError, OSError):  # one of them has just ended
-            found = None
-        if found and len(found.keepers) == len(found.verifiers) == NUM_SLOTS:
-            victims = (found.zygote, found.keepers[0], found.verifiers[0])
-            return dict(zip(("zygote", "keeper", "verifier"), victims, strict=True))
-        await asyncio.sleep(0.01)
+        pid = victim(fault)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # a request ends within milliseconds
+                os.kill(pid, signal.SIGKILL)
+                return
+        await asyncio.sleep(0.001)
 
 
 def accidents(box: Sandbox) -> int:
-    return sum(box.events.get(kind, 0) for kind in ("overrun", "error", "lost", "died_idle"))
+    kinds = ("overrun", "error", "lost", "server_restarts")
+    return sum(box.events.get(kind, 0) for kind in kinds)
 
 
 async def observe(box: Sandbox, trial: Trial, before: int) -> None:
-    """Note when the pool has counted an accident, and when all slots have processes again."""
+    """Note when the pool has counted an accident, and when it can grade again."""
     started = time.perf_counter()
     while accidents(box) == before:  # noqa: ASYNC110 - the pool has no event for either
         await asyncio.sleep(0.001)
@@ -134,12 +142,11 @@ async def run_trial(box: Sandbox, fault: str, repeats: int) -> Trial:
     trial = Trial()
     async with innocents(box, trial):
         for _ in range(repeats):
-            found = await at_rest()
             watcher = asyncio.create_task(observe(box, trial, accidents(box)))
             if fault in TEXTS:
                 await inject_text(box, fault, trial)
             elif fault != "none":
-                os.kill(found[fault.split()[-1]], signal.SIGKILL)
+                await kill(fault)
             else:
                 watcher.cancel()
                 await asyncio.sleep(0.5)
@@ -169,7 +176,7 @@ async def all_faults(adapter: str) -> tuple[list[list[str]], list[str], list[str
     box = Sandbox(config, num_processes=NUM_SLOTS)
     await box.start()
     rows, wrong, slow = [], [], []
-    for fault in ("none", *TEXTS, "killed verifier", "killed keeper", "killed zygote"):
+    for fault in ("none", *TEXTS, *KILLS):
         trial = await run_trial(box, fault, REPEATS)
         rows.append(row(fault, trial))
         assert trial.innocent_s, fault

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.family import children, descendants
+from async_grpo.verification.fork_server import children, descendants
 from async_grpo.verification.sandbox import Sandbox
 
 REPOSITORY = str(Path(__file__).parents[2])
@@ -16,23 +16,30 @@ REPOSITORY = str(Path(__file__).parents[2])
 
 @dataclass(frozen=True)
 class Processes:
-    watchman: int
-    zygote: int
-    keepers: list[int]
-    verifiers: list[int]
+    outer: list[int]  # bwrap where the system allows it
+    servers: list[int]
+    requests: list[int]
 
 
 def processes(parent=None):
-    """Of the only sandbox of a process."""
-    (watchman,) = (
-        child
-        for child in children(parent or os.getpid())
-        if b"verification.zygote" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
-    (zygote,) = children(watchman)
-    keepers = children(zygote)
-    verifiers = [child for keeper in keepers for child in children(keeper)]
-    return Processes(watchman, zygote, keepers, verifiers)
+    """Of the sandboxes of a process."""
+    servers = [pid for pid in descendants(parent or os.getpid()) if _is_server(pid)]
+    outer = [pid for pid in servers if _command(pid)[0].endswith("bwrap")]
+    inside = [pid for pid in servers if pid not in outer]
+    roots = [pid for pid in inside if not any(pid in children(other) for other in inside)]
+    requests = [child for root in roots for child in children(root)]
+    return Processes(outer, roots, requests)
+
+
+def _is_server(pid):
+    return any("verification.fork_server" in word for word in _command(pid))
+
+
+def _command(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return [""]
 
 
 def all_below(parent):

@@ -1,4 +1,4 @@
-"""What a verifier process that has been taken over can reach, and what becomes of it."""
+"""What a request that has been taken over can reach, and what becomes of it."""
 
 import asyncio
 import os
@@ -26,11 +26,17 @@ def send(data):
     os.write(3, data)
 
 def frame(message):
-    body = json.dumps(message).encode()
-    return struct.pack("!I", len(body)) + body
+    return json.dumps(message).encode()
 
 FORGED = {"id": "0" * 32, "status": "scored", "reward": 9.0, "format_reward": None, "reason": "",
           "max_reward": 1.0, "cause": "", "place": ""}
+
+def reaches(sample):
+    try:
+        exec(sample["code"], {})
+    except OSError:
+        return False
+    return True
 
 def hostile(sample, **kwargs):
     kind = sample["kind"]
@@ -68,12 +74,12 @@ def hostile(sample, **kwargs):
         here = {int(fd): os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
                 if os.path.exists(f"/proc/self/fd/{fd}") or os.path.islink(f"/proc/self/fd/{fd}")}
         standard = all(here.pop(fd) == "/dev/null" for fd in (0, 1, 2))
-        pipe = here.pop(3).startswith("socket:")
+        pipe = here.pop(3).startswith("pipe:")
         others = [where for where in here.values() if not where.endswith("/fd")]
         return {"reward": float(standard and pipe and not others)}
     if kind == "rights":
         status = dict(line.split(":\\t") for line in open("/proc/self/status").read().splitlines())
-        kept = int(status["CapEff"], 16) & ~(0b1111 | 1 << 31)
+        kept = int(status["CapEff"], 16) | int(status["CapPrm"], 16)
         return {"reward": float(status["NoNewPrivs"].strip() == "1" and kept == 0)}
     if kind == "escape":
         if os.fork() == 0:
@@ -92,11 +98,17 @@ def hostile(sample, **kwargs):
         used = resource.getrusage(resource.RUSAGE_SELF)
         soft, _ = resource.getrlimit(resource.RLIMIT_CPU)
         return {"reward": float(0 < soft - used.ru_utime - used.ru_stime <= sample["most"])}
+    if kind == "bomb":
+        count = 0
+        while True:
+            if os.fork() == 0:
+                time.sleep(60)
     if kind == "processes":
         children = [subprocess.Popen(["sleep", "50"]) for _ in range(100)]
         time.sleep(60)
     if kind == "file":
-        with open(sample["path"], "wb") as file:
+        import tempfile
+        with tempfile.TemporaryFile() as file:
             for _ in range(64):
                 file.write(bytes(1 << 20))
     if kind == "flood":
@@ -107,19 +119,25 @@ def hostile(sample, **kwargs):
     if kind == "pickle":
         bomb = b"cos\\nsystem\\n(S'touch " + sample["flag"].encode() + b"'\\ntR."
         send(b"\\x80\\x04\\x95" + bomb)
-        time.sleep(60)
+        os._exit(0)
     if kind == "long answer":
-        send(struct.pack("!I", 1 << 30) + b"x" * 100_000)
-        time.sleep(60)
+        send(b"x" * 100_000)
     if kind == "forge":
         send(frame(FORGED))
-        time.sleep(60)
-    if kind == "forge for the next":
-        send(frame(FORGED | {"reward": 7.0}))
-        return {"reward": 1.0}
+        os._exit(0)
     if kind == "half an answer":
-        send(struct.pack("!I", 100) + b"{")
+        send(b"{")
         time.sleep(60)
+    if kind == "reach":
+        return {"reward": float(reaches(sample))}
+    if kind == "others":
+        seen = [p for p in os.listdir("/proc") if p.isdigit()]
+        return {"reward": float(seen == [str(os.getpid())])}
+    if kind == "memory of the server":
+        tried = [f"/proc/{pid}/mem" for pid in sample["pids"]] + ["/proc/1/mem"]
+        mine = os.stat("/proc/self/mem").st_ino
+        opened = [p for p in tried if os.path.exists(p) and os.stat(p).st_ino != mine]
+        return {"reward": float(bool(opened))}
     if kind == "long reason":
         raise ValueError("x" * 10_000_000)
     return {"reward": 0.0}
@@ -176,77 +194,68 @@ def confined(grader):
     return grader
 
 
-def capacity_returns(grader, within_s=20.0):
-    """Whether there are two verifiers again, and stay: spare ones end a moment after their task.
-
-    The sandbox's event loop sees to that, so it has to go on meanwhile.
-    """
-    deadline, in_a_row = time.monotonic() + within_s, 0
-    while in_a_row < 10 and time.monotonic() < deadline:
-        grader.run(asyncio.sleep(0.02))
-        now = processes()
-        in_a_row = in_a_row + 1 if len(now.keepers) == len(now.verifiers) == 2 else 0
-    return in_a_row == 10
-
-
 def test_no_credential_is_seen_in_environment_processes_or_files(confined, secret_home):
     files = [str(secret_home / ".ray" / "auth_token"), str(secret_home / ".ssh" / "id")]
     assert confined.grade({"kind": "secrets", "files": files}).reward == 0.0
 
 
 def test_no_credential_is_in_the_environment_even_without_namespaces(grader):
-    for pid in processes().keepers + processes().verifiers + [processes().zygote]:
+    for pid in processes().outer + processes().servers:
         assert b"hush" not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["descriptors", "rights"])
-def test_a_verifier_holds_nothing_but_its_own_pipe_and_rights_over_files(grader, kind):
+def test_a_request_holds_nothing_but_its_own_pipe_and_no_right(grader, kind):
     assert grader.grade({"kind": kind}).reward == 1.0
 
 
-def test_processor_time_is_limited_for_each_grading_anew(grader):
+def test_processor_time_is_limited_for_each_request_anew(grader):
     for _ in range(3):
         assert grader.grade({"kind": "processor", "most": 4.0}).reward == 1.0
 
 
 @pytest.mark.parametrize("kind", ["kill parent", "kill all"])
 def test_killing_everything_in_reach_harms_only_itself(confined, kind):
-    before = processes()
+    before = processes().servers
     verdict = confined.grade({"kind": kind})
-    assert (verdict.status, verdict.reward) == ("scored", 0.25)
-    assert processes() == before
+    assert (verdict.status, verdict.reward) in (("scored", 0.25), ("error", 0.0))
+    assert [v.reward for v in confined.grade(*[{"kind": "nap"}] * 4)] == [1.0] * 4
+    assert processes().servers == before
 
 
-def test_a_keeper_that_is_killed_costs_attempts_and_no_capacity(grader):
+def test_a_request_sees_no_process_but_itself_nor_the_memory_of_the_server(confined):
+    assert confined.grade({"kind": "others"}).reward == 1.0
+    sample = {"kind": "memory of the server", "pids": processes().servers}
+    assert confined.grade(sample).reward == 0.0
+
+
+def test_a_server_that_is_killed_by_its_request_costs_attempts_and_no_capacity(grader):
     if grader.box.is_confined:
         pytest.skip("it is out of reach")
-    before = processes()
     verdict = grader.grade({"kind": "kill parent"})
     assert (verdict.status, verdict.reward) == ("error", 0.0)
     assert [v.reward for v in grader.grade(*[{"kind": "nap"}] * 4)] == [1.0] * 4
-    assert capacity_returns(grader)
-    assert processes().zygote == before.zygote
 
 
-def test_what_moves_to_another_session_dies_with_its_verifier(patient):
+def test_what_moves_to_another_session_dies_with_its_request(patient):
     nap = f"6543.{os.getpid()}"
     assert patient.grade({"kind": "escape", "nap": nap}).status == "unscorable"
-    naps = [p for p in Path("/proc").glob("[0-9]*/cmdline") if nap.encode() in _read(p)]
-    assert naps == []
+    assert [p for p in Path("/proc").glob("[0-9]*/cmdline") if nap.encode() in _read(p)] == []
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("threads", "processor time"),
+        ("threads", "--verifier-timeout-s"),
         ("processes", "more than 64 processes"),
+        ("bomb", "more than 64 processes"),
         ("file", "writes more than 16 MiB"),
     ],
 )
-def test_a_limit_that_is_reached_twice_is_the_texts_doing(patient, kind, reason, tmp_path):
-    verdict = patient.grade({"kind": kind, "path": str(tmp_path / "big")})
+def test_a_limit_that_is_reached_twice_is_the_texts_doing(patient, kind, reason):
+    verdict = patient.grade({"kind": kind})
     assert (verdict.status, verdict.reward) == ("unscorable", 0.0)
-    assert reason in verdict.reason or (kind == "threads" and "longer than" in verdict.reason)
+    assert reason in verdict.reason
 
 
 def test_a_flood_of_output_goes_nowhere_and_delays_nothing(patient, capfd):
@@ -255,26 +264,21 @@ def test_a_flood_of_output_goes_nowhere_and_delays_nothing(patient, capfd):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    ("kind", "statuses", "reason"),
     [
-        ("pickle", "no answer: "),
-        ("long answer", "at most 65536 may come"),
-        ("forge", "an answer to another task"),
+        ("pickle", ("error",), "no answer: "),
+        ("long answer", ("unscorable",), "takes longer than"),
+        ("forge", ("error",), "an answer to another task"),
     ],
 )
-def test_a_forged_answer_is_an_error_and_nothing_is_run(grader, kind, reason, tmp_path):
+def test_a_forged_answer_earns_nothing_and_nothing_is_run(
+    patient, kind, statuses, reason, tmp_path
+):
     flag = tmp_path / "flag"
-    verdict = grader.grade({"kind": kind, "flag": str(flag)})
-    assert (verdict.status, verdict.reward) == ("error", 0.0)
+    verdict = patient.grade({"kind": kind, "flag": str(flag)})
+    assert (verdict.status in statuses, verdict.reward) == (True, 0.0)
     assert reason in verdict.reason
     assert not flag.exists()
-
-
-def test_an_answer_left_for_the_next_sample_is_never_taken_for_its_own(grader):
-    for _ in range(3):
-        first = grader.grade({"kind": "forge for the next"})
-        assert first.status == "error"
-        assert grader.grade({"kind": "fine"}).reward == 1.0
 
 
 def test_half_an_answer_holds_nobody_up(patient):
@@ -288,34 +292,69 @@ def test_a_long_reason_is_cut(grader):
     assert 200 < len(verdict.reason) < 700
 
 
-@pytest.mark.parametrize("role", ["verifiers", "keepers", "zygote", "watchman"])
+@pytest.mark.parametrize("role", ["servers", "outer", "requests"])
 def test_any_process_of_ours_that_is_killed_from_outside_costs_nothing(grader, role):
-    assert capacity_returns(grader)
-    retried = grader.box.events["retried"]
-    victims = getattr(processes(), role)
-    victims = victims if isinstance(victims, list) else [victims]
-    below = processes().verifiers
-    for victim in victims:
-        os.kill(victim, signal.SIGKILL)
-    assert are_gone(below)
-    verdicts = grader.grade(*[{"kind": "nap"}] * 4)
-    assert [verdict.reward for verdict in verdicts] == [1.0] * 4
-    assert grader.box.events["retried"] == retried
-    assert capacity_returns(grader)
+    async def grade():
+        naps = asyncio.gather(*(grader.box.grade({"kind": "nap"}) for _ in range(4)))
+        await asyncio.sleep(0.15)
+        for victim in getattr(processes(), role):
+            os.kill(victim, signal.SIGKILL)
+        return await naps
+
+    assert [verdict.reward for verdict in grader.run(grade())] == [1.0] * 4
 
 
-@pytest.mark.parametrize("role", ["verifiers", "keepers", "zygote"])
-def test_a_process_that_is_stopped_from_outside_is_replaced_and_nothing_lost(patient, role):
-    assert capacity_returns(patient)
-    victims = getattr(processes(), role)
-    before = patient.box.events["retried"]
-    for victim in victims if isinstance(victims, list) else [victims]:
+def test_a_server_that_is_stopped_from_outside_is_replaced_and_nothing_lost(confined, monkeypatch):
+    monkeypatch.setattr("async_grpo.verification.server.SILENCE_S", 1.0)
+    before = confined.box.events["server_restarts"]
+    for victim in processes().servers:
         os.kill(victim, signal.SIGSTOP)
-    verdicts = patient.grade(*[{"kind": "nap"}] * 4)
-    if role == "zygote":
-        os.kill(victims, signal.SIGCONT)
-    assert [verdict.reward for verdict in verdicts] == [1.0] * 4
-    assert (patient.box.events["retried"] > before) == (role == "verifiers")
+    assert [v.reward for v in confined.grade(*[{"kind": "nap"}] * 4)] == [1.0] * 4
+    assert confined.box.events["server_restarts"] == before + 1
+
+
+def connect_to(listener):
+    return f"import socket; socket.create_connection({listener.getsockname()!r}, 5)"
+
+
+def test_users_functions_read_files_and_write_none_but_in_their_own_scratch(confined, tmp_path):
+    def reaches(code):
+        return confined.grade({"kind": "reach", "code": code}).reward == 1.0
+
+    (tmp_path / "data").write_text("mine")
+    assert reaches(f"open({str(tmp_path / 'data')!r}).read()")
+    assert not reaches(f"open({str(tmp_path / 'other')!r}, 'w')")
+    assert not reaches("open('/proc/sys/kernel/core_pattern', 'w').write('x')")
+    assert not reaches("import os; os.mkdir('/run/mine')")
+    assert reaches("import tempfile; tempfile.NamedTemporaryFile(delete=False).write(b'x')")
+    assert not reaches(
+        "import os; os.listdir('/dev/shm')[0] if os.listdir('/dev/shm') else open('')"
+    )
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_users_functions_have_the_network_unless_it_is_taken_away(hostile, network):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        grader = Grader(hostile, network=network)
+        if not grader.box.is_confined:
+            grader.close()
+            pytest.skip("needs namespaces")
+        verdict = grader.grade({"kind": "reach", "code": connect_to(listener)})
+        grader.close()
+    assert verdict.reward == float(network)
+
+
+def test_users_functions_get_the_variables_that_are_named_and_no_other(hostile, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "mine")
+    monkeypatch.setenv("OTHER_KEY", "hush")
+    code = """import os
+if 'OTHER_KEY' in os.environ or os.environ.get('JUDGE_KEY') != 'mine':
+    open('')
+"""
+    grader = Grader(hostile, environment=("JUDGE_KEY",))
+    verdict = grader.grade({"kind": "reach", "code": code})
+    grader.close()
+    assert verdict.reward == 1.0
 
 
 POOL = """
@@ -344,12 +383,12 @@ def test_nothing_outlives_a_pool_that_is_killed(hostile, namespaces):
         try:
             assert pool.stdout.readline() == b"ready\n"
             deadline = time.monotonic() + 30
-            while len(all_below(pool.pid)) < 10 and time.monotonic() < deadline:
+            while not (naps := _naps(pool.pid)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             below = all_below(pool.pid)
         finally:
             pool.kill()
-    assert len(below) == 10  # watchman, zygote, two keepers, verifiers, their children, and naps
+    assert naps
     assert are_gone(below)
 
 
@@ -360,9 +399,5 @@ def _read(path):
         return b""
 
 
-def test_the_pool_reads_frames_and_never_a_pickle():
-    assert socket.socketpair  # the pipes are sockets: no multiprocessing connection unpickles
-    for name in ("slot", "frames", "tasks", "spawner", "zygote", "keeper"):
-        source = Path(REPOSITORY, "async_grpo", "verification", f"{name}.py").read_text()
-        assert "import pickle" not in source
-        assert "multiprocessing" not in source
+def _naps(pool):
+    return [pid for pid in all_below(pool) if b"3210" in _read(Path(f"/proc/{pid}/cmdline"))]

@@ -1,0 +1,103 @@
+"""The controller's half of a user's algorithm, in a process of its own beside rank 0.
+
+consumes:     groups that are verified, and the groups of a step
+produces:     the same with advantages, masks and contributions
+waits for:    nothing: one call after the other
+unblocked by: the controller's calls
+
+What the user's code raises there, its process' end, or 60 s without an answer end the run with the
+user's line, and never the controller.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from async_grpo import cluster, deadlines
+from async_grpo.algorithms.base import Algorithm, GroupRules, LocalRules
+from async_grpo.algorithms.find import check_source, find_algorithm, is_shipped, source_hash
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import WorkerError
+from async_grpo.types import Group
+
+T = TypeVar("T")
+
+
+class RulesProcess:
+    """Runs the user's code, and names the line of it that fails."""
+
+    def __init__(self, config: TrainConfig, sha256: str) -> None:
+        check_source(config.algorithm, sha256)
+        self._name = config.algorithm
+        self._rules = LocalRules(find_algorithm(config))
+
+    async def finish_group(self, group: Group) -> Group:
+        return await self._told_apart(self._rules.finish_group, group)
+
+    async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        return await self._told_apart(self._rules.finish_step, groups)
+
+    async def _told_apart(self, method: Callable[[Any], Awaitable[T]], argument: Any) -> T:
+        try:
+            return await method(argument)
+        except Exception as error:  # the user's own code may raise anything
+            raise WorkerError(
+                f"--algorithm {self._name} raised {type(error).__name__}: {error} "
+                f"({_line_of(error, self._name.partition(':')[0])}): correct it"
+            ) from None
+
+
+class RemoteRules:
+    """The rules that the process runs, as the controller asks for them."""
+
+    def __init__(self, process: Any, algorithm: Algorithm) -> None:
+        self.needs = algorithm.needs
+        self.waits_for_step = algorithm.waits_for_step
+        self._process = process
+        self._who = f"--algorithm {algorithm.config.algorithm}"
+
+    async def finish_group(self, group: Group) -> Group:
+        return await self._answer(self._process.finish_group.remote(group))
+
+    async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        return await self._answer(self._process.finish_step.remote(groups))
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        return await cluster.call(call, timeout_s=deadlines.ANSWER_S, who=self._who)
+
+
+def start_rules(config: TrainConfig) -> GroupRules:
+    """The rules of the run's algorithm: in the controller where it is shipped, else beside it."""
+    algorithm = find_algorithm(config)
+    if is_shipped(config.algorithm):
+        return LocalRules(algorithm)
+    import ray
+
+    options = ray.remote(RulesProcess).options(
+        num_cpus=0,
+        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
+        scheduling_strategy=cluster.on_this_node(),  # whose file it is
+    )
+    process = options.remote(_with_whole_path(config), source_hash(config.algorithm))
+    return RemoteRules(process, algorithm)
+
+
+def _with_whole_path(config: TrainConfig) -> TrainConfig:
+    """An actor has a working directory of its own."""
+    place, _, attribute = config.algorithm.partition(":")
+    if not place.endswith(".py"):
+        return config
+    return replace(config, algorithm=f"{Path(place).absolute()}:{attribute}")
+
+
+def _line_of(error: Exception, place: str) -> str:
+    """The last line of the user's file that was running; the last of all where it was none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ends = (place, place.replace(".", "/") + ".py")
+    own = [frame for frame in frames if frame.filename.endswith(ends)]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno}, {frame.line}"

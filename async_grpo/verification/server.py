@@ -1,0 +1,203 @@
+"""The pool's end of a fork server: starts it, asks it, and starts another when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from async_grpo.errors import ConfigError, WorkerError
+from async_grpo.verification import confinement, frames
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.frames import FrameError
+from async_grpo.verification.tasks import encode_request, read_answer
+from async_grpo.verification.verdict import Outcome, classify_end, lost
+
+PRELOAD_TIMEOUT_S = 60.0
+# Of the time that a request may take: the limit is on processor time, and a wait on the wall's
+# clock ends much later, so that a machine short of processors is no verdict.
+WALL_FACTOR = 3.0
+SILENCE_S = 15.0  # beyond which a server that does not report a request is stuck
+END_TIMEOUT_S = 2.0
+
+
+class GraderServer:
+    """Serves requests side by side; used from one event loop."""
+
+    def __init__(self, config: VerifierConfig, *, shipped: bool) -> None:
+        self._config = config
+        self.isolation = confinement.isolation(
+            shipped=shipped, network=config.network, scratch_mib=config.file_mib
+        )
+        self._extra = () if shipped else config.environment
+        self._starting = asyncio.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket
+        self._writer: asyncio.StreamWriter | None = None
+        self._reports: asyncio.Task[None] | None = None
+        self._waiting: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
+        self._is_closed = False
+        self.events: Counter[str] = Counter()
+        self.shipped: tuple[str, ...] = ()  # of its adapters, those that are ours
+
+    @property
+    def is_up(self) -> bool:
+        return self._writer is not None and self._process is not None and (
+            self._process.poll() is None
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        """Have a server with adapters loaded.
+
+        Raises `ConfigError` when adapters cannot be loaded, `WorkerError` when no process starts.
+        """
+        async with self._starting:
+            if self.is_up:
+                return
+            if self._is_closed:
+                raise WorkerError("a fork server must not be started, its pool has been closed")
+            self.events["server_restarts"] += self._process is not None
+            self._end()
+            try:
+                await self._launch()
+            except BaseException:
+                self._end()
+                raise
+
+    async def ask(self, name: str, sample: dict[str, Any]) -> Outcome:
+        """Run one adapter on one sample within the limits; never raises for what they do."""
+        try:
+            await self.start()
+        except ConfigError as error:  # it loaded when the run began: something else has changed
+            return Outcome(name, "error", reason=str(error), cause="end")
+        except WorkerError as error:
+            return lost(name, str(error))
+        request = secrets.token_hex(16)
+        wall_s = WALL_FACTOR * self._config.timeout_s
+        try:
+            data = encode_request(request, name, sample, wall_s=wall_s)
+        except FrameError as error:
+            return Outcome(name, "error", reason=f"the sample cannot be sent: {error}", cause="end")
+        outcome = self._read(
+            name, request, await self._report_of(request, data, wall_s + SILENCE_S)
+        )
+        if outcome.status in ("overrun", "error", "lost"):
+            self.events[outcome.status] += 1
+        return outcome
+
+    async def close(self) -> None:
+        """End the server with everything below it."""
+        self._is_closed = True
+        self._end()
+
+    async def _report_of(self, request: str, data: bytes, within_s: float) -> Mapping[str, Any]:
+        """What the server says of a request; nothing when the server ends or is stuck."""
+        if self._writer is None:  # it has just ended
+            return {}
+        process = self._process
+        report = self._waiting[request] = asyncio.get_running_loop().create_future()
+        self._writer.write(data)
+        try:
+            return await asyncio.wait_for(report, within_s)
+        except TimeoutError:
+            if self._process is process:  # else another request has seen to that
+                self._end()
+            return {}
+        finally:
+            self._waiting.pop(request, None)
+
+    def _read(self, name: str, request: str, report: Mapping[str, Any]) -> Outcome:
+        if report.get("exit_code") != 0:
+            return classify_end(name, report, self._config)
+        try:
+            return read_answer(frames.decode(report["answer"]), task_id=request, adapter=name)
+        except FrameError as error:
+            reason = f"its process sent what is no answer: {error}"
+            return Outcome(name, "error", reason=reason, cause="end")
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = confinement.server_command(self.isolation)
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - it ends with the thread that began it
+                [*command, str(theirs.fileno())],
+                env=self._environment(),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+        self._connection = ours
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        orders = {"config": asdict(self._config), "isolation": asdict(self.isolation)}
+        self._writer.write(frames.encode(orders, max_bytes=frames.MAX_TASK_BYTES))
+        await self._await_adapters(reader)
+        self._reports = asyncio.create_task(self._hear(reader), name="verifier reports")
+
+    def _environment(self) -> dict[str, str]:
+        variables = confinement.environment(os.environ, names=self._extra)
+        return variables | ({"TMPDIR": "/dev/shm"} if self.isolation.scratch_mib else {})
+
+    async def _await_adapters(self, reader: asyncio.StreamReader) -> None:
+        try:
+            await asyncio.wait_for(_receive(reader), PRELOAD_TIMEOUT_S)
+        except (EOFError, OSError, FrameError) as failure:
+            raise WorkerError(
+                f"a fork server must start within {PRELOAD_TIMEOUT_S:g} s, but it was silent or "
+                "ended: its errors are in the log of the verifier pool"
+            ) from failure
+        names, limit_s = ",".join(self._config.reward_names), self._config.start_timeout_s
+        try:
+            greeting = await asyncio.wait_for(_receive(reader), limit_s)
+        except (EOFError, OSError, FrameError) as failure:
+            what = "did not end" if isinstance(failure, TimeoutError) else "ended the process"
+            raise ConfigError(
+                f"--reward-fns must import within {limit_s:g} s, got {names}, "
+                f"whose import {what}: look at what the module does when imported"
+            ) from failure
+        if greeting["load_error"]:
+            raise ConfigError(greeting["load_error"])
+        self.shipped = tuple(greeting["shipped"])
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        """Hand out reports until the server ends; then all that wait hear of nothing."""
+        with contextlib.suppress(EOFError, OSError, FrameError):
+            while True:
+                report = await _receive(reader)
+                waiting = self._waiting.get(report["id"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(report)
+        self._reports = None
+        self._end()
+
+    def _end(self) -> None:
+        """Closing the connection ends the server, and that all others; then make sure."""
+        if self._reports is not None:
+            self._reports.cancel()
+        if self._writer is not None:
+            with contextlib.suppress(OSError):  # at once: a transport closes when the loop goes on
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._writer.transport.abort()
+        self._reports = self._writer = None
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT_S)
+            self._process.kill()
+            self._process.wait()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_result({})
+        self._waiting.clear()
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    head = await reader.readexactly(frames.LENGTH.size)
+    length = frames.length_of(head, max_bytes=frames.MAX_REPORT_BYTES)
+    return frames.decode(await reader.readexactly(length))
