@@ -7,7 +7,14 @@ from numpy.typing import NDArray
 
 from async_grpo.batching.lag import covers_output
 from async_grpo.errors import StaleAnswerError, WorkerError
-from async_grpo.types import GenerationRequest, LogprobRequest, Turn, WeightsVersion
+from async_grpo.types import (
+    Episode,
+    EpisodesRequest,
+    GenerationRequest,
+    LogprobRequest,
+    Turn,
+    WeightsVersion,
+)
 
 Scores = NDArray[np.float32]  # [L]
 
@@ -23,11 +30,24 @@ def check_completions(
             raise WorkerError("the worker gave up the request before it was finished")
         if not covers_output(completion):
             raise WorkerError("the worker did not say of every token which weights sampled it")
-        for span in completion.weights_versions:
-            if span.version < oldest or span.version.incarnation != oldest.incarnation:
-                raise StaleAnswerError(
-                    f"tokens of weights {span.version} came back, {oldest} or later were asked"
-                )
+        _check_versions(completion, oldest)
+
+
+def check_episodes(request: EpisodesRequest, episodes: tuple[Episode, ...]) -> None:
+    """Raise unless these are all episodes, every turn of weights that the group may have."""
+    if len(episodes) != request.num_samples:
+        raise WorkerError(f"{len(episodes)} episodes came back, {request.num_samples} were asked")
+    for episode in episodes:
+        for turn in episode.turns:
+            _check_versions(turn, request.oldest)
+
+
+def _check_versions(turn: Turn, oldest: WeightsVersion) -> None:
+    for span in turn.weights_versions:
+        if span.version < oldest or span.version.incarnation != oldest.incarnation:
+            raise StaleAnswerError(
+                f"tokens of weights {span.version} came back, {oldest} or later were asked"
+            )
 
 
 def check_scores(request: LogprobRequest, scores: tuple[Scores, ...]) -> None:

@@ -85,6 +85,7 @@ class ExperienceBatcher:
             generation_timeout_s=config.generation_timeout_s,
             max_staleness=config.max_staleness,
             quarantine=self._quarantine,
+            episodes_request=plan.episodes_request if plan.environment else None,
         )
         self._window = AdmissionWindow(
             config.batch_size,

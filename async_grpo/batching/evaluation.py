@@ -61,8 +61,10 @@ async def _grade(
         number, 0, question.input_token_ids, SAMPLES_PER_QUESTION, plan.sampling, seed=number
     )
     try:
-        completions = await pipeline.generate(request, oldest=version, slot=("held out", number))
-        return await pipeline.verify(number, question, completions)
+        _, verdicts = await pipeline.play(
+            question, request, oldest=version, slot=("held out", number)
+        )
+        return verdicts
     except (SlotFailed, NoWorkerError) as error:
         logger.warning("held-out question %d is not counted: %s", number, error)
         return error if isinstance(error, SlotFailed) else SlotFailed("deadline", str(error))

@@ -19,18 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.batching.answers import Scores, check_completions, check_scores
+from async_grpo.batching.answers import Scores, check_completions, check_episodes, check_scores
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests
 from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.stages import StageClock
+from async_grpo.environments.base import EpisodeFailed
+from async_grpo.environments.single_turn import episodes_of
 from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
 from async_grpo.types import (
     Episode,
+    EpisodesRequest,
     GenerationRequest,
     GradingRequest,
     Group,
     LogprobRequest,
+    PlayedGroup,
     Problem,
     Question,
     Sample,
@@ -39,7 +43,7 @@ from async_grpo.types import (
     VerificationRequest,
     WeightsVersion,
 )
-from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
@@ -47,9 +51,16 @@ if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
-STAGES = {GENERATION: "generation", REFERENCE: "reference", VERIFIER: VERIFICATION}
+STAGES = {
+    ENVIRONMENT: "environment",
+    GENERATION: "generation",
+    REFERENCE: "reference",
+    VERIFIER: VERIFICATION,
+}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
+MakeRequest = Callable[[Question, GenerationRequest, WeightsVersion], EpisodesRequest]
+Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
 JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
 Samples = tuple[Sample, ...]
 
@@ -66,8 +77,13 @@ class SlotPipeline:
         generation_timeout_s: float = 0.0,
         max_staleness: int = 0,
         quarantine: Quarantine | None = None,
+        episodes_request: MakeRequest | None = None,
     ) -> None:
-        """`timeout_s` without progress; `generation_timeout_s` for an answer, 0: no limit."""
+        """`timeout_s` without progress; `generation_timeout_s` for an answer, 0: no limit.
+
+        `episodes_request`: what environment workers are asked; None: there are none to ask.
+        """
+        self._episodes_request = episodes_request
         self._registry_of = registry_of
         self._generation_timeout_s = generation_timeout_s
         self._max_staleness = max_staleness
@@ -127,9 +143,9 @@ class SlotPipeline:
         scored = partial(
             self._with_scores, temperature=request.sampling.temperature, version=reference
         )
-        turns = await self.generate(request, oldest=oldest, on_discard=on_discard)
-        verdicts = await self.verify(request.ordinal, question, turns)
-        episodes = [Episode.of_turn(request.input_token_ids, turn) for turn in turns]
+        episodes, verdicts = await self.play(
+            question, request, oldest=oldest, on_discard=on_discard
+        )
         samples = tuple(
             Sample(
                 request.ordinal,
@@ -151,18 +167,59 @@ class SlotPipeline:
             group = await join_step(group)
         return await scored(group, before_advantages=False)
 
-    async def generate(
+    async def play(
         self,
+        question: Question,
         request: GenerationRequest,
         *,
         oldest: WeightsVersion,
         slot: Hashable | None = None,
         on_discard: OnDiscard = lambda reason: None,
-    ) -> tuple[Turn, ...]:
-        """`request.num_samples` completions whose tokens come from `oldest` or later weights.
+    ) -> Played:
+        """The group's episodes and a verdict for each, in the environment of the run.
 
         `slot` tells requests apart that share an ordinal; the ordinal by default.
         """
+        slot = request.ordinal if slot is None else slot
+        if self._episodes_request is not None:
+            asked = self._episodes_request(question, request, oldest)
+            return await self._play_elsewhere(asked, slot, on_discard)
+        turns = await self._generate(request, oldest=oldest, slot=slot, on_discard=on_discard)
+        return episodes_of(question, turns), await self._graded(request.ordinal, question, turns)
+
+    async def _play_elsewhere(
+        self, request: EpisodesRequest, slot: Hashable, on_discard: OnDiscard
+    ) -> Played:
+        async def work(worker: Lease) -> PlayedGroup:
+            try:
+                played: PlayedGroup = await worker.call("play", request)
+            except EpisodeFailed as error:  # the worker has played it again already
+                raise SlotFailed(f"{ENVIRONMENT}: {error.failure}", str(error)) from error
+            check_episodes(request, played.episodes)
+            return played
+
+        with self._in_stage("generating", request.num_samples):
+            played: PlayedGroup = await self._leased(
+                ENVIRONMENT,
+                work,
+                cost=request.num_samples,
+                slot=slot,
+                on_retry=on_discard,
+            )
+        for verdict in played.verdicts:
+            if verdict.status == "error":
+                raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
+        return played.episodes, played.verdicts
+
+    async def _generate(
+        self,
+        request: GenerationRequest,
+        *,
+        oldest: WeightsVersion,
+        slot: Hashable,
+        on_discard: OnDiscard,
+    ) -> tuple[Turn, ...]:
+        """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
 
         async def work(worker: Lease) -> tuple[Turn, ...]:
             limit_s = self._generation_timeout_s or None
@@ -179,12 +236,12 @@ class SlotPipeline:
                 work,
                 cost=request.num_samples,
                 version=oldest,
-                slot=request.ordinal if slot is None else slot,
+                slot=slot,
                 on_retry=on_discard,
             )
         return found
 
-    async def verify(
+    async def _graded(
         self, ordinal: int, question: Question, completions: tuple[Turn, ...]
     ) -> tuple[Verdict, ...]:
         """A verdict for each completion; an error of the verifiers loses the whole group."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.train import TrainConfig
-from async_grpo.types import GenerationRequest, Question, ResumePoint, SamplingContract
+from async_grpo.types import (
+    EnvironmentSource,
+    EpisodesRequest,
+    GenerationRequest,
+    Question,
+    ResumePoint,
+    RunId,
+    SamplingContract,
+    WeightsVersion,
+)
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
@@ -42,6 +52,9 @@ class BatcherPlan:
     rules: GroupRules  # the algorithm's, which finish groups
     attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
     resume: ResumePoint | None = None  # None: from the first question
+    environment: EnvironmentSource | None = None  # None: questions are answered once
+    max_positions: int = sys.maxsize  # of the model, in tokens
+    epoch: int = 0  # of the run: the controller says it when the run begins
 
     def index(self, ordinal: int, *, attempt: int) -> int:
         """Which question a slot asks at one attempt, from 0."""
@@ -59,6 +72,24 @@ class BatcherPlan:
             self.seed_of(ordinal=ordinal, attempt=attempt) if self.seed_of else None,
         )
         return question, request
+
+    def episodes_request(
+        self, question: Question, request: GenerationRequest, oldest: WeightsVersion
+    ) -> EpisodesRequest:
+        """What an environment worker is asked in the place of an engine."""
+        assert self.environment is not None
+        return EpisodesRequest(
+            request.ordinal,
+            request.attempt,
+            question,
+            request.num_samples,
+            request.sampling,
+            oldest,
+            self.environment,
+            min(self.config.max_tokens_per_gpu, self.max_positions),
+            self.config.stall_timeout_s / 2,  # before the lease ends, and says less
+            RunId(self.incarnation, self.epoch),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,11 @@ class TrainConfig(ObjectiveConfig):
         aliases=("objective",),
         group="The run and its data",
     )
+    environment: str = option(
+        "single_turn",
+        "how questions are played: single_turn, or your own, on workers of --mode environment: "
+        "package.module:Name, path/to/file.py:Name",
+    )
     resume: str = option(
         "auto",
         "auto: go on from the newest good checkpoint of the output folder, if there is one; never; "

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from async_grpo.config.option import LOG_LEVELS, option, require
 from async_grpo.deadlines import LEASE_S
-from async_grpo.roles import GENERATION, LOGPROB, MODES, REFERENCE, TEACHER, VERIFIER, teacher
+from async_grpo.roles import (
+    ENVIRONMENT,
+    GENERATION,
+    LOGPROB,
+    MODES,
+    REFERENCE,
+    TEACHER,
+    VERIFIER,
+    teacher,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +24,7 @@ class WorkerConfig:
 
     model_path: str = option(
         "",
-        "Hugging Face folder of a causal language model; a verifier needs none",
+        "Hugging Face folder of a causal language model; verifiers and environments need none",
         group="Usual options",
     )
     mode: str = option(
@@ -39,7 +48,9 @@ class WorkerConfig:
     namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
 
     max_num_seqs: int = option(
-        64, "sequences decoded together: a worker's capacity", group="Only with --mode generation"
+        64,
+        "sequences decoded together, or episodes played: a worker's capacity",
+        group="Only with --mode generation",
     )
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit")
     overhead_seqs: int = option(8, "sequences accepted beyond the capacity, so it never runs dry")
@@ -114,7 +125,7 @@ class WorkerConfig:
             "for example --mode teacher --name math",
         )
         require(
-            bool(self.model_path) or self.mode == VERIFIER,
+            bool(self.model_path) or self.mode in (VERIFIER, ENVIRONMENT),
             "model_path",
             f"must be given with --mode {self.mode}",
             self.model_path,

@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -184,6 +184,7 @@ class Controller:
             run = RunId(plan.incarnation, next(self._epochs))
             for registry in self._registries.values():
                 registry.begin_run()
+            plan = replace(plan, epoch=run.epoch)
             batcher = ExperienceBatcher(plan, self.registry_of, recorder)
             self._run = _Run(run, batcher, plan.config.stall_timeout_s, trainer)
             self._run.watch = asyncio.create_task(

@@ -12,7 +12,7 @@ import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.roles import GENERATION, VERIFIER
+from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER
 
 FAILED_SAMPLES = "failed_samples.jsonl"
 
@@ -36,6 +36,8 @@ def worker_kinds(config: WorkerConfig) -> tuple[WorkerKind, ...]:
         start = partial(_start_generation_worker, config, taken)
         workers = WorkerKind(config.role, config.num_workers, taken, start)
         return (workers, _verifier_pool(config)) if config.reward_names else (workers,)
+    if config.role == ENVIRONMENT:
+        return (WorkerKind(config.role, config.num_workers, {"CPU": 1.0}, _environment(config)),)
     taken = _resources(num_gpus=1)
     start = partial(_start_logprob_worker, config, taken)
     return (WorkerKind(config.role, config.num_workers, taken, start),)
@@ -103,6 +105,23 @@ def _start_generation_worker(
         temperature=config.temperature or None,
         lease_s=config.worker_lease_s,
     )
+
+
+def _environment(config: WorkerConfig) -> Callable[[str], Any]:
+    """Workers learn of the environment from the run."""
+
+    def start(worker_id: str) -> Any:
+        from async_grpo.environments.services import ControllerServices
+        from async_grpo.environments.worker import EnvironmentWorker
+
+        return _actor(EnvironmentWorker, {"CPU": 1.0}).remote(
+            ControllerServices,
+            worker_id=worker_id,
+            capacity=config.max_num_seqs,
+            lease_s=config.worker_lease_s,
+        )
+
+    return start
 
 
 def _start_logprob_worker(config: WorkerConfig, taken: Mapping[str, float], worker_id: str) -> Any:

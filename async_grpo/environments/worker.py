@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
+import ray
+
+from async_grpo.deadlines import LEASE_S
 from async_grpo.environments.base import Environment
 from async_grpo.environments.find import load_environment
 from async_grpo.environments.play import GroupPlay, TurnServices
+from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import EnvironmentSource, EpisodesRequest, PlayedGroup, Pulse, WorkerInfo
 
 
@@ -23,18 +26,36 @@ class EnvironmentWorker:
     """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
 
     def __init__(
-        self, services_of: Callable[[EpisodesRequest], TurnServices], *, info: WorkerInfo
+        self,
+        services_of: Callable[[EpisodesRequest], TurnServices],
+        *,
+        worker_id: str,
+        capacity: int,
+        lease_s: float = LEASE_S,
     ) -> None:
-        """`info`: all but the process; its capacity is in episodes."""
+        """`capacity` in episodes that are played at a time."""
         self._services_of = services_of
-        self._info = replace(info, pid=os.getpid())
+        self._worker_id = worker_id
+        self._capacity = float(capacity)
+        self._lease_s = lease_s
         self._environments: dict[EnvironmentSource, Environment] = {}
         self._playing: dict[int, tuple[GroupPlay, asyncio.Task[PlayedGroup]]] = {}  # by lease
         self._num_tokens = 0
 
     async def info(self) -> WorkerInfo:
         """Who this worker is."""
-        return self._info
+        return WorkerInfo(
+            worker_id=self._worker_id,
+            role=ENVIRONMENT,
+            node_id=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            model_path="",
+            vocab_size=0,
+            capacity=self._capacity,
+            overhead=0.0,
+            max_model_len=0,
+            lease_s=self._lease_s,
+        )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
         """How far each group is, `after_s` from now."""
@@ -64,6 +85,6 @@ class EnvironmentWorker:
             played = await task
         finally:
             task.cancel()
-            del self._playing[request.lease_id]
+            self._playing.pop(request.lease_id, None)
         self._num_tokens += sum(episode.num_sampled_tokens for episode in played.episodes)
         return played

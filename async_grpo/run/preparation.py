@@ -28,6 +28,7 @@ from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_questions
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import QuestionTable
+from async_grpo.environments.find import read_source
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.model.size import read_size
@@ -137,6 +138,8 @@ def plan_run(
         rules=LocalRules(find_algorithm(config)),
         attention_ratio=read_attention_ratio(config),
         resume=resume,
+        environment=read_source(config.environment),
+        max_positions=facts.max_positions,
     )
 
 

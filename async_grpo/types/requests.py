@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.types.runs import RunId
 from async_grpo.types.samples import Episode, Question, SamplingContract, Turn, Verdict
 from async_grpo.types.weights import WeightsVersion
 
@@ -88,6 +89,7 @@ class EpisodesRequest:
     source: EnvironmentSource
     max_row_tokens: int  # the longest prompt with its output that engine and trainer take
     idle_timeout_s: float  # in which the environment must ask for something
+    run: RunId
     lease_id: int = 0  # under which it is played, and asks for turns
 
 

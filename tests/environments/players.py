@@ -9,6 +9,7 @@ from async_grpo.types import (
     EnvironmentSource,
     EpisodesRequest,
     Question,
+    RunId,
     SamplingContract,
     Turn,
     VersionSpan,
@@ -29,6 +30,7 @@ def make_request(question=None, **fields):
         "source": EnvironmentSource("mine.py:Mine", ""),
         "max_row_tokens": 64,
         "idle_timeout_s": 30.0,
+        "run": RunId(1, 1),
     }
     return EpisodesRequest(**(given | fields))
 
@@ -70,12 +72,14 @@ class OracleEngine:
         return make_turn(output, logprobs=own.numpy())
 
 
-def make_turn(token_ids, *, logprobs=None, worker_id="", finish_reason="stop", cut=None):
+def make_turn(
+    token_ids, *, logprobs=None, worker_id="", finish_reason="stop", cut=None, version=VERSION
+):
     length = len(token_ids)
-    spans = (VersionSpan(VERSION, 0, length),)
+    spans = (VersionSpan(version, 0, length),)
     if cut:
-        newer = VERSION._replace(batches=1)
-        spans = (VersionSpan(VERSION, 0, cut), VersionSpan(newer, cut, length))
+        newer = version._replace(batches=version.batches + 1)
+        spans = (VersionSpan(version, 0, cut), VersionSpan(newer, cut, length))
     return Turn(
         np.array(token_ids, np.int32),
         np.array(-np.ones(length) if logprobs is None else logprobs, np.float32),

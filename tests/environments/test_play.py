@@ -12,7 +12,7 @@ from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.errors import DeadlineError, ProcessLostError
-from async_grpo.types import EnvironmentSource, Verdict, WorkerInfo
+from async_grpo.types import EnvironmentSource, Verdict
 
 OWN = ZeroDivisionError("mine")
 LOST = ProcessLostError("the engine has died")
@@ -148,8 +148,7 @@ def test_what_is_no_episode_is_refused():
 
 
 def worker(services):
-    info = WorkerInfo("e0", "generation", "n", 0, "", 0, 4.0, 0.0, 0)
-    return EnvironmentWorker(lambda request: services, info=info)
+    return EnvironmentWorker(lambda request: services, worker_id="e0", capacity=4)
 
 
 def test_a_worker_counts_a_turn_that_is_under_way_as_progress_and_ends_with_its_lease(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from learners import make_learner
-from oracle import oracle_gradient, oracle_twin, relative_difference
+from oracle import oracle_gradient, oracle_twin, relative_difference, sent
 from players import OracleEngine, make_request, play
 from two_turns import HIGHER
 
@@ -54,7 +54,14 @@ def test_steps_over_two_turns_have_the_oracle_s_gradient(name, aggregation, tmp_
         for index, minibatch in enumerate((parts[cut:], [], parts[:cut])):
             learner.accumulate(Minibatch(index, tuple(minibatch)))
         num_tokens = sum(sample.num_trained_tokens for sample in samples)
-        end = EndOfStep(number // 2, number % 2, number % 2 == 1, len(samples), num_tokens)
+        end = EndOfStep(
+            number // 2,
+            number % 2,
+            number % 2 == 1,
+            len(samples),
+            num_tokens,
+            sent=sent(samples, aggregation=aggregation),
+        )
         divisor = learner.denominator(end)
         got = {n: p.grad.double() / divisor for n, p in hf_named_parameters(learner.policy)}
         assert relative_difference(got, expected) < 1e-5
