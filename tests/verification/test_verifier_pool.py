@@ -1,3 +1,4 @@
+import os
 import time
 from pathlib import Path
 
@@ -94,3 +95,18 @@ def test_a_pool_lives_as_long_as_a_dispatcher_says_that_it_does_and_ends_its_pro
         time.sleep(0.2)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(pool.status.remote(), timeout=60)
+
+
+@pytest.mark.integration
+def test_users_functions_do_not_see_the_folder_with_rays_sockets(ray, tmp_path):
+    folder = ray._private.worker._global_node.get_temp_dir_path()
+    path = tmp_path / "look.py"
+    path.write_text(
+        f"import os\ndef look(sample):\n    return float(len(os.listdir({folder!r})))\n"
+    )
+    pool = start_pool(ray, f"{path}:look")
+    if not ray.get(pool.ready.remote(), timeout=60).is_confined:
+        pytest.skip("this system allows no namespaces")
+    (verdict,) = ray.get(pool.verify.remote((request("any"),)), timeout=60)
+    assert os.listdir(folder)
+    assert (verdict.status, verdict.reward) == ("scored", 0.0)
