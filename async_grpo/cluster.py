@@ -91,7 +91,7 @@ def has_ended(places: Places) -> bool:
 
 
 def find_actor(name: str) -> Any | None:
-    """The handle of a named actor of this namespace, or None when nobody has made it."""
+    """The handle of a named actor of this namespace, or None if there is none."""
     import ray
 
     try:

@@ -37,6 +37,12 @@ CANARY_S = 60.0  # the engine's log-probabilities of a few fixed tokens
 WEIGHTS_APPLIED_S = 300.0  # the pause of an engine that takes new weights
 PUBLISH_SLACK_S = 30.0  # whoever asks for a publication hears of it so much after its deadline
 
+# Verifiers.
+GRADER_ENDED_S = 2.0  # of a fork server that was asked to end
+GRADER_SILENCE_S = 15.0  # of one that does not report a request, beyond what the request may take
+GRADERS_LOADED_S = 60.0  # of the user's functions, which import what they like
+CONFINED_S = 60.0  # of a first confined process, which shows that confinement works
+
 # Ranks.
 RANKS_START_S = 300.0  # in which all ranks have started
 CHECKPOINT_S = 1800.0  # for one save, and for one rank that waits for another

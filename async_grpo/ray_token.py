@@ -13,7 +13,7 @@ AS_ON_HEAD = "put there what `ray get-auth-token` prints on the head's machine"
 
 
 def settle_authentication() -> None:
-    """Send Ray's token when this machine has one; Ray itself looks for it only when told to.
+    """Make Ray send this machine's token if there is one; by default Ray does not look for it.
 
     A cluster that wants none takes a client with a token too.
     """
@@ -36,7 +36,7 @@ def check_token() -> None:
 
 
 def refused(address: str) -> ClusterError:
-    """What it means that the cluster there lets nobody in who shows what this process has shown."""
+    """The error for a cluster that has refused this process's token, or the lack of one."""
     if _mode() == "token":
         return ClusterError(
             f"the Ray cluster at {address} refuses the token of {_place()}: {AS_ON_HEAD}, or start "

@@ -26,7 +26,7 @@ class SampleLog:
 
     def __init__(
         self,
-        recorder: Any | None,
+        recorder: Any,
         *,
         next_ordinal: int = 0,
         has_tokens: bool = False,
@@ -81,7 +81,7 @@ class SampleLog:
     async def _send(self) -> None:
         while self._queue:
             groups, self._queue, self._queued_bytes = self._queue, [], 0
-            call = self._recorder.write.remote(  # type: ignore[union-attr]
+            call = self._recorder.write.remote(
                 self._writer, self._next_ordinal, [content for _, content in groups]
             )
             try:

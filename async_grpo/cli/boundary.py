@@ -1,4 +1,4 @@
-"""Where errors meet people: one line instead of a traceback, and an exit code."""
+"""How a command reports an error: one line instead of a traceback, and an exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_SIGNAL = 128  # and the signal's number, as shells have it: 130 Ctrl-C, 143
 DEPENDENCIES = frozenset(
     {
         "accelerate", "datasets", "flash_attn", "huggingface_hub", "math_verify", "matplotlib",
-        "numpy", "pebble", "pylatexenc", "ray", "rich", "safetensors", "sympy", "tensorboard",
+        "numpy", "pylatexenc", "ray", "rich", "safetensors", "sympy", "tensorboard",
         "torch", "transformers", "vllm", "xxhash",
     }
 )  # fmt: skip

@@ -43,7 +43,7 @@ class LocalRanks:
         self._asked = 0  # the first signal to this process
 
     def run(self) -> int:
-        """Start the ranks, wait for their end, and say what none of them has said."""
+        """Start the ranks, wait for their end, and print a cause that no rank has printed."""
         for number in NUMBERS:
             signal.signal(number, self._pass_on)
         command = [sys.executable, *sys.orig_argv[1:]]
@@ -58,7 +58,7 @@ class LocalRanks:
         self._end(failed)
         if self._asked:
             return max(self._ranks[0].returncode, 0) or 128 + self._asked
-        if sentence := self._unsaid(failed):
+        if sentence := self._unprinted_cause(failed):
             click.echo(f"error: {sentence}", err=True)
         return 1
 
@@ -79,7 +79,7 @@ class LocalRanks:
         """The rank that was the first to fail, None when all have ended well."""
         while True:
             codes = [rank.poll() for rank in self._ranks]
-            # Rank 0 last: it also fails because another has, and then says so.
+            # Rank 0 last: it also fails when another rank has failed.
             for rank in reversed(range(self._num_ranks)):
                 if codes[rank]:
                     return rank
@@ -88,7 +88,7 @@ class LocalRanks:
             time.sleep(POLL_INTERVAL_S)
 
     def _end(self, failed: int) -> None:
-        """Have the others end: by themselves, then asked, then by force."""
+        """End the other ranks: wait, then SIGTERM, then SIGKILL."""
         if not self._asked:
             self._wait(deadlines.RANKS_LEAVING_S if failed else 0.0)
             self._send(signal.SIGTERM)
@@ -111,8 +111,8 @@ class LocalRanks:
         self._asked = self._asked or number
         self._send(number)
 
-    def _unsaid(self, failed: int) -> str:
-        """Why that rank has failed; empty when it has said so itself, as rank 0 does."""
+    def _unprinted_cause(self, failed: int) -> str:
+        """Why that rank has failed; empty if it printed the cause itself, as rank 0 does."""
         try:
             cause = str(json.loads(self._cause_of(failed).read_text())["message"]["message"])
         except (OSError, ValueError):

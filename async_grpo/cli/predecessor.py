@@ -1,6 +1,6 @@
 """Options of the predecessor's trainer that have no part here: harmless ones are taken, others not.
 
-They are hidden: whoever writes a new command needs none of them.
+They are hidden: a new command line needs none of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that a command starts and is answerable for: each in a group of its own, all ended."""
+"""Child processes of a command: each in a session of its own, and ended with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TAIL_LINES = 5
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
+    """A port that is free on the loopback interface now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 class Process:
-    """A child with its log file; it and whatever it started end with the `with` block."""
+    """A child with its log file; it and its descendants end with the `with` block."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ask politely, wait, then end the whole group."""
+        """Send the stop signal, wait, then kill the whole group."""
         if self._child.poll() is None:
             self._signal(self._stop_signal)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -88,7 +88,7 @@ class Process:
         deadline = time.monotonic() + timeout_s
         while text not in self._log.read_text(errors="replace"):
             if self._child.poll() is not None:
-                raise WorkerError(f"{self.name} ended early: {self._last_words()}")
+                raise WorkerError(f"{self.name} ended early: {self._end_of_log()}")
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{self.name} was not ready within {timeout_s:g} s, its log is {self._log}"
@@ -105,20 +105,20 @@ class Process:
         while (code := self._child.poll()) is None:
             for other in watched:
                 if other._child.poll() is not None:
-                    raise WorkerError(f"{other.name} ended early: {other._last_words()}")
+                    raise WorkerError(f"{other.name} ended early: {other._end_of_log()}")
             time.sleep(POLL_INTERVAL_S)
         return code if code >= 0 else 128 - code  # as shells have it
 
     @property
     def failure(self) -> str:
         """One sentence on a child that has failed."""
-        return f"{self.name} failed with exit code {self._child.poll()}: {self._last_words()}"
+        return f"{self.name} failed with exit code {self._child.poll()}: {self._end_of_log()}"
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, number)
 
-    def _last_words(self) -> str:
+    def _end_of_log(self) -> str:
         """Its error if it named one, else the end of its log."""
         lines = self._log.read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]

@@ -16,7 +16,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 PACKED = "packed"  # the name under which transformers knows `packed_attention`
 HALF_TYPES = (torch.bfloat16, torch.float16)
-# The kernel has always taken grouped heads; from torch 2.12 on, `varlen_attn` wants to be told.
+# The kernel has always taken grouped heads; from torch 2.12 on, `varlen_attn` needs a flag for it.
 GROUPED_HEADS = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 

@@ -17,5 +17,5 @@ def encoding_hash(tokenizer: Any) -> str:
     """Sha256 over the vocabulary, the model (merges, scores), and the ids of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)  # none of one written in Python
     model = json.loads(backend.to_str())["model"] if backend else None
-    told = [tokenizer.get_vocab(), model, list(tokenizer(PROBE)["input_ids"])]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    parts = [tokenizer.get_vocab(), model, list(tokenizer(PROBE)["input_ids"])]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

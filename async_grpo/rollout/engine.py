@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def is_dead(self) -> bool:
-        """The engine's process has ended, which nobody may have noticed who asks nothing of it."""
+        """Whether the engine's process has ended; a caller without a request does not notice."""
         return bool(self._llm.errored)
 
     def cpu_seconds(self) -> float:

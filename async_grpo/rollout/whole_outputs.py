@@ -85,8 +85,8 @@ class WholeOutputs:
     def __call__(self) -> tuple[int, dict[str, int], list[str]]:
         """Tokens sampled so far, tokens of each unfinished sequence, and which of these run.
 
-        vLLM's front end may call any attribute of the engine core by its name, and the scheduler is
-        one: so the answer needs no message that nobody asked for.
+        vLLM's front end can call any attribute of the engine core by name; the scheduler is one,
+        so this needs no message type of its own.
         """
         num_tokens = {name: request.num_output_tokens for name, request in self.requests.items()}
         return self._num_tokens, num_tokens, [request.request_id for request in self.running]
@@ -114,7 +114,7 @@ class WholeOutputs:
     def finish_requests(
         self, request_ids: Any, finished_status: RequestStatus
     ) -> Sequence[Request]:
-        """What was aborted is told by its caller: nothing of it is sent any more."""
+        """Drop held outputs of aborted sequences: the caller itself reports the abort."""
         finished: Sequence[Request] = super().finish_requests(  # type: ignore[misc]
             request_ids, finished_status
         )

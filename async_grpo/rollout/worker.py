@@ -55,7 +55,7 @@ class GenerationWorker:
         temperature: float | None = None,
         lease_s: float = deadlines.LEASE_S,
     ) -> None:
-        # Not at the top: whoever starts workers imports this file, and these take seconds.
+        # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
         from transformers import AutoTokenizer
 
@@ -99,9 +99,9 @@ class GenerationWorker:
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
-        """What is served and made, told `after_s` from now if this worker still lives then.
+        """Answer after `after_s` with the served version and the tokens of each request.
 
-        A worker whose engine died ends itself instead; one whose engine is frozen does not answer.
+        A worker whose engine has died exits instead; one whose engine is frozen does not answer.
         """
         deadline = time.monotonic() + after_s
         while (left_s := deadline - time.monotonic()) > 0:
@@ -111,7 +111,7 @@ class GenerationWorker:
         return await self._pulse_of_engine()
 
     async def _pulse_of_engine(self) -> Pulse:
-        """By its own word; by ours while it computes on an update, and answers nobody."""
+        """The engine's answer, or this worker's while the engine loads weights and has none."""
         if self._answering is None or self._answering.done():
             self._answering = asyncio.create_task(
                 self._alive(self._engine.pulse()), name="pulse-of-engine"

@@ -52,7 +52,7 @@ class Coalescer:
     def next_batch(self, *, idle: bool) -> list[int]:
         """The requests of the next forward, removed from the line; empty while the model is busy.
 
-        The first in line always goes; later ones with the same weights fill what room is left.
+        The first of the queue always goes; later ones with the same weights fill the room left.
 
         >>> line, version = Coalescer(100), WeightsVersion(0, 0)
         >>> for request_id, num_tokens in enumerate([60, 50, 40]):

@@ -40,7 +40,7 @@ OWN_WEIGHTS = WeightsVersion(0, 0)  # those of a teacher, which has no others
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """One output in line, and where its log-probabilities go."""
+    """One queued output, and the future of its log-probabilities."""
 
     prompt: NDArray[np.int32]  # [P]
     token_ids: NDArray[np.int32]  # [L]
@@ -77,7 +77,7 @@ class LogprobWorker:
         temperature: float | None = None,
         lease_s: float = deadlines.LEASE_S,
     ) -> None:
-        # Not at the top: whoever starts workers imports this file, and these take seconds.
+        # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
         import torch
 
@@ -124,9 +124,9 @@ class LogprobWorker:
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
-        """What is served and scored, told `after_s` from now if this worker lives then."""
+        """Answer after `after_s` with the served version and the requests that wait."""
         await asyncio.sleep(after_s)
-        # Scores come all at once: until then a request stands in line.
+        # Scores come all at once: until then a request is queued.
         requests = {lease_id: RequestPulse(0, is_waiting=True) for lease_id in self._unanswered}
         return Pulse(str(self._version or "none"), self._num_tokens, requests)
 
@@ -181,7 +181,7 @@ class LogprobWorker:
                 self._waiting.pop(output_id).fail(WorkerError("the request was aborted"))
 
     async def _serve(self) -> None:
-        """Forwards until nobody waits; started by whoever finds it not running."""
+        """Run forward passes until the queue is empty; a request starts it if it does not run."""
         async with self._model:
             while batch := self._line.next_batch(idle=True):
                 taken = [self._waiting.pop(output_id) for output_id in batch]

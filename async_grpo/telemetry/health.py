@@ -19,7 +19,7 @@ class Health:
         self._lasted: Counter[str] = Counter()  # steps in a row, by condition
 
     def see_row(self, row: Row) -> list[str]:
-        """What the user must be told of the step that just ended."""
+        """Warnings about the step that has just ended."""
         sentences = []
         for name, (num_steps, holds, tell) in CONDITIONS.items():
             self._lasted[name] = self._lasted[name] + 1 if holds(row) else 0

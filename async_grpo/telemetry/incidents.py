@@ -35,7 +35,7 @@ class Incidents:
         self.latest: deque[Incident] = deque(maxlen=NUM_KEPT)
         self._members: dict[str, dict[str, WorkerInfo]] = {}
         self._known: dict[str, WorkerInfo] = {}
-        self._lost: dict[str, deque[Incident]] = {}  # by role, those that nobody has replaced
+        self._lost: dict[str, deque[Incident]] = {}  # by role, those not replaced yet
         self._problem: Incident | None = None
 
     def see_status(self, status: PipelineStatus, *, now_s: float) -> None:
@@ -71,7 +71,7 @@ class Incidents:
     def first_cause(self) -> Incident | None:
         """The earliest incident that still explains why nothing moves, None when there is none.
 
-        A lost worker explains it when its role has nobody left.
+        A lost worker explains it if its role has no worker left.
         """
         lost = [
             losses[0] for role, losses in self._lost.items() if losses and not self._members[role]

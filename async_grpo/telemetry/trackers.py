@@ -105,7 +105,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _silence_writer_threads() -> None:
-    """TensorBoard's thread keeps its error for the next call, which tells it: no traceback too."""
+    """TensorBoard's thread raises its error at the next call: print no traceback of it before."""
     print_traceback = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
@@ -165,7 +165,7 @@ def _start(
 
 
 def _arguments(name: str, output_dir: Path, first_step: int) -> dict[str, Any]:
-    """What a tracker must be told to keep its files in the output folder and name the run."""
+    """Arguments that keep a tracker's files in the output folder and name its run."""
     run = output_dir.resolve().name
     arguments: dict[str, dict[str, Any]] = {
         "tensorboard": {"purge_step": first_step} if first_step > 1 else {},

@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from async_grpo import deadlines
+
 NOBODY = 65534
 TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
 SWITCH = "ASYNC_GRPO_VERIFIER_NAMESPACES"  # 0: do without
 MAX_PROCESSES = 64  # of one request, itself included
 MAX_OPEN_FILES = 1024
-PROBE_TIMEOUT_S = 60.0
 SERVER = ("-P", "-m", "async_grpo.verification.fork_server")
 
 ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME
@@ -82,7 +83,7 @@ def _try_confinement() -> str:
             env=environment(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=PROBE_TIMEOUT_S,
+            timeout=deadlines.CONFINED_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

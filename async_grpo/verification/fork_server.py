@@ -46,6 +46,7 @@ class ForkServer:
         self._isolation = isolation
         self._children: dict[int, _Child] = {}  # by process id
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY) if isolation.confined else -1
+        self._next_look = 0.0
         self._poll = poll()
         self._poll.register(pool, POLLIN)
         self._woken = _wake_on_child()
@@ -124,6 +125,9 @@ class ForkServer:
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOKS_EVERY_S
         for process, child in self._children.items():
             if now >= child.ends_at:
                 child.killed_for = child.killed_for or "time"

@@ -10,7 +10,6 @@ import functools
 import inspect
 import json
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from async_grpo.verification.confinement import NOBODY, ONE_THREAD, TOOLS, find_
 
 ALLOW_UNCONFINED = "ASYNC_GRPO_ALLOW_UNCONFINED_CODE"
 PROBE_TIMEOUT_S = 30.0
+KILL_TIMEOUT_S = 10.0
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 # Read while the files are in reach: a request of root's is another user.
@@ -34,7 +34,7 @@ PROGRAM = ("-I", "-S", "-c", inspect.getsource(jail))
 CALLS = inspect.getsource(jail_calls)
 
 Role = Literal["program", "solution", "tests"]
-Ending = Literal["ended", "failed", "too slow", "too much output"]
+Ending = Literal["ended", "failed", "too slow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +42,9 @@ class JailLimits:
     """What one run of generated code may take."""
 
     memory_mib: int = 1024  # address space of each process
-    files_mib: int = 16  # in all, in memory
+    files_mib: int = 16  # in all, in memory; and as much output
     processes: int = 16  # where the verifier is not run as root
     open_files: int = 64
-    output_bytes: int = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +154,11 @@ class _Run:
         # A jail has its own root, and leaves nothing behind when its verifier is killed.
         self._folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
         command = _jail_command(limits.files_mib) if confined else [sys.executable, *PROGRAM]
+        self._output = os.memfd_create("output")  # the limit on files holds for it
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL if role == "solution" else subprocess.PIPE,
+            stdout=subprocess.DEVNULL if role == "solution" else self._output,
             stderr=subprocess.PIPE,  # of bwrap, and the word that the code begins
             env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | ONE_THREAD,
             cwd=self._folder.name if self._folder else "/",
@@ -172,12 +172,13 @@ class _Run:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a jail's processes end with their init
+        self._kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+        for pipe in (self._process.stdin, self._process.stderr):
             if pipe is not None:
-                _close(pipe)
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        os.close(self._output)
         if self._folder:
             self._folder.cleanup()
 
@@ -190,54 +191,27 @@ class _Run:
             return
 
     def communicate(self, given: bytes, *, deadline: float) -> RunResult:
-        """Feed and read until the code has ended or done too much.
+        """Feed it and wait until the code has ended or its time is up.
 
         Raises `JailError` when the code was never reached.
         """
-        output, ending = self._pump(self._head + given, deadline)
-        told = self._told()
+        ending: Ending = "too slow"
+        try:
+            _, told = self._process.communicate(
+                self._head + given, max(0.01, deadline - time.monotonic())
+            )
+            ending = "failed" if self._process.returncode else "ended"
+        except subprocess.TimeoutExpired:
+            self._kill()
+            _, told = self._process.communicate(timeout=KILL_TIMEOUT_S)
         if not told.startswith(jail.IS_SET_UP):
             raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
-        return RunResult(ending, output)
+        size = os.fstat(self._output).st_size
+        return RunResult(ending, os.pread(self._output, size, 0))
 
-    def _pump(self, given: bytes, deadline: float) -> tuple[bytes, Ending]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        os.set_blocking(stdin.fileno(), False)
-        unsent, output = memoryview(given), bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdin, selectors.EVENT_WRITE)
-            selector.register(stdout, selectors.EVENT_READ)
-            while True:
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    return bytes(output), "too slow"
-                for key, _ in ready:
-                    if key.fileobj is stdin:
-                        unsent = unsent[_write(stdin.fileno(), unsent) :]
-                        if not unsent:
-                            selector.unregister(stdin)
-                            _close(stdin)
-                        continue
-                    chunk = os.read(stdout.fileno(), 1 << 16)
-                    output += chunk
-                    if not chunk:
-                        return bytes(output), self._ending(deadline)
-                    if len(output) > self._limits.output_bytes:
-                        return bytes(output), "too much output"
-
-    def _ending(self, deadline: float) -> Ending:
-        try:
-            code = self._process.wait(max(0.01, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return "too slow"
-        return "failed" if code else "ended"
-
-    def _told(self) -> bytes:
-        """What the jail said before it let the code in."""
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
-        return self._process.stderr.read(300) or b""
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a jail's processes end with their init
 
 
 def _jail_command(files_mib: int) -> list[str]:
@@ -263,20 +237,3 @@ def _jail_command(files_mib: int) -> list[str]:
         "--size", str(files_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
         inside, *PROGRAM,
     ]  # fmt: skip
-
-
-def _write(descriptor: int, data: memoryview) -> int:
-    """How much was taken; all of it when nobody reads any more."""
-    try:
-        return os.write(descriptor, data[: 1 << 16])
-    except BrokenPipeError:
-        return len(data)
-    except BlockingIOError:
-        return 0
-
-
-def _close(pipe: object) -> None:
-    try:
-        pipe.close()  # type: ignore[attr-defined]
-    except BrokenPipeError:
-        return

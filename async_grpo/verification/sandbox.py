@@ -84,12 +84,10 @@ class Sandbox:
             server = await self._start_server(names, shipped=True)
         except ConfigError:  # a user's registry that needs the network, or is wrong in any case
             return ()
-        if set(server.shipped) != set(names):
+        for name in set(names) - set(server.shipped):
+            del self._servers[name]
+        if not server.shipped:
             await server.close()
-            for name in names:
-                self._servers.pop(name, None)
-            if server.shipped:
-                await self._start_server(server.shipped, shipped=True)
         return server.shipped
 
     async def _start_server(self, names: tuple[str, ...], *, shipped: bool) -> GraderServer:

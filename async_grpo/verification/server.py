@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from async_grpo import deadlines
 from async_grpo.errors import ConfigError, WorkerError
 from async_grpo.verification import confinement, frames
 from async_grpo.verification.config import VerifierConfig
@@ -20,12 +21,9 @@ from async_grpo.verification.frames import FrameError
 from async_grpo.verification.tasks import encode_request, read_answer
 from async_grpo.verification.verdict import Outcome, classify_end, lost
 
-PRELOAD_TIMEOUT_S = 60.0
 # Of the time that a request may take: the limit is on processor time, and a wait on the wall's
 # clock ends much later, so that a machine short of processors is no verdict.
 WALL_FACTOR = 3.0
-SILENCE_S = 15.0  # beyond which a server that does not report a request is stuck
-END_TIMEOUT_S = 2.0
 
 
 class GraderServer:
@@ -86,7 +84,7 @@ class GraderServer:
         except FrameError as error:
             return Outcome(name, "error", reason=f"the sample cannot be sent: {error}", cause="end")
         outcome = self._read(
-            name, request, await self._report_of(request, data, wall_s + SILENCE_S)
+            name, request, await self._report_of(request, data, wall_s + deadlines.GRADER_SILENCE_S)
         )
         if outcome.status in ("overrun", "error", "lost"):
             self.events[outcome.status] += 1
@@ -147,11 +145,11 @@ class GraderServer:
 
     async def _await_adapters(self, reader: asyncio.StreamReader) -> None:
         try:
-            await asyncio.wait_for(_receive(reader), PRELOAD_TIMEOUT_S)
+            await asyncio.wait_for(_receive(reader), deadlines.GRADERS_LOADED_S)
         except (EOFError, OSError, FrameError) as failure:
             raise WorkerError(
-                f"a fork server must start within {PRELOAD_TIMEOUT_S:g} s, but it was silent or "
-                "ended: its errors are in the log of the verifier pool"
+                f"a fork server must start within {deadlines.GRADERS_LOADED_S:g} s, but it was "
+                "silent or ended: its errors are in the log of the verifier pool"
             ) from failure
         names, limit_s = ",".join(self._config.reward_names), self._config.start_timeout_s
         try:
@@ -188,7 +186,7 @@ class GraderServer:
         self._reports = self._writer = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_TIMEOUT_S)
+                self._process.wait(deadlines.GRADER_ENDED_S)
             self._process.kill()
             self._process.wait()
         for waiting in self._waiting.values():

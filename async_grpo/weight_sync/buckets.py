@@ -1,6 +1,6 @@
 """Weights as runs of bytes: whole parameters packed end to end, with a manifest and a checksum.
 
-Used by whoever sends weights (pack) and whoever reads them (unpack); needs neither Ray nor vLLM.
+The trainer packs, workers unpack; neither needs Ray or vLLM for it.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class DeviceTransport:
         for worker, outcome in outcomes.items():
             try:
                 outcome.result(max(deadline - time.monotonic(), 0.0))
-            except Exception as error:  # a thread's, whoever raised it: vLLM, torch, NCCL or Ray
+            except Exception as error:  # the thread's boundary: of vLLM, torch, NCCL or Ray
                 logger.warning(
                     "weights %s did not reach worker %s over its device: %s",
                     snapshot.version,
@@ -106,7 +106,7 @@ class DeviceTransport:
                 link.send(snapshot, deadline=deadline, on_failure=fail)
                 with contextlib.suppress(InvalidStateError):
                     outcome.set_result(None)
-            except BaseException as error:  # the thread's boundary: whoever waits is told
+            except BaseException as error:  # the thread's boundary: the outcome carries it
                 fail(error)
 
         threading.Thread(target=run, name=f"weights-to-{who}", daemon=True).start()

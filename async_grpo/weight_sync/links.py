@@ -32,9 +32,9 @@ class Link(Protocol):
     def send(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
         """Have the worker serve a snapshot before `deadline`, in `time.monotonic` seconds.
 
-        Raises whatever went wrong; the link must then be closed. `on_failure` is told at once when
-        the worker refuses or dies: this half of the transfer may be waiting for it on a device,
-        where no exception reaches it.
+        Raises on any failure; the caller must then close the link. It calls `on_failure` as soon as
+        the worker refuses or dies, because `send` itself may be blocked on a device, where no
+        exception reaches it.
         """
         ...
 

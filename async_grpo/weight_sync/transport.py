@@ -1,7 +1,7 @@
 """How published weights reach the workers: one small protocol, a file a transport.
 
 Every transport starts from the same snapshot in the object store. A device transport is a faster
-way ahead of it: whoever it does not reach, and whoever joins later, loads from the store.
+path ahead of it: a worker that it does not reach, or that joins later, loads from the store.
 """
 
 from __future__ import annotations

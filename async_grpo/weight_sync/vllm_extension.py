@@ -170,7 +170,7 @@ def _metas(tensors: list[list]) -> list[TensorMeta]:
 
 
 def _forget_packed(model: torch.nn.Module) -> None:
-    """On CPU vLLM multiplies by packed copies of the weights; whoever loads packs its own again."""
+    """On CPU vLLM multiplies by packed copies of the weights: drop them, loading packs new ones."""
     for module in model.modules():
         vars(module).pop("cpu_linear", None)
 

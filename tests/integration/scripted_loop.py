@@ -22,6 +22,7 @@ from scripted_services import TIMEOUT_S, tell
 
 from async_grpo import cluster
 from async_grpo.algorithms.advantages import group_advantages
+from async_grpo.algorithms.base import REFERENCE
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.exports import Exports
 from async_grpo.model.folder import check_model_folder
@@ -108,7 +109,7 @@ def group(story, plan, ordinal):
             Episode.of_turn(question.input_token_ids, completion),
             Verdict("scored", told.rewards[index], None, "story", "", 0.0),
             float(advantages[index]),
-            told.references[index],
+            {REFERENCE: told.references[index]},
             attempt=attempt,
         )
 

@@ -19,6 +19,7 @@ from oracle import (
 from private_cluster import environment
 from streamed_gradient import VERSION, Story
 
+from async_grpo.algorithms.base import REFERENCE
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import Episode, Question, Sample, Turn, Verdict, VersionSpan
 
@@ -104,7 +105,7 @@ def expected_samples(story, ordinals):
                     Episode.of_turn(story.questions[ordinal].input_token_ids, completion),
                     story.verdicts[ordinal][index],
                     float(advantages[index]),
-                    story.references[ordinal][index],
+                    {REFERENCE: story.references[ordinal][index]},
                 )
             )
     return samples

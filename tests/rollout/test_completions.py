@@ -29,13 +29,12 @@ def flat(token_ids, logprobs):
     return SimpleNamespace(token_ids=token_ids, logprobs=logprobs)
 
 
-def test_tokens_logprobs_and_versions_are_kept_and_every_token_is_trained():
+def test_tokens_logprobs_and_versions_are_kept():
     completion = read_completion(output())
     assert completion.token_ids.tolist() == [7, 5, 1]
     assert completion.token_ids.dtype == np.int32
     assert completion.logprobs.tolist() == [-0.5, -1.5, -0.25]
     assert completion.logprobs.dtype == np.float32
-    assert completion.loss_mask.tolist() == [True, True, True]
     assert completion.weights_versions == (
         VersionSpan(WeightsVersion(2, 3), 0, 1),
         VersionSpan(WeightsVersion(2, 4), 1, 3),

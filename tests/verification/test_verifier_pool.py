@@ -130,3 +130,16 @@ def test_a_file_that_cannot_be_written_ends_nothing_and_is_complained_of_once(ra
     pool = start_pool(ray, "mine.py:grade", failed_samples="/dev/full")
     assert "not kept in /dev/full: [Errno 28] No space left" in graded(ray, pool)
     assert graded(ray, pool) == ""
+
+
+@pytest.mark.integration
+def test_users_functions_do_not_see_the_folder_with_rays_sockets(ray, tmp_path):
+    folder = ray._private.worker._global_node.get_temp_dir_path()
+    path = tmp_path / "look.py"
+    path.write_text(
+        f"import os\ndef look(sample):\n    return float(len(os.listdir({folder!r})))\n"
+    )
+    pool = start_pool(ray, f"{path}:look")
+    (verdict,) = ray.get(pool.verify.remote(GradingRequest((request("any"),))), timeout=60)
+    assert os.listdir(folder)
+    assert (verdict.status, verdict.reward) == ("scored", 0.0)
