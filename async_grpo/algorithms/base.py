@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from async_grpo.roles import REFERENCE
 from async_grpo.types import Group, Sample
+from async_grpo.types.metrics import Metric
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +69,8 @@ class Algorithm:
     learns_from_pairs = False  # of prompt and completion: neither questions nor workers are needed
     uses_old_policy = False  # `packed.scores["old"]`: the policy as it was when the batch began
     terms: tuple[HeadTerm, ...] = ()  # what the chunked head computes beside log-probabilities
+
+    metrics: tuple[Metric, ...] = ()  # made of sums of its loss, beside those of every run
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config

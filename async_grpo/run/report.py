@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo import files
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import EvaluationResult
 from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.checkpoint.run_folder import (
@@ -62,6 +63,7 @@ class Report:
             config=dataclasses.asdict(config),
             first_step=state["steps"] + 1 if state else 1,
         )
+        self._declared = find_algorithm(config).metrics
         self._health = Health()
         self.console = Console(num_batches=config.num_training_batches)
         self._open = contextlib.ExitStack()
@@ -218,6 +220,7 @@ class Report:
             trainer_sums={**result.metrics, "num_minibatches": result.num_minibatches},
             fates=end.fates,
             reasons=end.reasons,
+            declared=self._declared,
         )
         self._metrics.write(row)
         self._trackers.log(as_charts(row), step=self._num_steps)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from async_grpo.telemetry.schema import METRICS, Metric
+from async_grpo.telemetry.schema import METRICS
+from async_grpo.types.metrics import Metric
 
 Sums = Mapping[str, float]
 Row = dict[str, float | int | None]
@@ -74,8 +75,10 @@ def metrics_row(
     trainer_sums: Sums,
     fates: Mapping[str, int],
     reasons: Mapping[str, int] | None = None,
+    declared: Sequence[Metric] = (),
 ) -> Row:
-    """One line of the metrics file: every metric of the schema, then counts that it cannot list.
+    """One line of the metrics file: every metric of the schema, those that its algorithm has
+    `declared`, then counts that nobody can list.
 
     These are `fate_<name>`, `failed_<why>` and `discarded_<why>` of them where there are any, and
     `lag_<n>_samples` and `lag_<n>_tokens` from the pipeline's sums.
@@ -90,7 +93,7 @@ def metrics_row(
     if timed_out := (reasons or {}).get("failed: generation timeout"):
         known["timed_out_samples"] = timed_out
         known["ended_samples"] = sum(fates.get(fate, 0) for fate in ENDS)
-    row: Row = {metric.name: _value(metric, known) for metric in METRICS}
+    row: Row = {metric.name: _value(metric, known) for metric in (*METRICS, *declared)}
     return row | _fate_counts(fates) | _reason_counts(reasons or {}) | _lag_histogram(pipeline_sums)
 
 

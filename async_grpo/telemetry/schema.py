@@ -6,36 +6,7 @@ on how samples were spread over ranks and minibatches. `docs/metrics.md` is made
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-Unit = Literal[
-    "", "fraction", "samples", "questions", "tokens", "batches", "steps", "minibatches",
-    "seconds", "nats", "bytes", "1/s", "restarts", "calls", "checkpoints",
-]  # fmt: skip
-Window = Literal["step", "run"]
-COUNT_UNITS = frozenset(
-    {"samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes"}
-    | {"restarts", "calls", "checkpoints"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """`name` = `numerator` / `denominator` over `window`; no denominator: the numerator itself."""
-
-    name: str
-    numerator: str
-    denominator: str
-    unit: Unit
-    label: str  # of a plot's axis, without the unit
-    meaning: str
-    window: Window = "step"
-
-    @property
-    def is_count(self) -> bool:
-        """Whether the value is a whole number."""
-        return not self.denominator and self.unit in COUNT_UNITS
+from async_grpo.types.metrics import Metric, Unit, Window
 
 
 def _plain(name: str, unit: Unit, label: str, meaning: str, *, window: Window = "step") -> Metric:

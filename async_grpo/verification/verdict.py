@@ -13,6 +13,7 @@ from async_grpo.verification.confinement import MAX_PROCESSES
 
 NUM_ATTEMPTS = 2  # of an overrun or an error
 MAX_LOST = 4  # attempts whose process was taken away, which says nothing of the text
+CPU_SHARE = 0.9  # of the time limit: killed after so much, the kernel's limit was reached
 MEMORY_SHARE = 0.5  # of its limit; killed with so much, the system had to make room
 
 
@@ -64,7 +65,7 @@ def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig
         return overrun(adapter, f"starts more than {MAX_PROCESSES} processes")
     if report["killed_for"] == "time":
         return overrun(adapter, f"takes longer than {config.time_limit} allows")
-    if code == -signal.SIGKILL and report["cpu_s"] >= config.timeout_s:
+    if code == -signal.SIGKILL and report["cpu_s"] >= CPU_SHARE * config.timeout_s:
         return overrun(adapter, f"uses more processor time than {config.time_limit}")
     if code == -signal.SIGKILL and memory_mib > MEMORY_SHARE * config.memory_mib:
         return overrun(adapter, f"was killed while it held {memory_mib:.0f} MiB")

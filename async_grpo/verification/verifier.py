@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import http.client
+import importlib
 import inspect
 import json
 import math
@@ -30,6 +31,8 @@ from async_grpo.verification.graders import UnscorableError
 from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, answer
 from async_grpo.verification.verdict import Outcome, overrun
 
+SHIPPED = "async_grpo.verification.graders.shipped"
+MATHEMATICS = "async_grpo.verification.graders.library"
 MAX_LOAD_ERROR_CHARACTERS = 4000
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
 CONNECTION_ERRORS = (
@@ -63,19 +66,23 @@ class Verifier:
         os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
         try:
             adapters = load_adapters(config)
-            ours = _shipped()
-            if ours is not None and not set(adapters.values()) <= set(ours.SHIPPED.values()):
-                ours.warm_up()  # a user's function may call what it has imported
-            return cls(config, adapters)
+            grader = cls(config, adapters)
+            if MATHEMATICS in sys.modules and len(grader.shipped) < len(adapters):
+                importlib.import_module(SHIPPED).warm_up()  # a user's function may call it
+            return grader
         except ConfigError as error:
             return cls(config, {}, str(error)[:MAX_LOAD_ERROR_CHARACTERS])
 
     @property
+    def shipped(self) -> list[str]:
+        """The adapters that are ours as we ship them; without importing those, which takes long."""
+        ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
+        return [name for name, adapter in self.adapters.items() if adapter in ours]
+
+    @property
     def greeting(self) -> dict[str, Any]:
-        """What the pool is told: an error, or which of the adapters are ours as we ship them."""
-        ours = getattr(_shipped(), "SHIPPED", {}).values()
-        shipped = [name for name, adapter in self.adapters.items() if adapter in ours]
-        return {"load_error": self.load_error, "shipped": shipped}
+        """What the pool is told."""
+        return {"load_error": self.load_error, "shipped": self.shipped}
 
     def grade(self, request: Mapping[str, Any]) -> bytes:
         """Run an adapter on a sample, in a child: the answer as the child's pipe carries it."""
@@ -85,11 +92,6 @@ class Verifier:
             name, self.adapters[name], request["sample"], self.config, left_out=request["left_out"]
         )
         return json.dumps(answer(request["id"], outcome)).encode("ascii")
-
-
-def _shipped() -> Any:
-    """The module of shipped adapters, if somebody has imported it: that takes a second."""
-    return sys.modules.get("async_grpo.verification.graders.shipped")
 
 
 def read_config(message: Mapping[str, Any]) -> VerifierConfig:
@@ -111,7 +113,7 @@ def _limit_work(config: VerifierConfig) -> None:
     In a user namespace processes and threads are counted for this request alone; elsewhere they
     would be those of the whole user, and the server counts instead.
     """
-    _set_limit(resource.RLIMIT_CPU, math.ceil(config.timeout_s))
+    _set_limit(resource.RLIMIT_CPU, math.ceil(config.timeout_s) + 1)  # the kernel counts roughly
     if os.getpid() == 1:
         _set_limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)
 

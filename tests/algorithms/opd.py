@@ -9,13 +9,20 @@ from dataclasses import replace
 
 from async_grpo.algorithms.base import ScoreNeed
 from async_grpo.algorithms.grpo import Grpo
+from async_grpo.types.metrics import Metric
 
+GAP = Metric(
+    "teacher_gap", "teacher_gap_sum", "trained_tokens", "nats", "Teacher's gap",
+    "log-probability of a token under the teacher less that under the policy",
+)  # fmt: skip
 TEACHER = "teacher:math"
 ETA, BOUND = 0.5, 2.0
 
 
 class OnPolicyDistillation(Grpo):
     """GRPO whose advantages follow a teacher, token by token."""
+
+    metrics = (GAP,)
 
     def __init__(self, config):
         super().__init__(config)

@@ -11,9 +11,15 @@ from oracle import make_config, oracle_logprobs, random_samples
 from trained import HERE, OPTIONS, assert_same_parameters, make_learner, make_oracle, train
 
 from async_grpo.algorithms.base import LocalRules
+from async_grpo.telemetry.metrics import StepFacts, metrics_row
 from async_grpo.types import Group
 
 NUM_STEPS = 3
+FACTS = StepFacts(
+    step=1, iteration=1, total_samples_accumulated=6, total_tokens=30, total_seconds=1.0,
+    optimizer_steps=1, loss_denominator=6.0, grad_norm=1.0, learning_rate=1e-3, seconds=1.0,
+    seconds_waiting=0.0, seconds_publishing=0.0,
+)  # fmt: skip
 
 
 def scripted_groups(learner, model, rng):
@@ -52,6 +58,11 @@ def test_distillation_of_one_file_trains_as_the_oracle_does():
     rng = np.random.default_rng(0)
     for batch in range(NUM_STEPS):
         samples = list(scripted_groups(learner, model, rng))
+        seen = [
+            (s, mask, oracle_logprobs(model, s, temperature=1.0).detach()[mask])
+            for s in samples
+            for mask in [s.episode.rows[0].loss_mask]
+        ]
         loss = oracle_loss(model, samples)
         optimizer.zero_grad()
         loss.backward()
@@ -59,6 +70,12 @@ def test_distillation_of_one_file_trains_as_the_oracle_does():
         optimizer.step()
         assert result.metrics["loss_sum"] / len(samples) == pytest.approx(loss.item(), rel=1e-6)
         assert_same_parameters(learner, model)
+        row = metrics_row(
+            step=FACTS, pipeline_sums={}, trainer_sums=result.metrics, fates={},
+            declared=learner.algorithm.metrics,
+        )  # fmt: skip
+        gaps = [s.scores[TEACHER][mask] - lp.numpy() for s, mask, lp in seen]
+        assert row["teacher_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-5)
     assert learner.step.num_updates == NUM_STEPS
 
 

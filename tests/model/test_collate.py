@@ -1,11 +1,13 @@
 """Packing keeps every token in its place and gives it the weight of its sample."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import make_sample
+from oracle import make_row, make_sample, sample_of_rows
 
 from async_grpo.model.collate import collate, collate_pairs, split_by_row, to_device
 
@@ -174,6 +176,17 @@ def test_a_filler_has_a_row_and_nothing_to_score():
     assert len(packed.target_ids) == len(packed.weights) == len(packed.scores["reference"]) == 0
     assert packed.scores["math"].shape == (0, 3)
     assert split_by_row(packed.weights, packed) == []
+
+
+def test_advantages_and_scores_may_be_one_a_token_over_all_rows_of_a_sample():
+    rows = [make_row([1], [2, 3], mask=[1, 0]), make_row([1, 4], [5, 6, 7], mask=[0, 1, 1])]
+    sample = replace(
+        sample_of_rows(rows, advantage=np.arange(5, dtype=np.float32)),
+        scores={"math": np.arange(10, dtype=np.float32).reshape(5, 2)},
+    )
+    packed = collate([sample, replace(sample, advantage=0.5)], aggregation="token-mean")
+    assert packed.advantages.tolist() == [0, 3, 4, 0.5, 0.5, 0.5]
+    assert packed.scores["math"].tolist() == [[0, 1], [6, 7], [8, 9]] * 2
 
 
 def test_pairs_score_every_output_token():

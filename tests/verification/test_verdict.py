@@ -127,7 +127,7 @@ CONFIG = VerifierConfig(reward_names=("mine",), timeout_s=10.0, memory_mib=1000)
 @pytest.mark.parametrize(
     ("report", "status"),
     [
-        (REPORT | {"exit_code": -signal.SIGKILL, "cpu_s": 10.0}, "overrun"),
+        (REPORT | {"exit_code": -signal.SIGKILL, "cpu_s": 9.5}, "overrun"),
         (REPORT | {"exit_code": -signal.SIGKILL, "memory_mib": 900.0}, "overrun"),
         (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "time"}, "overrun"),
         (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "processes"}, "overrun"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 from async_grpo.verification.graders.answers import without_prompt
@@ -51,6 +52,7 @@ def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     return {"reward": grade_code(sample["output"], sample)}
 
 
+@functools.cache
 def warm_up() -> None:
     """Have the parsers of mathematics build their tables, which forked requests then share.
 
