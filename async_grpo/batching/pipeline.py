@@ -51,12 +51,7 @@ if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
-STAGES = {
-    ENVIRONMENT: "environment",
-    GENERATION: "generation",
-    REFERENCE: "reference",
-    VERIFIER: VERIFICATION,
-}
+STAGES = {role: role for role in (ENVIRONMENT, GENERATION, REFERENCE)} | {VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
 MakeRequest = Callable[[Question, GenerationRequest, WeightsVersion], EpisodesRequest]

@@ -20,6 +20,7 @@ import ray
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import WorkerError
+from async_grpo.roles import GENERATION
 from async_grpo.rollout.feed import UpdateFeed
 from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.types import (
@@ -83,7 +84,7 @@ class GenerationWorker:
         """Who this worker is; answers once its engine runs."""
         return WorkerInfo(
             worker_id=self._worker_id,
-            role="generation",
+            role=GENERATION,
             node_id=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             model_path=self._config.model_path,

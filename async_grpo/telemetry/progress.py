@@ -167,8 +167,8 @@ def duration(seconds: float | None) -> str:
 
 def workers_text(workers: Mapping[str, int]) -> str:
     """
-    >>> workers_text({"generation": 2, "logprob": 1}), workers_text({})
-    ('2 generation, 1 logprob workers', 'no workers')
+    >>> workers_text({"generation": 2, "reference": 1}), workers_text({})
+    ('2 generation, 1 reference workers', 'no workers')
     """
     if not workers:
         return "no workers"
