@@ -13,7 +13,7 @@ VERIFIER = "verifier"
 ENVIRONMENT = "environment"
 TEACHER = "teacher"
 LOGPROB = "logprob"  # what a dispatcher's --mode calls the reference, as the predecessor did
-MODES = (GENERATION, LOGPROB, TEACHER, VERIFIER)  # of a dispatcher, see `dispatcher.actors`
+MODES = (GENERATION, LOGPROB, TEACHER, VERIFIER, ENVIRONMENT)  # of a dispatcher
 
 # `policy`: the newest weights, each batch. `reference`: those of the run's first batch, or of a
 # later one. `own`: what the worker was started with, never changed. `none`: it has no weights.

@@ -37,20 +37,19 @@ READY_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.02
 HELP_TURNS = 3
 VARIANTS = ("one by one", "at once", "at once, torchrun with 2 ranks")
-SHARED = ("WorkerRegistry", "VerifierPool", "ExperienceBatcher")
+SHARED = ("Controller", "VerifierPool")
 HEAVY = ("ray", "torch", "transformers", "vllm")
 COMMANDS = ("worker_dispatcher.py", "trainer_core.py", "plot.py")
 MODULES = {
-    "the dispatcher": "async_grpo.cli.launch",
+    "the dispatcher": "async_grpo.dispatcher.workers",
     "a trainer rank": "async_grpo.run.loop",
     "a generation worker": "async_grpo.rollout.engine",
-    "the batcher": "async_grpo.batching.batcher",
-    "a registry": "async_grpo.controller.registry",
+    "the controller": "async_grpo.controller.controller",
     "the verifier pool": "async_grpo.verification.pool",
 }
 DISPATCHER_SAYS = {
     "dispatcher: options, imports, join the cluster": "joined the Ray cluster",
-    "dispatcher: look for room": "loading ",
+    "dispatcher: look for room": "starting ",
     "worker: process, imports, engine": "is ready after",
     "worker: registered": "registered",
 }

@@ -21,8 +21,7 @@ from benchmarks.cores import cpu_seconds, family, queued_seconds, titled
 from benchmarks.stack import MODEL, Stack
 
 SERVICES = {
-    "batcher": "ray::ExperienceBatcher",
-    "registry": "ray::WorkerRegistry",
+    "controller": "ray::Controller",
     "verifiers": "ray::VerifierPool",
 }
 FROZEN = 0.0  # learning rate: both sides work, and nothing moves

@@ -24,8 +24,7 @@ ROLES = {  # by what the command line holds; the first that fits
     "VLLM::Engine": "engine core",
     "ray::GenerationWorker": "engine front end",
     "ray::LogprobWorker": "reference",
-    "ray::ExperienceBatcher": "batcher",
-    "ray::WorkerRegistry": "registry",
+    "ray::Controller": "controller",
     "ray::VerifierPool": "verifier pool",
     "trainer_core.py": "trainer",
     "trl_train": "trainer",
@@ -114,7 +113,7 @@ def memory_bytes(pids: set[int]) -> int:
 def role_of(command_line: str) -> str:
     """What a process does for its system.
 
-    >>> role_of("ray::WorkerRegistry.acquire"), role_of("/bin/bash")
-    ('registry', 'other')
+    >>> role_of("ray::Controller.ask"), role_of("/bin/bash")
+    ('controller', 'other')
     """
     return next((role for part, role in ROLES.items() if part in command_line), "other")

@@ -354,3 +354,24 @@ def test_unchanged_weights_are_renamed_without_being_fetched_unless_they_are_mis
     assert [ack.version for ack in acks] == [alias.version] * 2
     for scores in answers:
         assert error_of(dataclasses.replace(request, version=SECOND), scores) < 1e-5
+
+
+def test_a_teacher_scores_with_the_weights_of_its_folder_and_takes_no_others(folder):
+    teacher = LogprobWorker(folder, role="teacher:math", worker_id="t0", max_tokens=200)
+    asked = make_request(1, version=None)
+
+    async def scenario():
+        before = await teacher.logprobs(asked)
+        with pytest.raises(WeightSyncError, match=r"a teacher:math worker keeps the weights"):
+            await teacher.load_weights(snapshot(FIRST))
+        return before, await teacher.logprobs(asked)
+
+    before, after = asyncio.run(scenario())
+    twin = oracle_twin(tiny_model(tied=True, seed=0))
+    for prompt, ids, scores in zip(
+        asked.prompt_token_ids, asked.output_token_ids, before, strict=True
+    ):
+        with torch.no_grad():
+            expected = oracle_logprobs(twin, make_sample(prompt, ids), temperature=TEMPERATURE)
+        assert np.abs(expected.numpy() - scores).max() <= 1e-5
+    assert all(map(np.array_equal, before, after))
