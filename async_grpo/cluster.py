@@ -52,6 +52,8 @@ def connect(address: str, *, namespace: str) -> None:
     Raises `ClusterError` within seconds when there is none, or when it refuses this machine.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # An answer that nobody waits for any more may be an error, as when the run has ended.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     found = find_head(address)
     import ray
     from ray.exceptions import RayError

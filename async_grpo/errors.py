@@ -76,10 +76,6 @@ class RankLostError(AsyncGrpoError, RuntimeError):
     """Another trainer rank has died in the middle of what all ranks do together."""
 
 
-class BatcherLostError(ProcessLostError):
-    """The experience batcher's process has died: every rank raises it before the same item."""
-
-
 class AuditError(AsyncGrpoError, RuntimeError):
     """A rank trained other samples than it was sent: the gradient would be wrong."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -19,13 +20,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from async_grpo import deadlines
-from async_grpo.checkpoint.background import in_background
-from async_grpo.checkpoint.exports import Exports
+from async_grpo.checkpoint.export import Exports
 from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.references import save_references
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 References = Callable[[int], tuple[WeightsSnapshot, ...]]
 
 
@@ -210,3 +211,17 @@ class Checkpoints:
                 cut.batches,
                 reason,
             )
+
+
+def in_background(work: Callable[[], T], *, name: str) -> Future[T]:
+    """The future result of `work`; a thread that hangs holds up nobody's end."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # the thread's boundary: whoever waits is told
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

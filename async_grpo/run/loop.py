@@ -15,7 +15,7 @@ from threading import Event
 from typing import Protocol
 
 from async_grpo import cluster
-from async_grpo.checkpoint.exports import Exports, export_finished
+from async_grpo.checkpoint.export import Exports, export_finished
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.checkpoint.saving import Checkpoints
 from async_grpo.checkpoint.tensors import restore_learner

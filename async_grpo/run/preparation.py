@@ -18,9 +18,9 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.checkpoint.background import in_background
 from async_grpo.checkpoint.fingerprints import hash_data, hash_model
 from async_grpo.checkpoint.resume import Start, check_contents
+from async_grpo.checkpoint.saving import in_background
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller

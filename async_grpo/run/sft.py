@@ -10,7 +10,7 @@ from threading import Event
 from transformers import AutoTokenizer
 
 from async_grpo.batching.supervised import supervised_stream
-from async_grpo.checkpoint.exports import export_finished
+from async_grpo.checkpoint.export import export_finished
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig

@@ -44,7 +44,7 @@ STEP_METRICS = (
     Metric("trainer_idle_fraction", "seconds_waiting", "seconds", "fraction", "Trainer idle",
            "share of the step in which rank 0 waited for samples"),
     _plain("batcher_restarts", "restarts", "Batcher restarts",
-           "times that the experience batcher died and its unfinished step was done again",
+           "times that the controller was lost and the unfinished step was done again",
            window="run"),
     _plain("sync_batches", "batches", "Latest sync",
            "batches in the weights whose sync was the latest to finish: what follows is of it",

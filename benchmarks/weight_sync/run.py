@@ -16,7 +16,13 @@ import ray
 
 from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.training.fsdp import iter_full_tensors
-from async_grpo.types import CanaryRow, WeightsAck, WeightsVersion, canary_differences
+from async_grpo.types import (
+    CanaryRow,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    canary_differences,
+)
 from async_grpo.weight_sync.publisher import Publisher, join_gather
 from benchmarks import procfs
 from benchmarks.cores import family
@@ -94,10 +100,10 @@ class _Trainer:
         snapshot = self._publisher.collect(tensors, version=WeightsVersion(0, batches))
         snapshot = dataclasses.replace(snapshot, canary=canary)
         collected_at = time.monotonic()
-        served: Any = self._publisher.announce(
-            snapshot, registries={"generation": self._worker}, timeout_s=TIMEOUT_S
+        client: Any = _Direct(self._worker)
+        load: Any = self._publisher.announce(
+            client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
         )
-        load: Load = served["generation"]
         return Sync(
             size_bytes=snapshot.size_bytes,
             num_buckets=len(snapshot.buckets),
@@ -111,6 +117,16 @@ class _Trainer:
                 role: peak - self._before.get(role, 0) for role, peak in self._watch.peaks().items()
             },
         )
+
+
+class _Direct:
+    """The worker in the place of a run's client: no controller is measured."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    def publish(self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float) -> Any:
+        return self._worker.publish.remote(snapshot, timeout_s)
 
 
 def _largest(canary: tuple[CanaryRow, ...], ack: WeightsAck) -> float | None:

@@ -12,7 +12,7 @@ from oracle import tiny_model
 from safetensors.torch import load_file
 
 from async_grpo.checkpoint import exports as module
-from async_grpo.checkpoint.exports import Exports, export_finished
+from async_grpo.checkpoint.export import Exports, export_finished
 from async_grpo.errors import CheckpointError
 from async_grpo.types import EndOfStep
 

@@ -16,10 +16,10 @@ import torch
 ray = pytest.importorskip("ray", reason="transports need Ray's actors")
 pytest.importorskip("vllm", reason="transports need vLLM's engines")
 
+from registry_actor import RegistryClient
 from tiny_models import load_model, make_model
 
 from async_grpo import cluster
-from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import ConfigError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
@@ -45,8 +45,7 @@ class Stack:
 
     def __init__(self, folder):
         self.folder, self.models = folder, {}
-        actor = ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000)
-        self.registry = actor.remote("generation")
+        self.client = RegistryClient()
         self.early = self.start("early")
         self.info = get(self.early.info.remote())
         torch.cuda.set_device(self.trainer_device())
@@ -67,7 +66,7 @@ class Stack:
         )
         config = EngineConfig(model_path=self.folder, kv_cache_gib=0.25, max_num_seqs=16)
         worker = actor.remote(config, worker_id=name)
-        get(self.registry.register.remote(get(worker.info.remote()), worker))
+        get(self.client.register(get(worker.info.remote()), worker))
         return worker
 
     def publish(self, batches):

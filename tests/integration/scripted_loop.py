@@ -7,6 +7,7 @@ batcher nor pipeline nor Ray: each step's samples in the order of their ordinals
 """
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from async_grpo import cluster
 from async_grpo.algorithms.advantages import group_advantages
 from async_grpo.algorithms.base import REFERENCE
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
-from async_grpo.checkpoint.exports import Exports
+from async_grpo.checkpoint.export import Exports
 from async_grpo.model.folder import check_model_folder
 from async_grpo.run.announcements import Announcements
 from async_grpo.run.loop import train_grpo, train_steps
@@ -163,9 +164,10 @@ class Killer:
 
         def connect_and_withhold(main, ranks):
             client = connect(main, ranks)
-            if any(kind == "held end" for kind, _ in self._kills):
-                call = client.controller.__ray_call__.remote(withhold_ends)
-                ray.get(call, timeout=TIMEOUT_S)
+            for kind, number in self._kills:
+                if kind == "held end":
+                    call = client.controller.__ray_call__.remote(withholding(number))
+                    ray.get(call, timeout=TIMEOUT_S)
             return client
 
         with (
@@ -190,18 +192,22 @@ class Killer:
             os.kill(ray.get(call, timeout=TIMEOUT_S), signal.SIGKILL)
 
 
-def withhold_ends(controller):
-    """In the controller: only rank 0 is given ends of steps, until the process is killed."""
-    batcher = controller._run.batcher
-    take = batcher.next_item
+def withholding(number):
+    """What makes a controller give its `number`-th end of a step, from 1, to rank 0 alone."""
 
-    async def next_item(rank, index):
-        item = await take(rank, index)
-        if rank and type(item).__name__ == "EndOfStep":
-            await asyncio.Event().wait()
-        return item
+    def withhold(controller):  # local: Ray sends its code, for it cannot import this module
+        batcher, numbers = controller._run.batcher, itertools.count(1)
+        take = batcher.next_item
 
-    batcher.next_item = next_item
+        async def next_item(rank, index):
+            item = await take(rank, index)
+            if rank and hasattr(item, "num_tokens") and next(numbers) == number:
+                await asyncio.Event().wait()
+            return item
+
+        batcher.next_item = next_item
+
+    return withhold
 
 
 def train_asynchronously(story, ranks):
