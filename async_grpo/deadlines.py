@@ -43,6 +43,11 @@ GRADER_SILENCE_S = 15.0  # of one that does not report a request, beyond what th
 GRADERS_LOADED_S = 60.0  # of the user's functions, which import what they like
 CONFINED_S = 60.0  # of a first confined process, which shows that confinement works
 
+# A run at the controller.
+BEGIN_RUN_S = 120.0  # while another run may still be ending
+RUN_ENDED_S = 5.0  # of rank 0, which ends whether it is heard or not
+RANKS_TOLD_S = 60.0  # rank 0 tells the others so often that an evaluation goes on
+
 # Ranks.
 RANKS_START_S = 300.0  # in which all ranks have started
 CHECKPOINT_S = 1800.0  # for one save, and for one rank that waits for another

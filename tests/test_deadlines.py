@@ -29,6 +29,8 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("BUCKET_HERE_S", "BUCKET_FETCH_S"),
         ("CANARY_S", "WEIGHTS_APPLIED_S"),
         ("STATUS_S", "ANSWER_S"),
+        ("RUN_ENDED_S", "BEGIN_RUN_S"),  # whoever comes next waits longer than the one who goes
+        ("RANKS_TOLD_S", "GROUP_SLACK_S"),
         ("RECORDER_FLUSH_S", "STATUS_S"),  # a step that waits for its dump is no silence
         ("RECORDER_FLUSH_S", "RECORDER_WRITE_S"),
         ("WEIGHTS_APPLIED_S", "CHECKPOINT_S"),

@@ -27,7 +27,6 @@ from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_
 from async_grpo.weight_sync.transport import Transport
 
 logger = logging.getLogger(__name__)
-ANNOUNCE_TIMEOUT_S = 300.0
 
 
 class Announcements:
@@ -90,7 +89,7 @@ class Announcements:
         self, client: RunClient, snapshot: WeightsSnapshot, roles: tuple[str, ...]
     ) -> dict[str, PublishReport]:
         reports = self._transport.announce(
-            client, snapshot, roles=roles, timeout_s=ANNOUNCE_TIMEOUT_S
+            client, snapshot, roles=roles, timeout_s=deadlines.WEIGHTS_APPLIED_S
         )
         for role, report in reports.items():
             reasons = "; ".join(report.failures.values())

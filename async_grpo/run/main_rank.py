@@ -62,10 +62,7 @@ from async_grpo.weight_sync.transport import open_transport
 
 logger = logging.getLogger(__name__)
 MAX_RECOVERIES = 3  # a run
-BEGIN_TIMEOUT_S = 120.0  # another run may have a while to end
-CLOSE_TIMEOUT_S = 5.0
 STOP_POLL_S = 0.2
-MEANWHILE_S = 60.0  # much less than any rank waits for another
 DONE, EVALUATING = range(2)  # what rank 0 tells the others while they wait for an evaluation
 
 
@@ -108,7 +105,7 @@ class MainRank:
         self._announcements.close()
         self._watcher.close()
         with contextlib.suppress(AsyncGrpoError):  # it hears of our end by the recorder's too
-            cluster.wait(self.client.end_run(), timeout_s=CLOSE_TIMEOUT_S, who=WHO)
+            cluster.wait(self.client.end_run(), timeout_s=deadlines.RUN_ENDED_S, who=WHO)
 
     def reporting(
         self, config: TrainConfig, start: Start
@@ -161,7 +158,7 @@ class MainRank:
             self._recorder_death = self._recorder.until_death.remote()
         plan = replace(self.plan, resume=self._cut)
         call = controller.begin_run.remote(plan, self._recorder)
-        epoch: int = cluster.wait(call, timeout_s=BEGIN_TIMEOUT_S, who=WHO)
+        epoch: int = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
         return RunClient(controller, RunId(plan.incarnation, epoch))
 
     def evaluate(self, ranks: Ranks, stop: Event) -> None:
@@ -185,7 +182,7 @@ class MainRank:
     def _evaluation(
         self, client: RunClient, stop: Event, meanwhile: Callable[[], object]
     ) -> EvaluationResult | None:
-        call, due_at = client.evaluate(), time.monotonic() + MEANWHILE_S
+        call, due_at = client.evaluate(), time.monotonic() + deadlines.RANKS_TOLD_S
         standstill = Standstill(client, timeout_s=self.plan.config.stall_timeout_s)
         while not cluster.is_ready(call):
             if stop.wait(STOP_POLL_S):
@@ -193,7 +190,7 @@ class MainRank:
             standstill.check()
             if time.monotonic() >= due_at:
                 meanwhile()
-                due_at = time.monotonic() + MEANWHILE_S
+                due_at = time.monotonic() + deadlines.RANKS_TOLD_S
         result: EvaluationResult = cluster.wait(
             call, timeout_s=deadlines.STATUS_S, who="the evaluation of held-out questions"
         )

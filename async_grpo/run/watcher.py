@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.telemetry.incidents import Incidents
@@ -21,8 +21,6 @@ from async_grpo.types import PipelineStatus
 logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 STATUSES_A_MEMBERSHIP = 3  # members are asked for more rarely
-LAST_LOOK_TIMEOUT_S = 5.0
-JOIN_TIMEOUT_S = 5.0  # the thread is a daemon: a controller that hangs holds up nobody's end
 
 
 class Watcher:
@@ -41,7 +39,8 @@ class Watcher:
     def close(self) -> None:
         """Show the last status, and end."""
         self._closed.set()
-        self._thread.join(JOIN_TIMEOUT_S)
+        # It is a daemon: a controller that hangs holds up nobody's end.
+        self._thread.join(deadlines.RUN_ENDED_S)
 
     def _watch(self) -> None:
         number, asked = 0, None
@@ -59,7 +58,7 @@ class Watcher:
 
     def _take(self, asked: Any) -> None:
         try:
-            status: PipelineStatus = cluster.wait(asked, timeout_s=LAST_LOOK_TIMEOUT_S, who=WHO)
+            status: PipelineStatus = cluster.wait(asked, timeout_s=deadlines.STATUS_S, who=WHO)
         except AsyncGrpoError as error:
             logger.debug("no status to show: %s", error)  # whoever needs the run says why
             return
@@ -75,7 +74,7 @@ def see_members(controller: Any, incidents: Incidents) -> None:
     """Have `incidents` see who is registered; a controller that does not answer tells nothing."""
 
     def ask(call: Any) -> Any:
-        return cluster.wait(call, timeout_s=LAST_LOOK_TIMEOUT_S, who=WHO)
+        return cluster.wait(call, timeout_s=deadlines.STATUS_S, who=WHO)
 
     try:
         for role in ask(controller.roles.remote()):

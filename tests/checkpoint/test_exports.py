@@ -11,7 +11,7 @@ from learners import make_learner
 from oracle import tiny_model
 from safetensors.torch import load_file
 
-from async_grpo.checkpoint import exports as module
+from async_grpo.checkpoint import export as module
 from async_grpo.checkpoint.export import Exports, export_finished
 from async_grpo.errors import CheckpointError
 from async_grpo.types import EndOfStep
