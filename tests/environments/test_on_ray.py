@@ -1,0 +1,161 @@
+"""A run whose episodes are played by an environment worker, through a real controller."""
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+from scripted import make_question
+from scripted_run import make_config
+
+from async_grpo import cluster
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.controller.find import find_or_make_controller
+from async_grpo.dispatcher.actors import worker_kinds
+from async_grpo.environments.find import read_source
+from async_grpo.roles import ENVIRONMENT, GENERATION
+from async_grpo.types import (
+    EndOfStep,
+    Pulse,
+    RunId,
+    SamplingContract,
+    Turn,
+    VersionSpan,
+    WeightsAck,
+    WeightsBucket,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
+
+pytestmark = pytest.mark.integration
+HERE = Path(__file__).parent
+VERSION = WeightsVersion(7, 0)
+CONFIG = make_config(
+    batch_size=4, num_training_batches=1, samples_per_question=4, max_tokens_per_gpu=64
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=2,
+            namespace="test",
+            object_store_memory=100 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
+
+
+def get(reference):
+    return cluster.wait(reference, timeout_s=60, who="the actor")
+
+
+def engine_class():
+    class Engine:  # local: Ray then sends its code, instead of a name that it cannot import
+        def __init__(self, worker_id):
+            self._worker_id, self._rng = worker_id, np.random.default_rng()
+            self.asked = []
+
+        async def load_weights(self, snapshot):
+            self._version = snapshot.version
+            return WeightsAck("", snapshot.version, 0.0, 0.0)
+
+        async def abort_all(self):
+            pass
+
+        async def ping(self, after_s=0.0):
+            await asyncio.sleep(after_s)
+            return Pulse("7.0")
+
+        async def histories(self):
+            return self.asked
+
+        async def generate(self, request):
+            self.asked.append(request.input_token_ids.tolist())
+            ids = self._rng.integers(5, 50, size=3).astype(np.int32)
+            spans = (VersionSpan(self._version, 0, 3),)
+            return (Turn(ids, -np.ones(3, np.float32), spans, "stop", "", self._worker_id),)
+
+    return Engine
+
+
+def recorder_class():
+    class Recorder:
+        async def until_death(self):
+            await asyncio.Future()
+
+    return Recorder
+
+
+def make(actor_class, *arguments):
+    return ray.remote(actor_class).options(num_cpus=0, max_concurrency=100).remote(*arguments)
+
+
+def start_environment_worker(controller):
+    config = WorkerConfig(mode=ENVIRONMENT)
+    (kind,) = worker_kinds(config)
+    worker = kind.start("e0")
+    get(controller.register.remote(get(worker.info.remote()), worker))
+    return worker
+
+
+def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its_prefix():
+    controller = find_or_make_controller()
+    plan = BatcherPlan(
+        config=CONFIG,
+        questions=tuple(make_question(3) for _ in range(4)),
+        held_out=(),
+        order=abs,  # functions that every process knows
+        replacement=max,
+        seed_of=None,
+        sampling=SamplingContract(1.0, (1,), 12),
+        num_ranks=1,
+        incarnation=7,
+        rules=LocalRules(find_algorithm(CONFIG)),
+        environment=read_source(f"{HERE}/two_turns.py:TwoTurns"),
+        max_positions=64,
+    )
+    run = RunId(7, get(controller.begin_run.remote(plan, make(recorder_class()))))
+    engines = {name: make(engine_class(), name) for name in ("one", "two")}
+    for name, engine in engines.items():
+        info = WorkerInfo(name, GENERATION, "node", 1, "model", 64, 64.0, 0.0, 512)
+        get(controller.register.remote(info, engine))
+    environment = start_environment_worker(controller)
+    snapshot = WeightsSnapshot(VERSION, (WeightsBucket((), ray.put(0), 0, 0),))
+    get(controller.publish.remote(run, snapshot, (GENERATION,), 30.0))
+    get(controller.published.remote(run, VERSION))
+    parts, deadline = [], time.monotonic() + 60
+    for index in range(100):
+        assert time.monotonic() < deadline
+        item = get(controller.next_item.remote(run, 0, index))
+        if isinstance(item, EndOfStep):
+            break
+        parts += item.samples
+    assert item.num_samples == 16
+    sampled = {}
+    for part in parts:
+        (row,) = part.episode.rows
+        assert row.num_sampled_tokens == row.num_trained_tokens in (3, 6)
+        sampled[part.ordinal, part.index] = row
+    histories = {name: get(engine.histories.remote()) for name, engine in engines.items()}
+    for row in sampled.values():
+        if row.num_trained_tokens == 6:
+            whole = [*row.prompt_token_ids.tolist(), *row.token_ids.tolist()]
+            first = [name for name, asked in histories.items() if whole[:3] in asked]
+            assert any(whole[:-3] in histories[name] for name in first)
+    for actor in (environment, *engines.values(), controller):
+        ray.kill(actor)
