@@ -95,23 +95,20 @@ def measure(size: Size) -> list[Figure]:
 
 def holding(questions: Sequence[Question], *, num_batches: int) -> list[Held]:
     """Memory after each tenth of the batches."""
-    player = ray.remote(control_plane.Player).options(**control_plane.OPTIONS).remote()
-    registry = control_plane.make_registry(player, num_workers=8)
-    batcher = control_plane.make_batcher(
-        registry, player, batch_size=BATCH_SIZE, questions=questions, num_ranks=NUM_RANKS
+    controller, player, run = control_plane.make_run(
+        batch_size=BATCH_SIZE, questions=questions, num_ranks=NUM_RANKS
     )
-    control_plane.get(batcher.published.remote(control_plane.FIRST))
-    ranks = control_plane.Ranks(batcher, registry, num_ranks=NUM_RANKS)
+    ranks = control_plane.Ranks(controller, run, num_ranks=NUM_RANKS)
     found = []
     for _ in range(10):
         asyncio.run(ranks.train(num_batches=num_batches // 10))
-        found.append(Held.by(batcher))
+        found.append(Held.by(controller))
     click.echo(
         f"{len(questions):,} questions: "
         + ", ".join(f"{held.private:.0f} + {held.shared:.0f}" for held in found)
         + " MiB (private + shared)"
     )
-    control_plane.end(batcher, registry, player)
+    control_plane.end(controller, player)
     return found
 
 

@@ -1,8 +1,8 @@
-"""What the control plane costs: samples a second through the batcher, and CPU a sample of whom.
+"""What the control process costs: samples and asked turns a second through it, and their CPU.
 
-`WorkerRegistry` and `ExperienceBatcher` are the real actors on a cluster of their own, with one
-change: they tell what they have computed, and where (the profiles on the screen count their calls).
-Workers answer at once, ranks train nothing.
+The `Controller` is the real actor on a cluster of its own, with one change: it tells what it has
+computed, and where (the profiles on the screen count their calls). Workers answer at once, ranks
+train nothing.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ import ray
 from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.services import Services
-from async_grpo.bundles import Bundles
 from async_grpo.config.train import TrainConfig
-from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.controller.controller import Controller
 from async_grpo.data.stream import QuestionStream
+from async_grpo.roles import GENERATION, VERIFIER, teacher
 from async_grpo.types import (
     EndOfStep,
     GenerationRequest,
+    GradingRequest,
     Pulse,
     Question,
+    RunId,
     SamplingContract,
     Turn,
     Verdict,
-    VerificationRequest,
     VersionSpan,
     WeightsAck,
     WeightsSnapshot,
@@ -54,8 +53,9 @@ from benchmarks.results import Figure, median
 NAME = "control_plane"
 GROUP = 8  # samples of a question
 NUM_RANKS = 64
-NUM_WORKERS = 1_000  # of the registry whose leases are counted
-AT_ONCE = 64  # leases that are wanted at a time
+NUM_WORKERS = 8  # of each role
+AT_ONCE = 64  # turns that are asked at a time
+MATH = teacher("math")
 PROFILE_LINES = 12
 TIMEOUT_S = 300.0
 FIRST = WeightsVersion(0, 0)
@@ -70,71 +70,68 @@ QUESTION = Question(
 class Size:
     """How much of everything is measured."""
 
-    num_leases: int = 2_048
+    num_turns: int = 2_048
     num_batches: int = 6
     batch_size: int = 128
     repeats: int = 3
 
 
-QUICK = Size(num_leases=256, num_batches=2, batch_size=32, repeats=1)
+QUICK = Size(num_turns=256, num_batches=2, batch_size=32, repeats=1)
 
 
 @click.command()
 @click.option("--quick", is_flag=True, help="a small size, which proves that everything runs")
 @click.option("--results-dir", default=str(results.FOLDER), help="where control_plane.json goes")
 def main(quick: bool, results_dir: str) -> None:
-    """Measure registry and batcher."""
+    """Measure the controller."""
     size = QUICK if quick else Size()
     click.echo(f"{results.machine()}, {results.load()}")
     with tempfile.TemporaryDirectory() as folder, stack.start(Path(folder)) as running:
         os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
         cluster.connect(running.environment["RAY_ADDRESS"], namespace=NAME)
         try:
-            figures = lease_figures(size) + sample_figures(size)
+            figures = turn_figures(size) + sample_figures(size)
         finally:
             ray.shutdown()
     click.echo("\n" + results.show(figures))
     click.echo(f"wrote {results.write(NAME, figures, folder=Path(results_dir))}, {results.load()}")
 
 
-def lease_figures(size: Size) -> list[Figure]:
-    """Leases a second of a registry with many workers, asked in bundles."""
-    player = ray.remote(Player).options(**OPTIONS).remote()
-    registry = make_registry(player, num_workers=NUM_WORKERS)
-    walls, costs = measured(
-        lambda: lease(registry, num_leases=size.num_leases), {"registry": registry}, size.repeats
-    )
-    profile("registry", registry, lease(registry, num_leases=size.num_leases))
-    end(registry, player)
-    spent = [1e6 * seconds / size.num_leases for seconds in costs["registry"]]
-    return [
-        median("leases", [size.num_leases / wall for wall in walls], "1/s", better="higher"),
-        median("a lease, CPU of the registry", spent, "us"),
-    ]
+def turn_figures(size: Size) -> list[Figure]:
+    """Turns a second that another process asks of one role."""
+    controller, player, run = make_run(batch_size=1)
+    asker = ray.remote(Asker).options(**OPTIONS).remote(controller, run)
+
+    async def turns() -> None:
+        await asker.ask.remote(size.num_turns)
+
+    walls, costs = measured(turns, {"controller": controller, "asker": asker}, size.repeats)
+    profile("controller that is asked", controller, turns())
+    end(controller, player, asker)
+    figures = [median("turns", [size.num_turns / wall for wall in walls], "1/s", better="higher")]
+    for who, seconds in costs.items():
+        spent = [1e6 * second / size.num_turns for second in seconds]
+        figures.append(median(f"a turn, CPU of the {who}", spent, "us"))
+    return figures
 
 
 def sample_figures(size: Size) -> list[Figure]:
-    """Samples a second through a batcher to many ranks, and what they cost whom."""
-    player = ray.remote(Player).options(**OPTIONS).remote()
-    registry = make_registry(player, num_workers=8)
-    batcher = make_batcher(registry, player, batch_size=size.batch_size)
-    get(batcher.published.remote(FIRST))
-    ranks = Ranks(batcher, registry)
+    """Samples a second through the batcher to many ranks, and what they cost."""
+    controller, player, run = make_run(batch_size=size.batch_size)
+    ranks = Ranks(controller, run)
     asyncio.run(ranks.train(num_batches=2))  # the first ones fill the window
     walls, costs = measured(
-        lambda: ranks.train(num_batches=size.num_batches),
-        {"batcher": batcher, "registry": registry},
-        size.repeats,
+        lambda: ranks.train(num_batches=size.num_batches), {"controller": controller}, size.repeats
     )
-    profile(f"batcher, {NUM_RANKS} ranks", batcher, ranks.train(num_batches=size.num_batches))
-    end(batcher, registry, player)
+    profile(f"{NUM_RANKS} ranks", controller, ranks.train(num_batches=size.num_batches))
+    end(controller, player)
     num = size.num_batches * size.batch_size * GROUP
+    spent = [1e6 * second / num for second in costs["controller"]]
     rates = [num / wall for wall in walls]
-    figures = [median(f"samples to {NUM_RANKS} ranks", rates, "1/s", better="higher")]
-    for who, seconds in costs.items():
-        spent = [1e6 * second / num for second in seconds]
-        figures.append(median(f"a sample, CPU of the {who}", spent, "us"))
-    return figures
+    return [
+        median(f"samples to {NUM_RANKS} ranks", rates, "1/s", better="higher"),
+        median("a sample, CPU of the controller", spent, "us"),
+    ]
 
 
 def measured(
@@ -186,12 +183,25 @@ class Watched:
         return "\n".join(line for line in text.getvalue().splitlines()[6:] if line)
 
 
-class WatchedRegistry(Watched, WorkerRegistry):
-    """The registry."""
+class WatchedController(Watched, Controller):
+    """The controller."""
 
 
-class WatchedBatcher(Watched, ExperienceBatcher):
-    """The batcher."""
+class Asker(Watched):
+    """Asks as an environment worker does."""
+
+    def __init__(self, controller: Any, run: RunId) -> None:
+        self._controller = controller
+        self._run = run
+
+    async def ask(self, num_turns: int) -> None:
+        """So many turns, some at a time."""
+
+        async def episode() -> None:
+            for _ in range(num_turns // AT_ONCE):
+                await self._controller.ask.remote(self._run, MATH, "turn", 7, cost=1.0)
+
+        await asyncio.gather(*(episode() for _ in range(AT_ONCE)))
 
 
 class Player(Watched):
@@ -226,34 +236,47 @@ class Player(Watched):
             for index in range(request.num_samples)
         )
 
-    async def verify(self, requests: tuple[VerificationRequest, ...]) -> tuple[Verdict, ...]:
+    async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
         """Every reward of a group is another one: all samples are trained."""
         return tuple(
-            Verdict("scored", float(request.index), None, "played", "", 0.0) for request in requests
+            Verdict("scored", float(output.index), None, "played", "", 0.0)
+            for output in request.outputs
         )
 
+    async def turn(self, number: int) -> int:
+        """What an asker waits for."""
+        return number
 
-def make_registry(player: Any, *, num_workers: int) -> Any:
-    """A registry with workers that all are one player; they serve the first weights."""
-    registry = ray.remote(WatchedRegistry).options(**OPTIONS).remote("generation")
-    infos = [
-        WorkerInfo(f"generation-{n}", "generation", "node", 0, "model", 128, 256.0, GROUP, 512)
-        for n in range(num_workers)
-    ]
-    get([registry.register.remote(info, player) for info in infos])
-    get(registry.publish.remote(WeightsSnapshot(FIRST, ()), TIMEOUT_S))
-    return registry
+    async def until_death(self) -> None:
+        """It plays the run's recorder too."""
+        await asyncio.Future()
 
 
-def make_batcher(
-    registry: Any,
-    player: Any,
+def make_run(
     *,
     batch_size: int,
     questions: Sequence[Question] = (QUESTION,) * NUM_QUESTIONS,
     num_ranks: int = NUM_RANKS,
-) -> Any:
-    """A batcher of a run without end."""
+) -> tuple[Any, Any, RunId]:
+    """A controller, its workers that all are one player, and a run without end."""
+    player = ray.remote(Player).options(**OPTIONS).remote()
+    controller = ray.remote(WatchedController).options(**OPTIONS).remote("benchmark")
+    infos = [
+        WorkerInfo(f"{role}-{n}", role, "node", 0, "model", 128, 256.0, GROUP, 512)
+        for role in (GENERATION, MATH, VERIFIER)
+        for n in range(NUM_WORKERS)
+    ]
+    get([controller.register.remote(info, player) for info in infos])
+    plan = make_plan(batch_size=batch_size, questions=questions, num_ranks=num_ranks)
+    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, player)))
+    publish = controller.publish.remote(run, WeightsSnapshot(FIRST, ()), (GENERATION,), TIMEOUT_S)
+    get(publish)
+    get(controller.published.remote(run, FIRST))
+    return controller, player, run
+
+
+def make_plan(*, batch_size: int, questions: Sequence[Question], num_ranks: int) -> BatcherPlan:
+    """A run without end."""
     config = TrainConfig(
         model_name_or_path="none",
         data_path="none",
@@ -265,8 +288,7 @@ def make_batcher(
         max_staleness=1,
         dump_samples_filename="",
     )
-    services = Services(generation=registry, verifiers=player, reference=None)
-    plan = BatcherPlan(
+    return BatcherPlan(
         config=config,
         rules=LocalRules(find_algorithm(config)),
         questions=questions,
@@ -278,48 +300,40 @@ def make_batcher(
         num_ranks=num_ranks,
         incarnation=FIRST.incarnation,
     )
-    return ray.remote(WatchedBatcher).options(**OPTIONS).remote(plan, services)
 
 
 class Ranks:
     """Ranks that train nothing: they ask as real ones do, and rank 0 publishes."""
 
-    def __init__(self, batcher: Any, registry: Any, *, num_ranks: int = NUM_RANKS) -> None:
-        self._batcher = batcher
-        self._registry = registry
+    def __init__(self, controller: Any, run: RunId, *, num_ranks: int = NUM_RANKS) -> None:
+        self._controller = controller
+        self._run = run
         self._ranks = range(num_ranks)
         self._index = 0
 
     async def train(self, *, num_batches: int) -> None:
         """So many batches more."""
+        controller, run = self._controller, self._run
         asked = self._ask()
         while num_batches:
             await asyncio.sleep(0)
             for rank in self._ranks:
-                self._batcher.hungry.remote(rank, self._index)
+                controller.hungry.remote(run, rank, self._index)
             items = await asyncio.gather(*asked)
             self._index += 1
             asked = self._ask()
             if isinstance(items[0], EndOfStep) and items[0].is_last_of_batch:
                 num_batches -= 1
                 version = FIRST._replace(batches=items[0].batch + 1)
-                await self._registry.publish.remote(WeightsSnapshot(version, ()), TIMEOUT_S)
-                await self._batcher.published.remote(version)
+                snapshot = WeightsSnapshot(version, ())
+                await controller.publish.remote(run, snapshot, (GENERATION,), TIMEOUT_S)
+                await controller.published.remote(run, version)
+                await controller.heard.remote(run)
 
     def _ask(self) -> list[Any]:
-        return [self._batcher.next_item.remote(rank, self._index) for rank in self._ranks]
-
-
-async def lease(registry: Any, *, num_leases: int) -> None:
-    """Acquire and release, the calls of a moment together."""
-    bundles = Bundles(registry)
-
-    async def holder() -> None:
-        for _ in range(num_leases // AT_ONCE):
-            held = await bundles.call("acquire", GROUP, FIRST, TIMEOUT_S)
-            await bundles.call("release", held.lease_id)
-
-    await asyncio.gather(*(holder() for _ in range(AT_ONCE)))
+        return [
+            self._controller.next_item.remote(self._run, rank, self._index) for rank in self._ranks
+        ]
 
 
 def end(*actors: Any) -> None:

@@ -68,6 +68,7 @@ class House:
             sampling=SamplingContract(1.0, (1,), 12),
             num_ranks=1,
             incarnation=incarnation,
+            rules=LocalRules(find_algorithm(make_config())),
         )
 
     async def begin(self, incarnation=5, *, recorder=None):

@@ -13,6 +13,8 @@ import ray
 from scripted_run import QUESTIONS, make_config
 
 from async_grpo import cluster
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
@@ -72,6 +74,7 @@ def plan():
         sampling=SamplingContract(1.0, (1,), 12),
         num_ranks=1,
         incarnation=7,
+        rules=LocalRules(find_algorithm(make_config())),
     )
 
 
