@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo import deadlines
@@ -35,15 +34,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Places = tuple[tuple[str, int], ...]  # host and port of each
 
-VERIFIER_POOL = "verifier-pool"
-BATCHER = "experience-batcher"
 CONTROLLER = "controller"
 FIND_INTERVAL_S = 0.5
-
-
-def registry_name(role: str) -> str:
-    """The Ray name of a role's registry."""
-    return f"registry-{role}"
 
 
 def connect(address: str, *, namespace: str) -> None:
@@ -116,33 +108,15 @@ def find_same_actor(name: str, *, actor_id: str) -> Any:
     raise ClusterError(f"the {name} of rank 0 has gone: look at rank 0's error")
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The driver that an actor ends with."""
-
-    address: str  # of its machine
-    pid: int
-    is_here: bool
-
-
-def owner_of(name: str) -> Owner | None:
-    """Whose the living actor of that name is, in this namespace; None when nobody knows."""
-    actor = find_actor(name)
-    return None if actor is None else driver_of(actor)
-
-
-def driver_of(actor: Any) -> Owner | None:
-    """The driver that an actor ends with; None when nobody knows."""
-    import ray
+def driver_of(actor: Any) -> str:
+    """The driver that an actor ends with, for people: its process and its machine."""
     from ray._private import state
 
     row = state.actors(actor._actor_id.hex())
-    job = next((job for job in state.jobs() if job["JobID"] == row.get("JobID")), None)
-    if job is None:
-        return None
-    here = ray.get_runtime_context().get_node_id()
-    is_here = row["OwnerAddress"]["NodeID"] == here
-    return Owner(str(job["DriverIPAddress"]), int(job["DriverPid"]), is_here)
+    for job in state.jobs():
+        if job["JobID"] == row.get("JobID"):
+            return f"process {job['DriverPid']} on {job['DriverIPAddress']}"
+    return "of an unknown process"
 
 
 def on_this_node() -> Any:

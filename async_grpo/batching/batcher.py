@@ -32,6 +32,7 @@ from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.statistics import StepSums
 from async_grpo.batching.step_groups import StepGroups
 from async_grpo.errors import ProcessLostError, WorkerError
+from async_grpo.roles import GENERATION
 from async_grpo.types import (
     EndOfStep,
     Group,
@@ -46,7 +47,6 @@ from async_grpo.types import (
     tally,
     without_texts,
 )
-from async_grpo.types.roles import GENERATION
 
 if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry

@@ -27,6 +27,7 @@ from async_grpo.batching.stages import StageClock
 from async_grpo.environments.base import EpisodeFailed
 from async_grpo.environments.single_turn import episodes_of
 from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
+from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -43,7 +44,6 @@ from async_grpo.types import (
     VerificationRequest,
     WeightsVersion,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules

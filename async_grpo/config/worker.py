@@ -141,7 +141,7 @@ class WorkerConfig:
 
     @property
     def role(self) -> str:
-        """Of the workers; see `types.roles`."""
+        """Of the workers; see `async_grpo.roles`."""
         if self.mode == TEACHER:
             return teacher(self.name)
         return REFERENCE if self.mode == LOGPROB else self.mode

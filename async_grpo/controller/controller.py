@@ -27,7 +27,7 @@ from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import PING_INTERVAL_S, WorkerRegistry
 from async_grpo.controller.verifiers import VerifierTerms
 from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
-from async_grpo.roles import VERIFIER
+from async_grpo.roles import VERIFIER, role_of
 from async_grpo.types import (
     PipelineStatus,
     PublishReport,
@@ -39,7 +39,6 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
-    role_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -367,8 +366,7 @@ def own_handle() -> Any:
 
 async def trainer_of(recorder: Any) -> str:
     """The trainer that a recorder belongs to, for people."""
-    owner = await asyncio.to_thread(cluster.driver_of, recorder)
-    return f"process {owner.pid} on {owner.address}" if owner else "of an unknown process"
+    return await asyncio.to_thread(cluster.driver_of, recorder)
 
 
 async def _under(owner: Lease | None, work: Work[T]) -> T:

@@ -25,12 +25,12 @@ from async_grpo.controller.leases import Lease, WaitingLine
 from async_grpo.controller.token_watch import TokenWatch
 from async_grpo.controller.updates import PATIENCE_S, Member, Updates
 from async_grpo.errors import AsyncGrpoError, LeaseLost, LossCause, NoWorkerError
+from async_grpo.roles import Role
 from async_grpo.types import (
     PublishReport,
     Pulse,
     RegistryEvent,
     RegistryStatus,
-    Role,
     Standing,
     WeightsSnapshot,
     WeightsVersion,

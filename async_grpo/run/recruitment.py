@@ -18,8 +18,8 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO
 from async_grpo.errors import ConfigError, DeadlineError
-from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
-from async_grpo.types import WorkerInfo, role_of
+from async_grpo.roles import GENERATION, REFERENCE, VERIFIER, role_of
+from async_grpo.types import WorkerInfo
 from async_grpo.weight_sync.routes import check_route
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
-from async_grpo.roles import REFERENCE
+from async_grpo.roles import REFERENCE, role_of
 from async_grpo.scoring.coalescer import Coalescer
 from async_grpo.types import (
     LogprobRequest,
@@ -31,7 +31,6 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
-    role_of,
 )
 
 Scores = NDArray[np.float32]  # [L]

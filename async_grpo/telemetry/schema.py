@@ -119,8 +119,6 @@ PIPELINE_METRICS = (
     _plain("reference_retries", "samples", "Scored again",
            "samples sent to another reference worker after one failed; outputs that were sampled "
            "again are counted by reason, as `discarded_<reason>`"),
-    _plain("service_retries", "calls", "Calls made again",
-           "calls that met a registry or verifier pool whose process was lost"),
     _plain("unwritten_samples", "samples", "Samples not dumped",
            "samples that --dump-samples-filename lacks, for the disk refused them; counted by the "
            "present batcher", window="run"),

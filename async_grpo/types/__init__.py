@@ -20,7 +20,6 @@ from async_grpo.types.requests import (
     VerificationRequest,
 )
 from async_grpo.types.rewards import Rewards, share_out
-from async_grpo.types.roles import Role, role_of
 from async_grpo.types.runs import RunId
 from async_grpo.types.samples import (
     Episode,
@@ -89,7 +88,6 @@ __all__ = [
     "RequestPulse",
     "ResumePoint",
     "Rewards",
-    "Role",
     "Row",
     "RowKey",
     "RunId",
@@ -114,7 +112,6 @@ __all__ = [
     "canary_differences",
     "canary_tokens",
     "digest_of",
-    "role_of",
     "share_out",
     "tally",
     "token_weight",

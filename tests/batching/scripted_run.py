@@ -15,9 +15,9 @@ from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ProcessLostError, WorkerError
+from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import Minibatch, SamplingContract, VersionSpan, WeightsVersion
-from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
 
 INCARNATION = 5
 ATTENTION_RATIO = 10.0

@@ -7,11 +7,12 @@ import pytest
 from scripted import Registry, make_completion, make_question, make_verdict, run
 from scripted_run import make_config
 
+from async_grpo import roles
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, roles
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
 REFERENCE = WeightsVersion(7, 0)

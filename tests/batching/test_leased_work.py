@@ -12,8 +12,8 @@ from async_grpo.batching.leased_work import AFTER_LOSS_S, QUARANTINE, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.errors import LossCause, ProcessLostError, StaleAnswerError, WorkerError
+from async_grpo.roles import GENERATION
 from async_grpo.types import WeightsVersion
-from async_grpo.types.roles import GENERATION
 
 VERSION = WeightsVersion(0, 0)
 TIMEOUT_S = 900.0

@@ -12,8 +12,8 @@ from scripted_run import INCARNATION, Run, Script, make_config
 
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import StaleAnswerError
-from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo, role_of
-from async_grpo.types.roles import REFERENCE
+from async_grpo.roles import REFERENCE, role_of
+from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.references import ReferenceSchedule
 
 NUM_BATCHES = 9

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli import interrupts, worker
 from async_grpo.errors import WorkerError
-from async_grpo.types import role_of
+from async_grpo.roles import role_of
 
 MODEL = ("--model_path", "model")
 

@@ -8,13 +8,13 @@ from scripted import Handle
 
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import LeaseLost, ProcessLostError, WeightSyncError
+from async_grpo.roles import role_of
 from async_grpo.types import (
     Pulse,
     WeightsAck,
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
-    role_of,
 )
 
 PHASES = ("fetch", "verify", "pause", "load", "finish", "acknowledge")

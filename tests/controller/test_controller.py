@@ -21,6 +21,7 @@ from async_grpo.errors import (
     RunLost,
     WorkerError,
 )
+from async_grpo.roles import GENERATION, teacher
 from async_grpo.types import (
     RunId,
     SamplingContract,
@@ -28,7 +29,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, teacher
 
 CODE = "this source"
 MATH = teacher("math")
@@ -68,7 +68,6 @@ class House:
             sampling=SamplingContract(1.0, (1,), 12),
             num_ranks=1,
             incarnation=incarnation,
-            rules=LocalRules(find_algorithm(make_config())),
         )
 
     async def begin(self, incarnation=5, *, recorder=None):

@@ -19,6 +19,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.errors import ClusterError, ProcessLostError, RunLost
+from async_grpo.roles import GENERATION, teacher
 from async_grpo.types import (
     Pulse,
     RunId,
@@ -29,7 +30,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, teacher
 
 pytestmark = pytest.mark.integration
 FIRST, NEXT_RUN = WeightsVersion(7, 0), WeightsVersion(8, 0)

@@ -11,7 +11,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.roles import GENERATION, VERIFIER
+from async_grpo.roles import GENERATION, VERIFIER, role_of
 from async_grpo.types import (
     Pulse,
     SamplingContract,
@@ -19,7 +19,6 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
-    role_of,
 )
 
 GROUP, CAPACITY = 4, 8
