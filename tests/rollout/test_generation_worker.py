@@ -12,10 +12,10 @@ import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
+from registry_actor import RegistryClient
 from tiny_models import canary_of, load_model
 
 from async_grpo import cluster as actors
-from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
@@ -61,17 +61,13 @@ def workers(cluster, model_folder):
 
 @pytest.fixture(scope="module")
 def registry(cluster):
-    return ray.remote(WorkerRegistry).options(num_cpus=0, max_concurrency=1000).remote("generation")
+    return RegistryClient()
 
 
 def publish(model, registry, version, publisher=None):
     publisher = publisher or Publisher(bucket_bytes=40_000)
-    reports = publisher.publish(
-        model.named_parameters(),
-        version=version,
-        registries={"generation": registry},
-        timeout_s=TIMEOUT_S,
-    )
+    snapshot = publisher.collect(model.named_parameters(), version=version)
+    reports = publisher.announce(registry, snapshot, roles=("generation",), timeout_s=TIMEOUT_S)
     return publisher, reports["generation"]
 
 
@@ -111,11 +107,11 @@ def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(work
 def test_published_weights_reach_members_and_whoever_joins_later(workers, registry, model_folder):
     early, late = workers
     model = load_model(model_folder, noise_seed=1)
-    get(registry.register.remote(get(early.info.remote()), early))
+    get(registry.register(get(early.info.remote()), early))
     publisher, report = publish(model, registry, FIRST)
     assert [ack.worker_id for ack in report.acks] == ["early"] and not report.failures
     assert 0 < report.acks[0].pause_seconds <= report.acks[0].seconds
-    get(registry.register.remote(get(late.info.remote()), late))
+    get(registry.register(get(late.info.remote()), late))
     for worker in workers:
         assert get(worker.ping.remote()).serves == str(FIRST)
         assert_served_by(model, worker, FIRST)
