@@ -95,7 +95,7 @@ def test_a_reference_that_nobody_serves_is_told_with_its_remedy(
     with train(*common, *options, batches=1) as command:
         assert command.wait(timeout_s=60) == 1
         error = command.err.splitlines()[-1]
-        assert "a logprob worker (the KL coefficient is not 0), start one with `python" in error
+        assert "a reference worker (the KL coefficient is not 0), start one with `python" in error
         assert not (tmp_path / "run").exists()
 
 
