@@ -25,6 +25,21 @@ STATUS_S = 10.0  # of the batcher, to a rank that waits for samples
 ANSWER_S = 60.0  # of an actor, which may be starting
 SSH_S = 60.0  # of a machine whose metrics are plotted
 
+# The controller.
+CONTROLLER_SILENCE_S = 60.0  # of its process, which is frozen then: another is made
+CONTROLLER_FOUND_S = 180.0  # by who makes one while another ends
+CONTROLLER_IDLE_S = 120.0  # without workers and run, after which it ends itself
+TRAINER_SILENCE_S = 60.0  # of rank 0, which says every second that it lives
+OTHER_RUN_ENDED_S = 15.0  # of the run that stands in the way of another
+OTHER_REWARDS_GONE_S = 5.0  # of verifier pools that are about to leave
+WORK_ENDED_S = 30.0  # of a worker whose leases have ended
+RELEASED_S = 5.0  # of whoever is told that a worker goes, which goes anyway
+
+# Workers of a dispatcher.
+PLACED_S = 20.0  # a worker that was killed may hold its CPU for 6 s
+ROOM_S = 5.0  # in which workers that have just ended give back what they held
+HEAD_ENDED_S = 5.0  # of a cluster that loses its workers before its head
+
 # The dump of samples, which no step waits for longer than this.
 RECORDER_FLUSH_S = 5.0
 RECORDER_WRITE_S = 60.0
@@ -35,12 +50,15 @@ BUCKET_STAGED_S = 120.0  # verifying one bucket, with a step of generation befor
 BUCKET_FETCH_S = 300.0  # a bucket out of another machine's object store
 CANARY_S = 60.0  # the engine's log-probabilities of a few fixed tokens
 WEIGHTS_APPLIED_S = 300.0  # the pause of an engine that takes new weights
+LATE_LOADS_S = 30.0  # of who still loads when somebody serves new weights already
+FIRST_LOAD_S = 600.0  # of a worker that registers
 PUBLISH_SLACK_S = 30.0  # whoever asks for a publication hears of it so much after its deadline
 
 # Verifiers.
 GRADER_ENDED_S = 2.0  # of a fork server that was asked to end
 GRADER_SILENCE_S = 15.0  # of one that does not report a request, beyond what the request may take
 GRADERS_LOADED_S = 60.0  # of the user's functions, which import what they like
+SHARE_TAKEN_S = 120.0  # by a pool, whose verifier processes are started meanwhile
 CONFINED_S = 60.0  # of a first confined process, which shows that confinement works
 
 # A run at the controller.

@@ -12,11 +12,7 @@ from async_grpo.config.train import TrainConfig
 PACKAGE = Path(async_grpo.__file__).parent
 DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
 # Whose waits still stand beside their code.
-LEFT = (
-    *("batching", "controller", "run", "weight_sync/announcer.py"),
-    *("verification/jailer.py", "verification/pool.py", "verification/graders"),
-    *("cli/fleet.py", "cli/launch.py", "cli/seat.py", "cli/shared_actor.py", "cli/worker.py"),
-)
+LEFT = ("verification/jailer.py", "verification/graders")
 WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A-Z_]*_S$")
 
 
@@ -29,6 +25,15 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("BUCKET_HERE_S", "BUCKET_FETCH_S"),
         ("CANARY_S", "WEIGHTS_APPLIED_S"),
         ("STATUS_S", "ANSWER_S"),
+        ("ANSWER_S", "CONTROLLER_FOUND_S"),  # of a frozen one, after which another is made
+        ("CONTROLLER_SILENCE_S", "CONTROLLER_FOUND_S"),
+        ("CONTROLLER_SILENCE_S", "CONTROLLER_IDLE_S"),  # who finds it has time to use it
+        ("OTHER_RUN_ENDED_S", "BEGIN_RUN_S"),
+        ("OTHER_REWARDS_GONE_S", "ANSWER_S"),
+        ("RELEASED_S", "WORK_ENDED_S"),
+        ("LATE_LOADS_S", "WEIGHTS_APPLIED_S"),
+        ("WEIGHTS_APPLIED_S", "FIRST_LOAD_S"),
+        ("GRADERS_LOADED_S", "SHARE_TAKEN_S"),
         ("RUN_ENDED_S", "BEGIN_RUN_S"),  # whoever comes next waits longer than the one who goes
         ("RANKS_TOLD_S", "GROUP_SLACK_S"),
         ("RECORDER_FLUSH_S", "STATUS_S"),  # a step that waits for its dump is no silence

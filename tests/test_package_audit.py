@@ -10,6 +10,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
 MAY_EXECUTE = {
     "verification/adapters.py": "the user's reward file, as its dispatcher read it, in a verifier",
+    "environments/find.py": "the user's environment, as the trainer read it, in its worker",
+    "data/table.py": "a question's other columns, which rank 0 packed, in the run's own processes",
+    "batching/sample_log.py": "packs a group's lines for the recorder; nothing is unpacked here",
+    "run/recorder.py": "what the controller packed: Ray, which carries it, pickles every call",
     "verification/jail.py": "the program under test, in the process that was confined for it",
     "verification/jail_calls.py": "the same, function by function",
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
@@ -28,7 +28,6 @@ from async_grpo.roles import GENERATION
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
-ENDING_S = 5.0
 
 
 @click.command("worker", cls=OptionsCommand, context_settings=CONTEXT)
@@ -101,7 +100,7 @@ def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
 
 def _ends_soon(places: cluster.Places) -> bool:
     """Whether an error came from the cluster's end: it loses its workers before its head."""
-    deadline = time.monotonic() + ENDING_S
+    deadline = time.monotonic() + deadlines.HEAD_ENDED_S
     while not cluster.has_ended(places):
         if time.monotonic() > deadline:
             return False

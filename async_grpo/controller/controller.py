@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import ray
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
-from async_grpo.controller.registry import PING_INTERVAL_S, WorkerRegistry
+from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.controller.verifiers import VerifierTerms
 from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 from async_grpo.roles import VERIFIER, role_of
@@ -46,12 +46,9 @@ T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, T]]
 TICK_S = 1.0
 # Counted in ticks: time in which this process itself stood still is nobody's silence.
-IDLE_TICKS = 120  # without members and run, after which the controller ends itself
-SILENT_TICKS = 60  # of a trainer, after which its run is ended
-TAKEOVER_TICKS, TAKEOVER_TICK_S = (
-    150,
-    0.1,
-)  # in which a run may end that stands in the way of another
+IDLE_TICKS = round(deadlines.CONTROLLER_IDLE_S / TICK_S)
+SILENT_TICKS = round(deadlines.TRAINER_SILENCE_S / TICK_S)
+TAKEOVER_TICK_S = 0.1
 NUM_ENDINGS_KEPT = 16
 
 
@@ -78,7 +75,7 @@ class Controller:
         self,
         code: str,
         *,
-        ping_interval_s: float = PING_INTERVAL_S,
+        ping_interval_s: float = deadlines.PING_S,
         kill: Callable[[Any], None] = ray.kill,
     ) -> None:
         """`code`: the hash of the package that this process runs."""
@@ -321,7 +318,7 @@ class Controller:
 
     async def _until_free(self, incarnation: int) -> None:
         """No other run is here; raises `ConfigError` when one stays."""
-        for _ in range(TAKEOVER_TICKS):
+        for _ in range(round(deadlines.OTHER_RUN_ENDED_S / TAKEOVER_TICK_S)):
             if self._run is None or self._run.id.incarnation == incarnation:
                 return
             await asyncio.sleep(TAKEOVER_TICK_S)

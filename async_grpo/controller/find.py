@@ -12,13 +12,11 @@ from typing import Any
 import ray
 
 import async_grpo
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.errors import DeadlineError, ProcessLostError
 
 logger = logging.getLogger(__name__)
 WHO = "the controller"
-HELLO_TIMEOUT_S = 60.0  # a controller that is silent for so long is frozen: another is made
-FIND_TIMEOUT_S = 180.0
 POLL_INTERVAL_S = 0.2
 
 
@@ -27,13 +25,19 @@ def find_or_make_controller() -> Any:
 
     Raises `ConfigError` when one of other code is in use, saying whom to stop.
     """
-    deadline = time.monotonic() + FIND_TIMEOUT_S
+    deadline = time.monotonic() + deadlines.CONTROLLER_FOUND_S
     while True:
         controller = _named_controller()
         try:
-            cluster.wait(controller.hello.remote(code_hash()), timeout_s=HELLO_TIMEOUT_S, who=WHO)
+            cluster.wait(
+                controller.hello.remote(code_hash()),
+                timeout_s=deadlines.CONTROLLER_SILENCE_S,
+                who=WHO,
+            )
         except DeadlineError:
-            logger.warning("%s has not answered for %g s and is ended", WHO, HELLO_TIMEOUT_S)
+            logger.warning(
+                "%s has not answered for %g s and is ended", WHO, deadlines.CONTROLLER_SILENCE_S
+            )
             ray.kill(controller)
         except ProcessLostError:  # it has ended: its name is free in a moment
             if time.monotonic() > deadline:

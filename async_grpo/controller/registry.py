@@ -17,13 +17,13 @@ from typing import Any
 
 import ray
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.controller.balancer import Balancer
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.history import History
 from async_grpo.controller.leases import Lease, WaitingLine
 from async_grpo.controller.token_watch import TokenWatch
-from async_grpo.controller.updates import PATIENCE_S, Member, Updates
+from async_grpo.controller.updates import Member, Updates
 from async_grpo.errors import AsyncGrpoError, LeaseLost, LossCause, NoWorkerError
 from async_grpo.roles import Role
 from async_grpo.types import (
@@ -38,8 +38,6 @@ from async_grpo.types import (
 )
 
 logger = logging.getLogger(__name__)
-PING_INTERVAL_S = 5.0  # no --stall-timeout-s may be shorter than two of them
-ABORT_TIMEOUT_S = 30.0
 UNVERSIONED = WeightsVersion(0, 0)  # what workers serve whose weights are not the trainer's
 
 
@@ -51,8 +49,8 @@ class WorkerRegistry:
         role: Role,
         *,
         lease_ids: Iterator[int] | None = None,
-        ping_interval_s: float = PING_INTERVAL_S,
-        patience_s: float = PATIENCE_S,
+        ping_interval_s: float = deadlines.PING_S,
+        patience_s: float = deadlines.LATE_LOADS_S,
         kill: Callable[[Any], None] = ray.kill,
     ) -> None:
         """`lease_ids` are unique among all registries; `kill` ends the process of a handle."""
@@ -318,7 +316,7 @@ class WorkerRegistry:
         """End the requests of a worker; its heartbeat tells when it cannot."""
         call, who = member.handle.abort_all.remote(), self._who(member.info.worker_id)
         with contextlib.suppress(AsyncGrpoError):
-            await cluster.call(call, timeout_s=ABORT_TIMEOUT_S, who=who)
+            await cluster.call(call, timeout_s=deadlines.WORK_ENDED_S, who=who)
 
     def _who(self, worker_id: str) -> str:
         return f"{self._role.name} worker {worker_id}"

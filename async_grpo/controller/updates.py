@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.controller.heartbeat import Loss
 from async_grpo.errors import (
     AsyncGrpoError,
@@ -20,8 +20,6 @@ from async_grpo.errors import (
 from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 
 logger = logging.getLogger(__name__)
-LOAD_TIMEOUT_S = 600.0
-PATIENCE_S = 30.0  # for whoever still loads when somebody serves new weights already
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +40,7 @@ class Updates:
         *,
         serves: Callable[[str, WeightsVersion], None],
         fence: Callable[[str, LossCause, str], None],
-        patience_s: float = PATIENCE_S,
+        patience_s: float = deadlines.LATE_LOADS_S,
     ) -> None:
         """`serves` is told of a worker that has loaded the snapshot, `fence` of one that cannot."""
         self._role = role
@@ -83,7 +81,7 @@ class Updates:
             snapshot = self.snapshot
             load = asyncio.create_task(
                 cluster.call(
-                    handle.load_weights.remote(snapshot), timeout_s=LOAD_TIMEOUT_S, who=who
+                    handle.load_weights.remote(snapshot), timeout_s=deadlines.FIRST_LOAD_S, who=who
                 ),
                 name=f"first-load-{who}",
             )

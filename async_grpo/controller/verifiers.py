@@ -15,15 +15,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.controller.updates import Member
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.types import Rewards, WorkerInfo, share_out
 
 logger = logging.getLogger(__name__)
-PATIENCE_S = 5.0
 POLL_INTERVAL_S = 0.25
-SHARE_TIMEOUT_S = 120.0  # verifier processes are started meanwhile
 
 
 class VerifierTerms:
@@ -34,7 +32,7 @@ class VerifierTerms:
         *,
         pools: Callable[[], Sequence[Member]],
         trainer: Callable[[], str],
-        patience_s: float = PATIENCE_S,
+        patience_s: float = deadlines.OTHER_REWARDS_GONE_S,
     ) -> None:
         """`pools` are the registered ones. `trainer`: of the run; empty when there is none."""
         self._pools = pools
@@ -95,7 +93,7 @@ class VerifierTerms:
     async def _tell(self, name: str, handle: Any, share: int) -> None:
         try:
             call = handle.take_share.remote(share)
-            await cluster.call(call, timeout_s=SHARE_TIMEOUT_S, who=f"worker {name}")
+            await cluster.call(call, timeout_s=deadlines.SHARE_TAKEN_S, who=f"worker {name}")
             self._told[name] = share
         except AsyncGrpoError as error:  # it is told again, unless it is found dead before
             logger.warning("%s", error)

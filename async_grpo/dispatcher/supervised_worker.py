@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import WorkerKind
 from async_grpo.dispatcher.last_words import last_words
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from async_grpo.types import Standing, WorkerInfo
 
 logger = logging.getLogger(__name__)
-CALL_TIMEOUT_S = 60.0
-PLACEMENT_TIMEOUT_S = 20.0  # a killed worker may hold its CPU for 6 s
 State = Literal["pausing", "loading", "registering", "serving"]
 
 
@@ -100,7 +98,7 @@ class SupervisedWorker:
                 self.worker_id, seconds, f": {parts}" if parts else "",
             )  # fmt: skip
             self._register(controller, now_s)
-        elif not self._pid and seconds > PLACEMENT_TIMEOUT_S:
+        elif not self._pid and seconds > deadlines.PLACED_S:
             raise ClusterError(
                 f"Ray has found no place for worker {self.worker_id} within {seconds:.0f} s: "
                 "somebody else has taken its CPUs or devices; stop other workers, or start Ray "
@@ -165,7 +163,7 @@ class SupervisedWorker:
 
     def _answer(self, who: str) -> Any:
         try:
-            return cluster.wait(self._call, timeout_s=CALL_TIMEOUT_S, who=who)
+            return cluster.wait(self._call, timeout_s=deadlines.ANSWER_S, who=who)
         except (ProcessLostError, ClusterError, ConfigError):
             raise
         except AsyncGrpoError as error:

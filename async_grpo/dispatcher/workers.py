@@ -17,7 +17,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.dispatcher.supervised_worker import SupervisedWorker
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
     from async_grpo.types import Standing  # imports numpy
 
 logger = logging.getLogger(__name__)
-RELEASE_TIMEOUT_S = 5.0
-ROOM_TIMEOUT_S = 5.0  # in which workers that have just ended give back what they held
 POLL_INTERVAL_S = 1.0
-CALL_TIMEOUT_S = 60.0
-FROZEN_S = 60.0  # of silence, after which the controller's process is ended, and another made
 CONTROLLER = "the controller"
 
 
@@ -89,7 +85,7 @@ class Workers:
                 if worker.worker_id and self._controller is not None
             ]
             if calls:
-                ray.wait(calls, num_returns=len(calls), timeout=RELEASE_TIMEOUT_S)
+                ray.wait(calls, num_returns=len(calls), timeout=deadlines.RELEASED_S)
             self._end_workers()
 
     def _end_workers(self) -> None:
@@ -121,12 +117,12 @@ class Workers:
         if not self._calls:
             self._calls, self._called_at = self._ask_standing(), now_s
         if not all(map(cluster.is_ready, self._calls)):
-            if now_s - self._called_at > FROZEN_S:
+            if now_s - self._called_at > deadlines.CONTROLLER_SILENCE_S:
                 self._end_frozen_controller()
             return {}
         calls, self._calls = self._calls, []
         try:
-            return _merged(calls, timeout_s=CALL_TIMEOUT_S)
+            return _merged(calls, timeout_s=deadlines.ANSWER_S)
         except (ProcessLostError, ClusterError) as error:
             logger.warning("%s; it is looked for again", error)
             self._controller = None
@@ -144,7 +140,9 @@ class Workers:
     def _end_frozen_controller(self) -> None:
         import ray
 
-        logger.warning("%s has not answered for %g s and is ended", CONTROLLER, FROZEN_S)
+        logger.warning(
+            "%s has not answered for %g s and is ended", CONTROLLER, deadlines.CONTROLLER_SILENCE_S
+        )
         ray.kill(self._controller)
         self._calls, self._controller = [], None
 
@@ -168,7 +166,7 @@ class Workers:
         elif cluster.is_ready(self._complaint):
             call, self._complaint = self._complaint, None
             with contextlib.suppress(AsyncGrpoError):  # a lost pool is replaced elsewhere
-                text = cluster.wait(call, timeout_s=CALL_TIMEOUT_S, who="the verifier pool")
+                text = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who="the verifier pool")
                 if text:
                     logger.warning(text)
 
@@ -179,7 +177,7 @@ class Workers:
             for worker in self._workers:
                 if worker.worker_id and self._controller is not None:
                     call = self._controller.drain.remote(worker.role, worker.worker_id)
-                    cluster.wait(call, timeout_s=RELEASE_TIMEOUT_S, who=CONTROLLER)
+                    cluster.wait(call, timeout_s=deadlines.RELEASED_S, who=CONTROLLER)
             if self._num_leases():
                 self._say(f"finishing what runs, for at most {timeout_s:g} s; once more: at once")
             while self._num_leases() and time.monotonic() < deadline:
@@ -188,12 +186,12 @@ class Workers:
     def _num_leases(self) -> int:
         if self._controller is None:
             return 0
-        standing = _merged(self._ask_standing(), timeout_s=RELEASE_TIMEOUT_S)
+        standing = _merged(self._ask_standing(), timeout_s=deadlines.RELEASED_S)
         return sum(worker.num_leases for worker in standing.values())
 
     def _check_room(self, needed: Mapping[str, float]) -> None:
         """Raise unless this node can hold the workers: Ray would wait for room without a word."""
-        deadline = time.monotonic() + ROOM_TIMEOUT_S
+        deadline = time.monotonic() + deadlines.ROOM_S
         while True:
             free = cluster.free_here()
             missing = [what for what, amount in needed.items() if free.get(what, 0.0) < amount]

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
 from async_grpo.types import Question, Turn, Verdict, VerificationRequest, WorkerInfo
 
 logger = logging.getLogger(__name__)
-CALL_TIMEOUT_S = 60.0
 
 
 def try_rewards(controller: Any, question: Question, config: TrainConfig) -> None:
@@ -32,7 +31,7 @@ def try_rewards(controller: Any, question: Question, config: TrainConfig) -> Non
     """
     request = VerificationRequest(0, 0, question, example_output(question))
     pools: tuple[tuple[WorkerInfo, Any], ...] = cluster.wait(
-        controller.receivers.remote(VERIFIER), timeout_s=CALL_TIMEOUT_S, who="the controller"
+        controller.receivers.remote(VERIFIER), timeout_s=deadlines.ANSWER_S, who="the controller"
     )
     calls = [(f"worker {info.worker_id}", pool.try_out.remote(request)) for info, pool in pools]
     warnings: set[str] = set()

@@ -3,8 +3,9 @@ from dataclasses import replace
 
 import pytest
 
+from async_grpo import deadlines
 from async_grpo.controller.updates import Member
-from async_grpo.controller.verifiers import PATIENCE_S, VerifierTerms
+from async_grpo.controller.verifiers import VerifierTerms
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
 from async_grpo.types import Rewards, WorkerInfo
@@ -63,7 +64,7 @@ def test_other_rewards_are_refused_after_a_while_and_their_users_are_named():
         with pytest.raises(ConfigError, match="edited since dispatcher a and trainer 7 began"):
             scene.run = "trainer 7"
             await scene.register("b", EDITED)
-        assert asyncio.get_running_loop().time() - started == PATIENCE_S
+        assert asyncio.get_running_loop().time() - started == deadlines.OTHER_REWARDS_GONE_S
         await scene.register("c", replace(MINE, num_verifiers=3))
         assert list(scene.members) == ["a", "c"]
 

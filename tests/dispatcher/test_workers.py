@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from async_grpo import cluster
+from async_grpo import cluster, deadlines
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller import find
 from async_grpo.dispatcher import workers as module
 from async_grpo.dispatcher.actors import WorkerKind
-from async_grpo.dispatcher.supervised_worker import PLACEMENT_TIMEOUT_S
-from async_grpo.dispatcher.workers import FROZEN_S, Workers
+from async_grpo.dispatcher.workers import Workers
 from async_grpo.errors import (
     ClusterError,
     ConfigError,
@@ -129,7 +128,7 @@ def scene(monkeypatch, tmp_path):
     monkeypatch.setattr(module, "worker_kinds", scene.kinds)
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     monkeypatch.setattr(ray, "kill", lambda handle, **_: scene.killed.append(handle))
-    monkeypatch.setattr(module, "ROOM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(deadlines, "ROOM_S", 0.0)
     clock = SimpleNamespace(
         monotonic=lambda: scene.now_s, sleep=lambda s: setattr(scene, "now_s", scene.now_s + s)
     )
@@ -313,7 +312,7 @@ def test_a_controller_that_does_not_answer_is_ended_and_another_is_looked_for(sc
         scene.pass_time(workers, 3)
         frozen = scene.controller
         frozen.answers["standing"] = PENDING
-        scene.pass_time(workers, FROZEN_S - 2)
+        scene.pass_time(workers, deadlines.CONTROLLER_SILENCE_S - 2)
         assert scene.killed == []
         scene.controller = Controller()
         scene.pass_time(workers, 6)
@@ -333,7 +332,7 @@ def test_a_worker_for_which_ray_has_no_place_is_an_error_soon(scene, monkeypatch
     monkeypatch.setattr(cluster, "process_of", lambda _handle: 0)
     scene.answers = {"info": PENDING}
     with make_workers(scene) as workers:
-        scene.pass_time(workers, PLACEMENT_TIMEOUT_S)
+        scene.pass_time(workers, deadlines.PLACED_S)
         with pytest.raises(ClusterError, match=r"no place for worker generation-.*its CPUs"):
             scene.pass_time(workers, 3)
 
