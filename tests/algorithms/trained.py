@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from oracle import oracle_twin, tiny_model
+from oracle import oracle_twin, sent, tiny_model
 
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.learner import Learner
@@ -30,7 +30,14 @@ def train(learner, samples, *, batch):
     for index, part in enumerate([*parts, ()]):
         learner.accumulate(Minibatch(index, tuple(part)))
     num_tokens = sum(sample.num_trained_tokens for sample in samples)
-    end = EndOfStep(batch, 0, True, num_samples=len(samples), num_tokens=num_tokens)
+    end = EndOfStep(
+        batch,
+        0,
+        True,
+        num_samples=len(samples),
+        num_tokens=num_tokens,
+        sent=sent(samples, aggregation=learner.algorithm.aggregation),
+    )
     return learner.update(end)
 
 

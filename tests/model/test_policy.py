@@ -10,7 +10,7 @@ from tensor_watchers import LargestTensor
 from transformers import Qwen3ForCausalLM
 
 from async_grpo.model.attention import PACKED
-from async_grpo.model.collate import collate_pairs, split_by_sample
+from async_grpo.model.collate import collate_pairs, split_by_row
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 
 
@@ -30,7 +30,7 @@ def test_packed_log_probabilities_equal_separate_forwards(lengths, temperature, 
     packed = collate_pairs(pairs)
     scored = PolicyModel(model)(packed, temperature=temperature, chunk_size=4)
     twin = oracle_twin(model)
-    for pair, got in zip(pairs, split_by_sample(scored.logprobs, packed), strict=True):
+    for pair, got in zip(pairs, split_by_row(scored.logprobs, packed), strict=True):
         expected = oracle_logprobs(twin, make_sample(*pair), temperature=temperature)
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
 

@@ -138,7 +138,8 @@ def whole(policy):
 
 def accumulate(step, parts, dtype=torch.float32):
     for part in parts:
-        step.accumulate(collate(part, aggregation="sample-mean", dtype=dtype))
+        packed = collate(part, aggregation="sample-mean", scores={"reference": 0}, dtype=dtype)
+        step.accumulate(packed)
 
 
 def one_step(rank, *, rounds=usual_rounds, tied=True, dtype=torch.float32, **options):
