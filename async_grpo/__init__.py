@@ -1,21 +1,52 @@
 """async-grpo: train a language model with GRPO while it generates.
 
-The path of the data; each stage is a room (a folder), and folders follow this order:
+The path of one batch. `room/file.name` is a function or method in that file; `─▶` is its call.
+Rank 0 and the other ranks, the controller and each worker are processes of their own.
 
-    data/          questions, by ordinal  ◀────────────────────────────────────┐
-      ▼                                                                        │
-    batching/      admission ─▶ (groups) advantages ─▶ packing into rounds     │ batch trained:
-      │  ▲             │  ▲                │  ▲             │                  │ the staleness
-      ▼  │             ▼  │                ▼  │             ▼                  │ window moves
-    rollout/       verification/       scoring/         training/ ─────────────┤
-      ▲                                    ▲                                   │
-      └────────────────────────────────────┴── weight_sync/ ◀──────────────────┘
-                                               new weights, version v+1, in flight
+    new weights    run/loop.train ─▶ run/sampling.publish ─▶ run/weights.publish
+    (all ranks)      ─▶ weight_sync/publisher.collect, then in a thread of rank 0:
+                     run/announcements.begin ─▶ controller/controller.publish ─▶
+                     controller/registry.publish ─▶ rollout/worker.load_weights of every worker
+    may be used    controller/controller.published ─▶ batching/batcher.published
+                     ─▶ batching/admission.admissible: the staleness window moves
+    a question     ─▶ batching/batcher._run_slot, one a question ─▶ batching/records.draw
+    its episodes   ─▶ batching/pipeline.run ─▶ batching/pipeline.play; each worker is asked by
+                   batching/pipeline._leased ─▶ controller/registry.lease ─▶ controller/leases.call
+      one turn       ─▶ rollout/worker.generate, then verification/pool.verify
+      or more        ─▶ environments/worker.play, which asks for each turn and for the verdicts by
+                     environments/services.generate ─▶ controller/controller.ask
+    advantages     ─▶ algorithms/base.finish_group; of a whole step batching/step_groups.join
+    scores         ─▶ scoring/worker.logprobs: the reference's, a teacher's
+    rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds
+                     ─▶ batching/rounds.next_round ─▶ batching/outbox.put
+    every rank     training/stream.__next__ ─▶ controller/controller.next_item
+                     ─▶ batching/outbox.take
+    gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
+                     ─▶ training/step.accumulate ─▶ algorithms/base.loss
+    step           ─▶ training/learner.update ─▶ training/audit.end_step ─▶ training/step.finish
+    batch          ─▶ run/sampling.publish, checkpoint/saving.batch_ended: from the top
 
-A room is one thin Ray actor and the pure files that decide for it. Rooms exchange the records of
-`types` and never import each other; `controller/` hands out leases on workers, `model/` is shared
-by scoring and training, `checkpoint/` saves and resumes, `run/` is the main loop and rank 0,
-`telemetry/` watches, `cli/` starts things.
+Every loop of it, what it waits for, and what unblocks it:
+
+    batching/batcher._run_slot      a worker of each role      a lease that is returned; new weights
+    batching/batcher._send_rounds   every rank to ask          training/stream.__next__
+      then                          enough finished samples    batching/batcher._run_slot;
+                                                               controller/controller.hungry
+    controller/registry.lease       a worker that is free and  a returned lease, a registration,
+                                    serves such weights        controller/updates.publish
+    batching/pipeline._score        a reference that is due    controller/controller.published
+    training/stream.__next__        its next item              batching/outbox.put, or Ctrl-C
+    run/weights.publish             the announcement before    the workers' acknowledgements
+    run/recruitment.recruit         a worker of each role      controller/controller.register
+    dispatcher/workers.check        nothing: once a second     its workers' deaths, the controller's
+
+All of these end when the controller is lost: `errors.RunLost` or `errors.ProcessLostError` on the
+ranks, and run/main_rank.recover begins the run again at the last whole gradient step. How long
+anybody waits stands in deadlines.py.
+
+`types/` and `config/` are what rooms exchange; `algorithms/` and `environments/` are the seams for
+code of yours, `roles.py` names the roles. `data/` reads questions, `checkpoint/` saves and resumes,
+`telemetry/` watches, `cli/` and `dispatcher/` start things.
 """
 
 __version__ = "0.1.0"
