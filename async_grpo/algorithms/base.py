@@ -42,6 +42,7 @@ class ScoreNeed:
     role: str  # whose workers give it
     num_columns: int = 0  # of each token; 0: the log-probability of the token itself
     before_advantages: bool = False  # of every sample, for rewards or advantages are made of them
+    of_given: bool = False  # also of samples that nobody sampled: they are 0 there otherwise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +92,11 @@ class Algorithm:
         return {need.role: need.num_columns for need in self.needs}
 
     @property
+    def scores_of_given(self) -> frozenset[str]:
+        """Roles whose scores samples need that nobody sampled."""
+        return frozenset(need.role for need in self.needs if need.of_given)
+
+    @property
     def temperature(self) -> float:
         """At which the policy's log-probabilities are computed."""
         return self.config.temperature
@@ -125,7 +131,11 @@ class Algorithm:
         return sample.num_trained_tokens > 0
 
     def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
-        """Plain sums over the minibatch's tokens: nothing here divides by a count of them."""
+        """Plain sums over the minibatch's tokens: nothing here divides by a count of them.
+
+        Where `packed.is_given`, a token has no behaviour log-probability: cross-entropy and
+        divergences from a teacher are what can be learnt from it.
+        """
         raise NotImplementedError
 
     def in_words(self) -> tuple[str, ...]:

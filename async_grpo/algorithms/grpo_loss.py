@@ -9,6 +9,8 @@ the one that the policy ratio compares with, sg stop-gradient.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -37,9 +39,11 @@ def grpo_loss(
 
     logprobs, entropy [N]; `packed.scores["old"]` [N] is for the mode `decoupled` alone, and is not
     there while the policy has not moved since the start of the batch. The population of every sum
-    is the minibatch's N trained tokens; `policy_loss_sum` and `kl_sum` are weighted like the loss,
-    the others are not.
+    is the minibatch's trained tokens that were sampled: given ones have no term here.
+    `policy_loss_sum` and `kl_sum` are weighted like the loss, the others are not.
     """
+    if packed.is_given is not None:
+        logprobs, entropy, packed = _of_sampled(logprobs, entropy, packed, ~packed.is_given)
     old = _old(logprobs, packed, config)
     policy, clipped = _policy_loss(logprobs, old, packed, config)
     policy, corrected = _corrected(policy, old, packed, config)
@@ -54,12 +58,29 @@ def grpo_loss(
     sums = {
         "policy_loss_sum": policy_sum,
         **kl_sums,
+        "sampled_tokens": logprobs.new_full((), logprobs.numel(), dtype=torch.float64),
         "clipped_tokens": clipped.sum(),
         "corrected_tokens": corrected.sum(),
         "far_tokens": _is_far(logprobs, old, packed, config).sum(),
         **mismatch_sums,
     }
     return LossSums(loss, sums=sums, maxima=maxima)
+
+
+def _of_sampled(
+    logprobs: Tensor, entropy: Tensor, packed: PackedMinibatch, is_sampled: Tensor
+) -> tuple[Tensor, Tensor, PackedMinibatch]:
+    """What the loss reads, of the sampled tokens alone; the weights stay those of whole samples."""
+    chosen = replace(
+        packed,
+        sample_index=packed.sample_index[is_sampled],
+        weights=packed.weights[is_sampled],
+        advantages=packed.advantages[is_sampled],
+        behaviour_logprobs=packed.behaviour_logprobs[is_sampled],
+        scores={name: values[is_sampled] for name, values in packed.scores.items()},
+        is_given=None,
+    )
+    return logprobs[is_sampled], entropy[is_sampled], chosen
 
 
 def _old(logprobs: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:

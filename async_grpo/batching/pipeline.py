@@ -252,7 +252,12 @@ class SlotPipeline:
     ) -> Group:
         """The group with what its algorithm needs at this point of the samples to be trained."""
         for need in self._rules.needs:
-            wanted = tuple(s for s in group.samples if s.num_trained_tokens and s.contributes)
+            wanted = tuple(
+                sample
+                for sample in group.samples
+                if sample.num_trained_tokens and sample.contributes
+                if need.of_given or not sample.episode.is_given
+            )
             if wanted and need.before_advantages == before_advantages:
                 scored = await self._score(wanted, need.role, temperature, version)
                 found = {sample.index: sample for sample in scored}

@@ -115,9 +115,11 @@ def replaced_sums(samples: Sequence[Sample]) -> Sums:
 
 def _lag_sums(lags: Sequence[Counter[int]], max_staleness: int) -> Sums:
     """Samples by the lag of their oldest token, and tokens by their own; zeros are named too."""
-    samples, tokens = Counter(map(_oldest, lags)), sum(lags, Counter[int]())
+    samples = Counter(map(_oldest, filter(None, lags)))  # of those that somebody sampled
+    tokens = sum(lags, Counter[int]())
     bins = range(max_staleness + 1)
     return {
+        "sampled_samples": samples.total(),
         "lag_sum": sum(lag * count for lag, count in samples.items()),
         "token_lag_sum": sum(lag * count for lag, count in tokens.items()),
         **{f"lag_{lag}_samples": samples[lag] for lag in bins},

@@ -6,7 +6,7 @@ of the sequences, each with its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -29,6 +29,7 @@ class _Row:
     behaviour: NDArray[np.float32]  # [L]
     scores: Mapping[str, NDArray[np.float32]]  # [L] or [L, K]
     is_first: bool = True  # of its sample
+    is_given: bool = False  # nobody sampled it
 
 
 def collate(
@@ -37,6 +38,7 @@ def collate(
     aggregation: str,
     constant_length: int = 0,
     scores: Mapping[str, int] | None = None,
+    scores_of_given: Set[str] = frozenset(),
     share_prompts: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> PackedMinibatch:
@@ -46,10 +48,13 @@ def collate(
     Tokens behind a sample's last trained one influence nothing and are left out of T. With
     `share_prompts` a prompt that several samples have lies in the row once: the same sums, of fewer
     products. `scores`: those that every sample must have, and their columns (0: one number a
-    token), which a filler has too. `dtype` is that of the weights and advantages.
+    token), which a filler has too; a sample that nobody sampled needs only `scores_of_given` of
+    them, and has zeros for others. `dtype` is that of the weights and advantages.
     """
-    _check_scores(samples, scores or {})
-    rows = [row for sample in samples for row in _rows(sample, aggregation, constant_length)]
+    columns = _columns(samples, scores or {}, scores_of_given)
+    rows = [
+        row for sample in samples for row in _rows(sample, columns, aggregation, constant_length)
+    ]
     if not rows:
         return _filler(dtype, scores or {})
     return _pack(rows, dtype, share_prompts=share_prompts)
@@ -95,7 +100,9 @@ def _items(packed: PackedMinibatch) -> list[tuple[str, object]]:
     return [(field.name, getattr(packed, field.name)) for field in fields(packed)]
 
 
-def _rows(sample: Sample, aggregation: str, constant_length: int) -> Iterator[_Row]:
+def _rows(
+    sample: Sample, columns: Mapping[str, int], aggregation: str, constant_length: int
+) -> Iterator[_Row]:
     weight = token_weight(sample.num_trained_tokens, aggregation, constant_length)
     for part in sample.parts():
         (row,) = part.episode.rows
@@ -106,9 +113,17 @@ def _rows(sample: Sample, aggregation: str, constant_length: int) -> Iterator[_R
             weight=weight,
             advantage=part.advantage,
             behaviour=_behaviour(row),
-            scores=part.scores,
+            scores={
+                name: part.scores.get(name, _zeros(len(row.token_ids), num_columns))
+                for name, num_columns in columns.items()
+            },
             is_first=part.row == 0,
+            is_given=row.logprobs is None,
         )
+
+
+def _zeros(num_tokens: int, num_columns: int) -> NDArray[np.float32]:
+    return np.zeros((num_tokens, num_columns) if num_columns else num_tokens, np.float32)
 
 
 def _behaviour(row: Row) -> NDArray[np.float32]:
@@ -126,7 +141,7 @@ def _filler(dtype: torch.dtype, scores: Mapping[str, int]) -> PackedMinibatch:
         weight=0.0,
         advantage=0.0,
         behaviour=nothing,
-        scores={name: np.zeros((0, k) if k else 0, np.float32) for name, k in scores.items()},
+        scores={name: _zeros(0, num_columns) for name, num_columns in scores.items()},
     )
     return replace(_pack([row], dtype), num_rows=0, num_samples=0)
 
@@ -164,6 +179,7 @@ def _pack(
         },
         num_rows=len(rows),
         num_samples=sum(row.is_first for row in rows),
+        is_given=_flags([row.is_given for row in rows], counts),
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
     )
@@ -198,16 +214,30 @@ def _advantages(row: _Row) -> NDArray[np.float64]:
     return advantage[row.trained] if advantage.ndim else np.full(len(row.trained), advantage)
 
 
-def _check_scores(samples: Sequence[Sample], scores: Mapping[str, int]) -> None:
-    """Every sample has those that are needed, and all samples the same ones."""
-    names = {*scores, *(name for sample in samples for name in sample.scores)}
+def _flags(flags: Sequence[bool], counts: NDArray[np.intp]) -> Tensor | None:
+    """[N] of each row's flag; None where no row has it."""
+    return torch.from_numpy(np.repeat(flags, counts)) if any(flags) else None
+
+
+def _columns(
+    samples: Sequence[Sample], scores: Mapping[str, int], of_given: Set[str]
+) -> dict[str, int]:
+    """{name: columns} of the scores here, of which every sample has those that it needs."""
+    found = {
+        name: values.shape[1] if values.ndim > 1 else 0
+        for sample in samples
+        for name, values in sample.scores.items()
+    }
+    columns = {**found, **scores}
     for sample in samples:
-        if missing := names - sample.scores.keys():
+        needed = columns.keys() & of_given if sample.episode.is_given else columns.keys()
+        if missing := needed - sample.scores.keys():
             raise ValueError(
                 f"all samples of a minibatch need the same scores, sample "
                 f"{(sample.ordinal, sample.index)} lacks {', '.join(sorted(missing))}: start a "
                 "worker that gives them"
             )
+    return columns
 
 
 def _ids(parts: Sequence[NDArray[np.integer]]) -> Tensor:

@@ -87,6 +87,7 @@ class Learner:
             aggregation=self.algorithm.aggregation,
             constant_length=self.config.constant_length_samples,
             scores=self.algorithm.score_columns,
+            scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
         )
         self.audit.trained(minibatch, packed)

@@ -113,6 +113,11 @@ class Episode:
         return self.turns[-1].text if self.turns else ""
 
     @property
+    def is_given(self) -> bool:
+        """Whether nobody sampled any of it."""
+        return all(row.logprobs is None for row in self.rows)
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Tokens of all turns."""
         return sum(row.num_sampled_tokens for row in self.rows)

@@ -90,5 +90,6 @@ class PackedMinibatch:
     scores: Mapping[str, torch.Tensor]  # [N] or [N, K] float32 each: `Sample.scores`
     num_rows: int  # S, but 0 for a filler
     num_samples: int  # those whose first row is here
+    is_given: torch.Tensor | None = None  # [N] bool: nobody sampled these; None: all were sampled
     repeat_index: torch.Tensor | None = None  # [U] int64, in [0, T); None: no prompt is shared
     first_index: torch.Tensor | None = None  # [T] int64, in [0, U)

@@ -79,9 +79,10 @@ def test_numbers_of_a_known_step():
     got = row(
         {"num_samples": 8.0, "num_groups": 2.0, "reward_sum": 6.0, "max_reward_in_group_sum": 2.0,
          "output_tokens": 160.0, "truncated_samples": 2.0, "zero_advantage_samples": 4.0,
-         "format_reward_sum": 1.0, "format_reward_samples": 4.0, "lag_sum": 4.0, "lag_max": 1.0},
+         "format_reward_sum": 1.0, "format_reward_samples": 4.0, "lag_sum": 4.0, "lag_max": 1.0,
+         "sampled_samples": 8.0},
         {"loss_sum": 4.0, "entropy_sum": 50.0, "trained_tokens": 100.0, "clipped_tokens": 10.0,
-         "packed_tokens": 300.0, "budget_tokens": 400.0, "mismatch_max": 0.01},
+         "sampled_tokens": 100.0, "packed_tokens": 300.0, "budget_tokens": 400.0, "mismatch_max": 0.01},
         {"trained": 4, "zero_contribution": 4, "failed": 1},
         reasons={"failed: verification": 1, "discarded: lease revoked": 8},
     )  # fmt: skip
@@ -104,7 +105,7 @@ def ratio_sums(*ratios):
     return {
         "mismatch_ratio_sum": sum(ratios),
         "mismatch_ratio_square_sum": sum(ratio**2 for ratio in ratios),
-        "trained_tokens": float(len(ratios)),
+        "sampled_tokens": float(len(ratios)),
     }
 
 
@@ -123,7 +124,7 @@ def test_equal_ratios_are_worth_all_tokens_whatever_their_value():
 
 def test_an_effective_sample_size_that_nobody_measured_is_null():
     assert effective_tokens({}) is None
-    assert row({}, {"trained_tokens": 4.0})["effective_sample_size"] is None
+    assert row({}, {"sampled_tokens": 4.0})["effective_sample_size"] is None
     assert row({}, ratio_sums(0.0, 0.0))["effective_sample_size"] is None
 
 
