@@ -17,8 +17,16 @@ from async_grpo import cluster, deadlines
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO
+from async_grpo.environments.find import SHIPPED
 from async_grpo.errors import ConfigError, DeadlineError
-from async_grpo.roles import GENERATION, REFERENCE, VERIFIER, role_of
+from async_grpo.roles import (
+    ENVIRONMENT,
+    GENERATION,
+    REFERENCE,
+    VERIFIER,
+    role_of,
+    teacher,
+)
 from async_grpo.types import WorkerInfo
 from async_grpo.weight_sync.routes import check_route
 
@@ -48,17 +56,37 @@ def recruit(controller: Any, demand: Demand) -> None:
     Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers that cannot
     serve this run.
     """
-    model = demand.config.model_name_or_path
-    dispatcher = f"`python worker_dispatcher.py --model-path {model} --mode"
-    _find(controller, GENERATION, demand, remedy=f"start one with {dispatcher} generation`")
-    if find_algorithm(demand.config).needs_reference:
-        why = " (the KL coefficient is not 0)"
-        _find(controller, REFERENCE, demand, why, remedy=f"start one with {dispatcher} logprob`")
-    remedy = f"start one with the rewards, {dispatcher} generation --reward-fns NAMES`"
-    _find(controller, VERIFIER, demand, remedy=remedy)
+    for role, why in needed_roles(demand.config).items():
+        _find(controller, role, demand, why)
 
 
-def _find(controller: Any, role: str, demand: Demand, why: str = "", *, remedy: str) -> None:
+def needed_roles(config: TrainConfig) -> dict[str, str]:
+    """{role: why the run needs a worker of it}, in the order in which they are looked for."""
+    roles = {GENERATION: ""}
+    for need in find_algorithm(config).needs:
+        is_kl = need.role == REFERENCE and config.kl_coefficient
+        why = "the KL coefficient is not 0" if is_kl else f"--algorithm {config.algorithm} asks it"
+        roles[need.role] = f" ({why})"
+    if config.environment not in SHIPPED:
+        roles[ENVIRONMENT] = f" (--environment {config.environment} is played there)"
+    return roles | {VERIFIER: ""}
+
+
+def command_for(role: str, *, model: str) -> str:
+    """What starts a worker of the role beside a trainer of `model`."""
+    options = {
+        GENERATION: f"--model-path {model} --mode generation",
+        REFERENCE: f"--model-path {model} --mode logprob",
+        VERIFIER: "--mode verifier --reward-fns NAMES",
+        ENVIRONMENT: "--mode environment",
+    }
+    name = role.removeprefix(teacher(""))
+    teaching = f"--model-path ITS_MODEL --mode teacher --name {name}"
+    return f"`python worker_dispatcher.py {options.get(role, teaching)}`"
+
+
+def _find(controller: Any, role: str, demand: Demand, why: str) -> None:
+    remedy = f"start one with {command_for(role, model=demand.config.model_name_or_path)}"
     timeout_s = demand.config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")
     while True:
@@ -84,7 +112,8 @@ def _find(controller: Any, role: str, demand: Demand, why: str = "", *, remedy: 
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     """Raise `ConfigError` for a worker whose answers this run could not use."""
     config, who = demand.config, f"worker {worker.worker_id}"
-    if not role_of(worker.role).loads_weights:
+    follows = role_of(worker.role).follows
+    if follows == "none":
         return
     if worker.role == GENERATION:
         check_route(config.weight_transport, worker, sender=demand.device)
@@ -93,7 +122,8 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"--temperature {config.temperature} must be that of {who}, which serves "
             f"{worker.temperature}: give both the same, or leave the worker's out"
         )
-    if worker.vocab_size != demand.vocab_size:
+    # A teacher's head may be padded to another width: its tokens are what must be the same.
+    if follows != "own" and worker.vocab_size != demand.vocab_size:
         raise ConfigError(
             f"{who} must serve the model that is trained, but its vocabulary has "
             f"{worker.vocab_size} tokens instead of {demand.vocab_size}: start it with "

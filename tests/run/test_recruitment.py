@@ -1,13 +1,22 @@
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
-from async_grpo.run.recruitment import Demand, check_worker
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import ConfigError, DeadlineError
+from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher
+from async_grpo.run import recruitment
+from async_grpo.run.recruitment import Demand, check_worker, command_for, recruit
 from async_grpo.types import WorkerInfo
 
 WORKER = WorkerInfo("w1", "generation", "node", 1, "other-model", 128, 8.0, 0.0, max_model_len=48)
+MATH = teacher("math")
+TESTS = Path(__file__).parents[1]
+OPD = f"{TESTS}/algorithms/opd.py:OnPolicyDistillation"
+TWO_TURNS = f"{TESTS}/environments/two_turns.py:TwoTurns"
 
 
 def demand(*, longest_prompt=16, **options):
@@ -26,6 +35,8 @@ def test_a_worker_that_just_fits_is_taken():
     check_worker(replace(WORKER, temperature=0.5), demand(temperature=0.5))
     check_worker(replace(WORKER, tokenizer_hash="ab" * 32), demand())
     check_worker(replace(WORKER, role="reference"), demand(weight_transport="nccl"))
+    check_worker(replace(WORKER, role=MATH, vocab_size=256), demand())  # padded
+    check_worker(WorkerInfo("e1", ENVIRONMENT, "node", 1, "", 0, 8.0, 0.0, 0), demand())
 
 
 @pytest.mark.parametrize(
@@ -58,6 +69,11 @@ def test_a_worker_that_just_fits_is_taken():
             r"needs 49: start it with a larger --max-tokens-per-gpu",
         ),
         (
+            replace(WORKER, role=MATH, tokenizer_hash="cd" * 32),
+            {},
+            r"worker w1 must have the tokenizer of the model that is trained, but that of other",
+        ),
+        (
             WORKER,
             {"weight_transport": "nccl"},
             r"--weight-transport nccl needs an NVIDIA device in trainer rank 0, .* object_store",
@@ -67,3 +83,59 @@ def test_a_worker_that_just_fits_is_taken():
 def test_a_worker_that_cannot_serve_the_run_is_refused(worker, options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check_worker(worker, demand(**options))
+
+
+@pytest.fixture
+def look(monkeypatch):
+    """Recruit for options from a controller with workers of some roles: the roles asked for."""
+    monkeypatch.setattr(recruitment.cluster, "wait", lambda answer, **_: answer)
+    monkeypatch.setattr(recruitment, "POLL_INTERVAL_S", 0.01)
+
+    def look(*present, **options):
+        asked = []
+
+        def members(role):
+            asked.append(role)
+            return (replace(WORKER, role=role),) if role in present else ()
+
+        controller = SimpleNamespace(members=SimpleNamespace(remote=members))
+        recruit(controller, demand(worker_timeout_s=0.05, **options))
+        return asked
+
+    return look
+
+
+USUAL = (GENERATION, VERIFIER)
+EVERYTHING = {"algorithm": OPD, "kl_coefficient": 0.1, "environment": TWO_TURNS}
+
+
+def test_a_run_waits_for_exactly_the_roles_that_it_needs(look):
+    assert look(*USUAL) == list(USUAL)
+    every = [GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER]
+    assert look(*every, **EVERYTHING) == every
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        (GENERATION, r"a generation worker, start .*--model-path model --mode generation`"),
+        (REFERENCE, r"reference worker \(the KL coefficient is not 0\), .* --mode logprob`"),
+        (MATH, r"teacher:math worker \(--algorithm .*opd.py:On.* --mode teacher --name math`"),
+        (ENVIRONMENT, r"\(--environment .*TwoTurns is played there\), .*--mode environment`"),
+        (VERIFIER, r"a verifier worker, start .*--mode verifier --reward-fns NAMES`"),
+    ],
+)
+def test_a_missing_role_is_named_with_the_command_that_starts_it(look, missing, sentence):
+    present = {GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER} - {missing}
+    with pytest.raises(DeadlineError, match=f"within --worker-timeout-s 0.05: .*{sentence}"):
+        look(*present, **EVERYTHING)
+
+
+@pytest.mark.parametrize("role", [GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER])
+def test_the_command_that_a_missing_role_names_starts_that_role(role):
+    words = command_for(role, model="model").strip("`").split()[2:]
+    options = {
+        name.removeprefix("--").replace("-", "_"): value
+        for name, value in zip(words[::2], words[1::2], strict=True)
+    }
+    assert WorkerConfig(**options).role == role
