@@ -25,13 +25,15 @@ start of the run, resumed parts included.
 Samples that reached a fate in the step are counted as `fate_trained`, `fate_zero_contribution`,
 `fate_replaced`, `fate_failed` and `fate_discarded`. The last two are told apart by their reason
 where there are any: `failed_generation`, `failed_verification`, `failed_reference`,
-`failed_quarantine`, `failed_generation_timeout`; and of work that was lost and done again
-`discarded_worker_died`, `discarded_lease_revoked`, `discarded_stalled` (its tokens stopped),
-`discarded_stale_answer`, `discarded_worker_error`, `discarded_restart` (of the run, or of its
-batcher). Of the samples that count in the step,
+`failed_quarantine`, `failed_generation_timeout`, `failed_teacher_<name>`,
+`failed_environment_<part>` (`engine`, `environment`, `tool_infrastructure`, `judge`, `deadline`);
+and of work that was lost and done again `discarded_worker_died`, `discarded_lease_revoked`,
+`discarded_stalled` (its tokens stopped), `discarded_stale_answer`, `discarded_worker_error`,
+`discarded_restart` (of the run, or of its controller). Of the samples that count in the step,
 `lag_<n>_samples` are those whose oldest token came from weights n versions before the batch's own,
 and `lag_<n>_tokens` are output tokens by their own lag; n goes from 0 to `--max-staleness`, and a
-larger one ends the run as a bug. Drift between the gradient steps of one batch is no lag.
+larger one ends the run as a bug. Drift between the gradient steps of one batch is no lag. What an
+algorithm of your own declares as its metrics stands in the same lines.
 
 This page is made by `python -m async_grpo.telemetry.metrics_page docs/metrics.md`.
 """
