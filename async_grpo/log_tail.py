@@ -1,29 +1,41 @@
-"""Finds what a Ray worker process said last: the end of its log, cleaned of Ray's own marks."""
+"""What a process has left in its log, for a person: its first error, and the end."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NUM_LINES = 20
+NUM_LINES = 8  # shown
+NUM_LINES_SEARCHED = 200
 READ_BYTES = 64 << 10  # of the end: a log may be large
 # What Ray writes between the lines of a process: ":job_id:01000000", ":actor_name:Worker".
 MARKS = (":job_id:", ":actor_name:", ":task_name:")
+PROGRESS = "%|"  # of tqdm's bars
+# At the start of a line, as Python prints it, or after the mark of vLLM's logger.
+ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) ERROR [^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)")
 
 
 @dataclass(frozen=True, slots=True)
-class LogTail:
-    """The last lines of one log file."""
+class LastWords:
+    """Of one process; all of it empty when it has left no log on this node."""
 
-    path: str
-    lines: tuple[str, ...]
+    path: str = ""
+    error: str = ""
+    lines: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """To go behind the reason of a loss, in one line."""
+        if not self.path:
+            return ""
+        return (f": {self.error}" if self.error else "") + f" (all of it in {self.path})"
 
 
-def tail_of_process(
-    logs_folder: str | Path, *, pid: int, num_lines: int = NUM_LINES
-) -> LogTail | None:
-    """The end of what process `pid` of this node wrote, None when it left no word here.
+def last_words(logs_folder: str | Path, *, pid: int, num_lines: int = NUM_LINES) -> LastWords:
+    """Of process `pid` of this node, which wrote into Ray's folder of logs; 0 is none.
 
     Its errors (`worker-*-PID.err`) go before its output (`worker-*-PID.out`): logging and
     tracebacks are there. A pid can come again; the youngest file counts.
@@ -31,15 +43,27 @@ def tail_of_process(
     for ending in ("err", "out"):
         files = Path(logs_folder).glob(f"worker-*-{pid}.{ending}")
         for file in sorted(files, key=_age_s):
-            if lines := tail(file, num_lines=num_lines):
-                return LogTail(str(file), lines)
-    return None
+            if lines := tail(file, num_lines=NUM_LINES_SEARCHED):
+                said = tuple(line for line in lines if PROGRESS not in line)
+                return LastWords(str(file), first_error(said), said[-num_lines:])
+    return LastWords()
 
 
-def tail(file: Path, *, num_lines: int = NUM_LINES) -> tuple[str, ...]:
+def first_error(lines: Sequence[str]) -> str:
+    """The first line that names an exception: those after it are its consequences.
+
+    >>> first_error(["Traceback (most recent call last):", "ValueError: no room", "OSError: gone"])
+    'ValueError: no room'
+    >>> first_error(["all is well"])
+    ''
+    """
+    return next((found[1] for line in lines if (found := ERROR.match(line))), "")
+
+
+def tail(file: Path, *, num_lines: int) -> tuple[str, ...]:
     """The last lines of a file that are not empty and not Ray's marks; none when it is not there.
 
-    >>> tail(Path("/does/not/exist"))
+    >>> tail(Path("/does/not/exist"), num_lines=9)
     ()
     """
     try:
@@ -49,9 +73,7 @@ def tail(file: Path, *, num_lines: int = NUM_LINES) -> tuple[str, ...]:
             text = log.read().decode(errors="replace")
     except OSError:
         return ()
-    lines = text.splitlines()
-    if size > READ_BYTES:
-        lines = lines[1:]  # probably the end of a line only
+    lines = text.splitlines()[size > READ_BYTES :]  # the first is probably the end of one only
     said = [line.rstrip() for line in lines if line.strip() and not line.startswith(MARKS)]
     return tuple(said[-num_lines:])
 

@@ -63,11 +63,6 @@ class AdmissionWindow:
     def steps_per_batch(self) -> int:
         return self.batch_size // self.questions_per_step
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Every slot of the run has started."""
-        return self._next_ordinal >= self.num_batches * self.batch_size
-
     def admissible(self) -> range:
         """Ordinals that may start now and have not, in order.
 

@@ -87,16 +87,7 @@ class ExperienceBatcher:
             quarantine=self._quarantine,
             episodes_request=plan.episodes_request if plan.environment else None,
         )
-        self._window = AdmissionWindow(
-            config.batch_size,
-            questions_per_step=config.questions_per_step,
-            max_staleness=config.max_staleness,
-            num_batches=config.num_training_batches,
-            incarnation=plan.incarnation,
-            batches_published=first.batch,
-            next_ordinal=first.batch * config.batch_size
-            + first.step_in_batch * config.questions_per_step,
-        )
+        self._window = _window(plan, first)
         self._ledger = Ledger.restore(resume.ledger) if resume else Ledger()
         self._rounds = RoundFormer(
             plan.num_ranks,
@@ -389,3 +380,18 @@ class ExperienceBatcher:
             error = WorkerError(str(error))
         if error is not None:
             self._outbox.fail(error)
+
+
+def _window(plan: BatcherPlan, first: StepKey) -> AdmissionWindow:
+    """The slots from `first` on."""
+    config = plan.config
+    return AdmissionWindow(
+        config.batch_size,
+        questions_per_step=config.questions_per_step,
+        max_staleness=config.max_staleness,
+        num_batches=config.num_training_batches,
+        incarnation=plan.incarnation,
+        batches_published=first.batch,
+        next_ordinal=first.batch * config.batch_size
+        + first.step_in_batch * config.questions_per_step,
+    )

@@ -78,13 +78,8 @@ class Ledger:
         return self._in_flight
 
     @property
-    def open_ordinals(self) -> tuple[int, ...]:
-        """Slots with samples in flight, in order: what a resumed run issues again."""
-        return tuple(self._open)
-
-    @property
     def open_slots(self) -> Collection[int]:
-        """Their ordinals, to look one up."""
+        """Slots with samples in flight, in order: what a resumed run issues again."""
         return self._open.keys()
 
     def admit(self, ordinal: int, *, num_samples: int, step: StepKey) -> None:

@@ -34,11 +34,6 @@ class Quarantine:
         """Indices of the questions that are not asked any more, in order."""
         return tuple(sorted(self._questions))
 
-    @property
-    def num_suspects(self) -> int:
-        """Open slots that were there when a worker died."""
-        return len(self._deaths)
-
     def died(self, slot: Hashable) -> bool:
         """A worker died while it had `slot`'s request; whether that was once too often.
 

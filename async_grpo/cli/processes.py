@@ -15,6 +15,7 @@ from typing import Self
 
 from async_grpo import deadlines
 from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.log_tail import NUM_LINES_SEARCHED, tail
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -120,6 +121,6 @@ class Process:
 
     def _end_of_log(self) -> str:
         """Its error if it named one, else the end of its log."""
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = tail(self._log, num_lines=NUM_LINES_SEARCHED)
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return f"{' | '.join(errors[:1] or lines[-TAIL_LINES:])} (all of it in {self._log})"

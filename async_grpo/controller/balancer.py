@@ -175,11 +175,6 @@ class Balancer:
         self._pressure_W[worker.slot] = worker.pressure
         return True
 
-    def holder(self, lease_id: int) -> str | None:
-        """The worker of a valid lease."""
-        worker = self._holders.get(lease_id)
-        return worker.worker_id if worker else None
-
     def leases_of(self, worker_id: str) -> tuple[int, ...]:
         """The leases of a worker in order of granting; none when it is not a member."""
         worker = self._workers.get(worker_id)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from async_grpo import cluster, deadlines
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import WorkerKind
-from async_grpo.dispatcher.last_words import last_words
 from async_grpo.dispatcher.restarts import RestartBudget
 from async_grpo.errors import (
     AsyncGrpoError,
@@ -28,6 +27,7 @@ from async_grpo.errors import (
     ProcessLostError,
     WorkerError,
 )
+from async_grpo.log_tail import last_words
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing, WorkerInfo

@@ -35,7 +35,6 @@ class ModelFacts:
     vocab_size: int  # rows of the embedding: every legal token id is below
     max_positions: int  # longest prompt + output, in tokens
     stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
-    is_tied: bool  # the head shares the embedding's weights
     tokenizer_hash: str  # of what it encodes: `encoding_hash`
 
 
@@ -58,7 +57,6 @@ def check_model_folder(path: str) -> ModelFacts:
         vocab_size=vocab_size,
         max_positions=_max_positions(config, path),
         stop_token_ids=_stop_token_ids(folder, config, tokenizer, vocab_size),
-        is_tied=bool(config.tie_word_embeddings),
         tokenizer_hash=encoding_hash(tokenizer),
     )
 

@@ -16,13 +16,14 @@ from typing import Any
 
 from async_grpo import cluster
 from async_grpo.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
-from async_grpo.log_tail import tail_of_process
+from async_grpo.log_tail import LastWords, last_words
 from async_grpo.run.watcher import see_members
 from async_grpo.telemetry.files import write_json_atomic
 from async_grpo.telemetry.incidents import Incident, Incidents
 from async_grpo.training.ranks import Ranks, as_rank_loss
 
 logger = logging.getLogger(__name__)
+NUM_LOG_LINES = 20  # of the culprit, in the record
 FIRST_FAILURE_FILE = "first_failure.json"
 CONSEQUENCES = (DeadlineError, ProcessLostError, ClusterError)  # that something else may explain
 
@@ -126,7 +127,9 @@ def _traceback(error: BaseException) -> list[str]:
 def _account(incident: Incident) -> dict[str, Any]:
     """An incident for people, with the end of the culprit's log where that lies on this node."""
     worker = incident.worker
-    log = _log_of(worker.node_id, worker.pid) if worker else None
+    log = LastWords()
+    if worker and cluster.is_here(worker.node_id):
+        log = last_words(cluster.logs_folder(), pid=worker.pid, num_lines=NUM_LOG_LINES)
     return {
         "time": datetime.fromtimestamp(incident.at_s, UTC).isoformat(timespec="seconds"),
         "role": incident.role,
@@ -134,13 +137,9 @@ def _account(incident: Incident) -> dict[str, Any]:
         "worker": worker.worker_id if worker else None,
         "node": worker.node_id if worker else None,
         "pid": worker.pid if worker else None,
-        "log": log.path if log else None,
-        "log_tail": list(log.lines) if log else [],
+        "log": log.path or None,
+        "log_tail": list(log.lines),
     }
-
-
-def _log_of(node_id: str, pid: int) -> Any:
-    return tail_of_process(cluster.logs_folder(), pid=pid) if cluster.is_here(node_id) else None
 
 
 def _write_once(path: Path, record: dict[str, Any]) -> bool:

@@ -51,23 +51,6 @@ class StepFacts:
     canary_mean: float | None = None
 
 
-def merge_sums(a: Sums, b: Sums) -> dict[str, float]:
-    """Key by key the sum, or the maximum of keys that end in `_max`.
-
-    >>> merge_sums({"reward_sum": 1.0, "lag_max": 2.0}, {"reward_sum": 0.5, "lag_max": 1.0})
-    {'reward_sum': 1.5, 'lag_max': 2.0}
-    """
-    merged = dict(a)
-    for key, value in b.items():
-        if key not in merged:
-            merged[key] = value
-        elif key.endswith("_max"):
-            merged[key] = max(merged[key], value)
-        else:
-            merged[key] += value
-    return merged
-
-
 def metrics_row(
     *,
     step: StepFacts,

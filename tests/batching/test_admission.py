@@ -31,7 +31,7 @@ def test_the_run_ends_with_its_last_batch():
     admission = window(max_staleness=9)
     assert admission.admissible() == range(20)
     start_all(admission)
-    assert admission.is_exhausted
+    assert not admission.admissible()
     admission.batch_published(5)
     assert not admission.admissible()
 

@@ -174,7 +174,7 @@ def test_a_restart_counts_what_was_finished_of_later_steps_and_admits_it_again()
     ledger = Ledger.restore(disturbed.steps[0][1].resume.ledger)
     counts = ledger.counts()
     assert counts.samples["discarded"] == 2 * 3  # batch 1, as far as the first cut knows
-    assert ledger.open_ordinals == (2, 3)
+    assert tuple(ledger.open_slots) == (2, 3)
     assert counts.admitted_samples == 2 * 3 + 2 * (2 * 3)
 
 

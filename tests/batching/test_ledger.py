@@ -31,7 +31,11 @@ def test_every_sample_is_counted_by_its_fate():
     }  # fmt: skip
     assert counts.reasons == {"failed: verification": 8}
     assert (counts.slots["trained"], counts.slots["failed"]) == (1, 1)
-    assert (counts.in_flight_slots, counts.in_flight_samples, ledger.open_ordinals) == (0, 0, ())
+    assert (counts.in_flight_slots, counts.in_flight_samples, tuple(ledger.open_slots)) == (
+        0,
+        0,
+        (),
+    )
 
 
 def test_a_slot_cannot_be_settled_twice():
@@ -117,7 +121,7 @@ def test_earlier_steps_keep_what_they_have_when_later_ones_are_done_again():
     again = ledger.rolled_back(first=StepKey(0, 1), reason="restart")
     assert again.step_counts(STEP)["trained"] == 4
     assert again.step_counts(StepKey(0, 1))["discarded"] == 4
-    assert again.open_ordinals == (1,)
+    assert tuple(again.open_slots) == (1,)
     assert again.counts().reasons == {"discarded: restart": 4}
 
 
@@ -236,7 +240,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts.admitted_samples == self.admitted
         assert counts.in_flight_samples == sum(self.open.values())
         assert counts.output_tokens == self.tokens
-        assert self.ledger.open_ordinals == tuple(sorted(self.open))
+        assert tuple(self.ledger.open_slots) == tuple(sorted(self.open))
 
     @invariant()
     def a_settled_slot_has_the_strongest_fate_of_its_samples(self):

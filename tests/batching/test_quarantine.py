@@ -146,7 +146,7 @@ def test_without_a_killer_nobody_is_suspected(num_slots):
     options = {"num_workers": 2, "rumour_s": 0.0, "missed_s": 0.0, "back_s": 0.0, "seed": 1}
     found, _, quarantine, retries = run(outcomes(num_slots, killers=(), **options))
     assert found == list(range(num_slots))
-    assert not quarantine.num_suspects and not any(retries.values())
+    assert not quarantine._deaths and not any(retries.values())
 
 
 def test_questions_stay_excluded_and_slots_are_forgotten():
@@ -157,4 +157,5 @@ def test_questions_stay_excluded_and_slots_are_forgotten():
     for _ in range(QUARANTINE_DEATHS - 1):
         quarantine.died("slot")
     quarantine.forget("slot")
-    assert not quarantine.is_on_probation("slot") and quarantine.num_suspects == 0
+    assert not quarantine.is_on_probation("slot")
+    assert not quarantine.died("slot"), "its deaths of before count no more"

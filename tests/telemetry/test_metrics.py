@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from async_grpo.telemetry.metrics import StepFacts, effective_tokens, merge_sums, metrics_row
+from async_grpo.telemetry.metrics import StepFacts, effective_tokens, metrics_row
 from async_grpo.telemetry.schema import METRICS, SUM_KEYS
 
 PREDECESSORS_KEYS = (
@@ -41,6 +41,14 @@ def row(pipeline_sums=None, trainer_sums=None, fates=None, step=FACTS, reasons=N
 
 
 # Sums of one sample: eighths, so that additions are exact in any order; None: key left out.
+def merge_sums(a, b):
+    """Key by key the sum, or the maximum of keys that end in `_max`."""
+    return {
+        key: (max if key.endswith("_max") else sum)([part[key] for part in (a, b) if key in part])
+        for key in a | b
+    }
+
+
 KEYS = sorted(SUM_KEYS | {"mismatch_ratio_sum", "mismatch_ratio_square_sum"})
 NUMBERS = st.none() | st.integers(-800, 800).map(lambda eighths: eighths / 8)
 sample_sums = st.lists(NUMBERS, min_size=len(KEYS), max_size=len(KEYS)).map(
