@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from async_grpo.checkpoint.resume import Start
+from async_grpo.checkpoint.shards import write_shards
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError
@@ -27,7 +26,7 @@ from async_grpo.types import EndOfStep
 
 logger = logging.getLogger(__name__)
 
-SHARD_BYTES = 4 << 30  # rank 0 holds one file's worth of weights at a time
+SHARD_BYTES = 4 << 30
 # Config, tokenizer, templates, licence.
 COPIED_SUFFIXES = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 INDEX_NAME = "model.safetensors.index.json"
@@ -45,7 +44,7 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     if _is_writer():
         try:
             _write(tensors, Path(source_folder), Path(target))
-        except (OSError, SafetensorError) as error:
+        except (OSError, CheckpointError) as error:
             reason = [str(error)]
     for _ in tensors:  # gathered by all ranks, to the last, whatever has become of the writer
         pass
@@ -89,10 +88,8 @@ def _write_weights(
 ) -> None:
     """One safetensors file, or several with an index, never more than one of them in memory."""
     index: dict[str, str] = {}
-    shards = [
-        _write_shard(shard, folder / f"shard-{number}.partial")
-        for number, shard in enumerate(_shards(tensors, dtype))
-    ]
+    stored = ((name, tensor.to(dtype).contiguous()) for name, tensor in tensors)
+    shards = list(write_shards(stored, folder, stem=".shard", max_bytes=SHARD_BYTES))
     total = len(shards)
     for number, (file, names) in enumerate(shards, 1):
         name = "model.safetensors" if total == 1 else f"model-{number:05}-of-{total:05}.safetensors"
@@ -100,27 +97,6 @@ def _write_weights(
         index |= dict.fromkeys(names, name)
     if total > 1:
         (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
-def _write_shard(shard: dict[str, Tensor], file: Path) -> tuple[Path, list[str]]:
-    save_file(shard, file, metadata={"format": "pt"})
-    return file, list(shard)
-
-
-def _shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
-) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters in their order, cut wherever another one would exceed `SHARD_BYTES`."""
-    shard: dict[str, Tensor] = {}
-    size_bytes = 0
-    for name, tensor in tensors:
-        converted = tensor.to(dtype).contiguous()
-        if shard and size_bytes + converted.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size_bytes = {}, 0
-        shard[name] = converted
-        size_bytes += converted.nbytes
-    yield shard
 
 
 def _sync_to_disk(folder: Path) -> None:

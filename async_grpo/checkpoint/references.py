@@ -1,7 +1,7 @@
 """The weights of a reference that has moved, in a checkpoint and out of it.
 
-They are written as they were served, bucket by bucket: `reference_12_00001.safetensors` holds some
-of the parameters after batch 12, in the type in which the workers got them.
+They are written as they were served: `reference_12_00001.safetensors` holds some of the parameters
+after batch 12, in the type in which the workers got them.
 """
 
 from __future__ import annotations
@@ -10,32 +10,29 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from async_grpo import cluster, deadlines
-from async_grpo.errors import CheckpointError
+from async_grpo.checkpoint.shards import write_shards
 from async_grpo.types import WeightsSnapshot
 from async_grpo.weight_sync.buckets import unpack_bucket
 
+SHARD_BYTES = 1 << 30
+
 
 def save_references(snapshots: Iterable[WeightsSnapshot], folder: Path) -> None:
-    """Write each snapshot's buckets to files of their own; one is in memory at a time.
-
-    Raises `CheckpointError` when the disk refuses.
-    """
+    """Write each snapshot to files of its own. Raises `CheckpointError` when the disk refuses."""
     for snapshot in snapshots:
-        for number, bucket in enumerate(snapshot.buckets, 1):
-            data = cluster.wait(
-                bucket.data, timeout_s=deadlines.BUCKET_FETCH_S, who="the object store"
-            )
-            prefix = _prefix(snapshot.version.batches)
-            tensors = {prefix + name: tensor for name, tensor in unpack_bucket(bucket, data)}
-            file = folder / f"{prefix.rstrip('.')}_{number:05}.safetensors"
-            try:
-                save_file(tensors, file)
-            except Exception as error:  # safetensors raises what its Rust side makes of the disk's
-                raise CheckpointError(f"{file.name} could not be written: {error}") from error
+        prefix = _prefix(snapshot.version.batches)
+        tensors = ((prefix + name, tensor) for name, tensor in _unpacked(snapshot))
+        for _ in write_shards(tensors, folder, stem=prefix.rstrip("."), max_bytes=SHARD_BYTES):
+            pass
+
+
+def _unpacked(snapshot: WeightsSnapshot) -> Iterator[tuple[str, Tensor]]:
+    for bucket in snapshot.buckets:
+        data = cluster.wait(bucket.data, timeout_s=deadlines.BUCKET_FETCH_S, who="the object store")
+        yield from unpack_bucket(bucket, data)
 
 
 def read_reference(folder: Path, batches: int) -> Iterator[tuple[str, Tensor]]:
