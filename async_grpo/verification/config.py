@@ -31,6 +31,19 @@ class VerifierConfig:
         return Rewards(self.reward_names, self.registry, hashes, self.num_verifiers, num_cores)
 
     @property
+    def wall_s(self) -> float:
+        """On the wall's clock a sample may take much longer than of processor time.
+
+        So a machine short of processors is no verdict.
+        """
+        return 3.0 * self.timeout_s
+
+    @property
+    def child_s(self) -> float:
+        """Of all samples that a process grades: it starts none once it has taken `timeout_s`."""
+        return self.timeout_s + self.wall_s
+
+    @property
     def time_limit(self) -> str:
         """With its option, for whoever has to raise it."""
         return f"--verifier-timeout-s {self.timeout_s:g}"

@@ -1,7 +1,7 @@
 """The program inside a confinement: imports graders once, and forks a child for every request.
 
-    pool ──request──▶ server ──fork──▶ child: one adapter, one text
-         ◀──report───        ◀─answer─      (a pipe of its own)
+    pool ──request──▶ server ──fork──▶ child: one adapter, texts of one group, one by one
+         ◀──report───        ◀─answers─     (a pipe of its own)
 
 The server imports adapters and evaluates no text. A child has its own pid and user namespace: it
 sees no process but itself, and the kernel ends whatever it has started together with it. Without
@@ -17,33 +17,73 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from select import POLLIN, poll
 from typing import Any, NoReturn
 
 from async_grpo.verification import frames, namespaces
+from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.confinement import MAX_OPEN_FILES, MAX_PROCESSES, Isolation
 
 LOOKS_EVERY_S = 0.2
 ANSWER_PIPE = 3
+CPU_CLOCK = 2  # CPUCLOCK_SCHED of Linux: with a process' id, a clock of its processor time
+
+Grade = Callable[[dict[str, Any]], Iterable[bytes]]
 
 
 @dataclass(slots=True)
 class _Child:
-    """A request that is being graded."""
+    """A process that grades the samples of one request."""
 
     request: str  # its id
-    answer: int  # our end of its pipe
-    ends_at: float  # on the monotonic clock
+    pipe: int  # our end
+    clock: int  # of its processor time
+    ends_at: float  # at the latest, on the monotonic clock
     killed_for: str = ""
+    answers: bytes = b""
+    sample_since: float = field(default_factory=time.monotonic)
+    cpu_s: float = 0.0  # used by then
+
+    def read(self) -> bool:
+        """Take what it has written, if anything; the limits of a sample begin with it."""
+        try:
+            said = os.read(self.pipe, frames.MAX_ANSWERS_BYTES)
+        except BlockingIOError:  # without namespaces another process may still hold the other end
+            return False
+        self.answers += said
+        if b"\n" in said:
+            self.sample_since, self.cpu_s = time.monotonic(), self.cpu_now()
+        return bool(said)
+
+    def reached(self, config: VerifierConfig) -> str:
+        """The limit that it has reached, if any."""
+        now = time.monotonic()
+        if now >= min(self.ends_at, self.sample_since + config.wall_s):
+            return "time"
+        if self.cpu_now() - self.cpu_s >= config.timeout_s:
+            return "processor"
+        if len(self.answers) > frames.MAX_ANSWERS_BYTES:
+            return "answers"
+        return ""
+
+    def cpu_now(self) -> float:
+        """Processor time that it has used itself."""
+        try:
+            return time.clock_gettime(self.clock)
+        except OSError:  # it has ended
+            return self.cpu_s
 
 
 class ForkServer:
     """Serves one pool, until that has closed the connection."""
 
-    def __init__(self, pool: socket.socket, isolation: Isolation) -> None:
+    def __init__(self, pool: socket.socket, isolation: Isolation, config: VerifierConfig) -> None:
         self._pool = pool
         self._isolation = isolation
+        self._config = config
+        self._pipes: dict[int, _Child] = {}
         self._children: dict[int, _Child] = {}  # by process id
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY) if isolation.confined else -1
         self._next_look = 0.0
@@ -52,13 +92,16 @@ class ForkServer:
         self._woken = _wake_on_child()
         self._poll.register(self._woken, POLLIN)
 
-    def serve(self, requests: Any) -> None:
+    def serve(self, requests: Grade) -> None:
         """Fork a child for each request; `requests` is what a child does with one."""
         while True:
             ready = dict(self._poll.poll(LOOKS_EVERY_S * 1000 if self._children else None))
+            for pipe in ready.keys() & self._pipes.keys():
+                if not self._pipes[pipe].read():
+                    self._forget(pipe)
             if self._woken in ready:
                 os.read(self._woken, 4096)
-            self._reap()
+                self._reap()
             self._kill_overdue()
             if self._pool.fileno() in ready:
                 try:
@@ -67,7 +110,7 @@ class ForkServer:
                     return self._end()
                 self._start(request, requests)
 
-    def _start(self, request: dict[str, Any], requests: Any) -> None:
+    def _start(self, request: dict[str, Any], requests: Grade) -> None:
         ours, theirs = os.pipe()
         os.set_blocking(ours, False)
         try:
@@ -77,11 +120,17 @@ class ForkServer:
             self._report(request["id"], {"failed": str(error)})
         else:
             if process == 0:
-                _become(theirs, self._isolation, lambda: requests(request))
-            child = _Child(request["id"], ours, time.monotonic() + request["wall_s"])
-            self._children[process] = child
+                _become(theirs, self._isolation, requests(request))
+            ends_at = time.monotonic() + self._config.child_s
+            child = _Child(request["id"], ours, ~process << 3 | CPU_CLOCK, ends_at)
+            self._children[process] = self._pipes[ours] = child
+            self._poll.register(ours, POLLIN)
         finally:
             os.close(theirs)
+
+    def _forget(self, pipe: int) -> None:
+        if self._pipes.pop(pipe, None) is not None:
+            self._poll.unregister(pipe)
 
     def _fork_apart(self) -> int:
         """Fork a child that is the first process of a pid namespace."""
@@ -110,12 +159,16 @@ class ForkServer:
                 self._kill_strays()
             child = self._children.pop(process, None)
             if child is not None:
+                while child.read():
+                    pass
+                self._forget(child.pipe)
+                os.close(child.pipe)
                 report = {
                     "exit_code": os.waitstatus_to_exitcode(status),
-                    "cpu_s": usage.ru_utime + usage.ru_stime,
+                    "cpu_s": usage.ru_utime + usage.ru_stime - child.cpu_s,
                     "memory_mib": usage.ru_maxrss / 1024,
                     "killed_for": child.killed_for,
-                    "answer": _read(child.answer),
+                    "answers": child.answers[: frames.MAX_ANSWERS_BYTES].decode("latin-1"),
                 }
                 self._report(child.request, report)
 
@@ -129,9 +182,8 @@ class ForkServer:
             return
         self._next_look = now + LOOKS_EVERY_S
         for process, child in self._children.items():
-            if now >= child.ends_at:
-                child.killed_for = child.killed_for or "time"
-            elif len(descendants(process)) >= MAX_PROCESSES:
+            child.killed_for = child.killed_for or child.reached(self._config)
+            if len(descendants(process)) >= MAX_PROCESSES:
                 child.killed_for = child.killed_for or "processes"
             if child.killed_for:
                 _kill(process)
@@ -177,11 +229,12 @@ def descendants(process: int) -> list[int]:
     return found
 
 
-def _become(answer: int, isolation: Isolation, grade: Any) -> NoReturn:
+def _become(answers: int, isolation: Isolation, graded: Iterable[bytes]) -> NoReturn:
     """A child's whole life: it never returns into the server's code."""
     try:
-        _shut_in(answer, isolation)
-        os.write(ANSWER_PIPE, grade())
+        _shut_in(answers, isolation)
+        for answer in graded:
+            os.write(ANSWER_PIPE, answer)
         os._exit(0)
     finally:
         os._exit(1)
@@ -223,16 +276,6 @@ def _wake_on_child() -> int:
     return heard
 
 
-def _read(answer: int) -> str:
-    """What a child has written, which fits into its pipe or is no answer."""
-    try:
-        return os.read(answer, frames.MAX_ANSWER_BYTES).decode("latin-1")
-    except BlockingIOError:  # without namespaces another process may still hold the other end
-        return ""
-    finally:
-        os.close(answer)
-
-
 def _kill(process: int) -> None:
     try:
         os.kill(process, signal.SIGKILL)
@@ -271,13 +314,14 @@ def main() -> None:
 
     from async_grpo.verification import verifier
 
-    pool.sendall(frames.encode({"preloaded": True}, max_bytes=frames.MAX_ANSWER_BYTES))
-    grader = verifier.Verifier.load(verifier.read_config(orders["config"]))
+    pool.sendall(frames.encode({"preloaded": True}, max_bytes=frames.MAX_REPORT_BYTES))
+    config = verifier.read_config(orders["config"])
+    grader = verifier.Verifier.load(config)
     gc.collect()
     gc.freeze()  # forks share these objects' memory for longer
-    pool.sendall(frames.encode(grader.greeting, max_bytes=frames.MAX_ANSWER_BYTES))
+    pool.sendall(frames.encode(grader.greeting, max_bytes=frames.MAX_REPORT_BYTES))
     if not grader.load_error:
-        ForkServer(pool, Isolation(**orders["isolation"])).serve(grader.grade)
+        ForkServer(pool, Isolation(**orders["isolation"]), config).serve(grader.grade)
     os._exit(0)
 
 

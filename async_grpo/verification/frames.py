@@ -12,8 +12,8 @@ from typing import Any
 
 LENGTH = struct.Struct("!I")
 MAX_TASK_BYTES = 256 << 20
-MAX_ANSWER_BYTES = 64 << 10  # a pipe holds as many
-MAX_REPORT_BYTES = 1 << 20
+MAX_ANSWERS_BYTES = 1 << 20  # of one child
+MAX_REPORT_BYTES = 8 << 20  # holds as many answers, each byte of them escaped
 
 
 class FrameError(Exception):

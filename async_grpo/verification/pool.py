@@ -109,13 +109,12 @@ class VerifierPool:
         outputs, lease_id = request.outputs, request.lease_id
         self._verifying[lease_id] = len(outputs)
         try:
-            samples = map(adapter_sample, outputs)
-            verdicts = await asyncio.gather(*(self._sandbox.grade(sample) for sample in samples))
+            verdicts = await self._sandbox.grade([adapter_sample(output) for output in outputs])
         finally:
             del self._verifying[lease_id]
         self._done.update(verdict.status for verdict in verdicts)
         self._failed_samples.append(outputs, verdicts)
-        return tuple(verdicts)
+        return verdicts
 
     async def try_out(self, request: VerificationRequest) -> tuple[Verdict, ...]:
         """The verdict of each adapter alone, before a run begins.

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from async_grpo.verification.verdict import Outcome, best_verdict, is_settled, s
 
 logger = logging.getLogger(__name__)
 PATIENCE_S = 0.5  # a request that takes longer makes room for another
+PIECE_S = 2.0  # of a group's samples in one process, about; a slow adapter's go side by side
+MAX_PIECE = 64
 MAX_LATE = 2  # such requests at a time, for each process of the configuration
 
 
@@ -38,6 +41,7 @@ class Sandbox:
         self._places = asyncio.Semaphore(num_processes)
         self._late_places = asyncio.Semaphore(num_processes * (1 + MAX_LATE))
         self._controls: dict[str, dict[str, Any]] = {}  # by adapter, the first sample it graded
+        self._seconds: dict[str, float] = {}  # by adapter, of a sample, lately
         self._events: Counter[str] = Counter()
 
     @property
@@ -106,29 +110,55 @@ class Sandbox:
             for _ in range(-change * each):
                 await places.acquire()
 
-    async def grade(self, sample: dict[str, Any]) -> Verdict:
-        """Run every adapter on the sample, side by side, and keep the best verdict."""
+    async def grade(self, samples: Sequence[dict[str, Any]]) -> tuple[Verdict, ...]:
+        """Run every adapter on samples of one group, and keep the best verdict of each."""
         started = time.perf_counter()
-        outcomes = await self._outcomes(sample)
-        return best_verdict(outcomes, seconds=time.perf_counter() - started)
+        outcomes = await self._outcomes(samples)
+        seconds = time.perf_counter() - started
+        return tuple(best_verdict(each, seconds=seconds) for each in zip(*outcomes, strict=True))
 
     async def grade_with_each(self, sample: dict[str, Any]) -> tuple[Verdict, ...]:
         """The verdict of every adapter alone."""
-        outcomes = await self._outcomes(sample)
-        return tuple(best_verdict([outcome], seconds=0.0) for outcome in outcomes)
+        outcomes = await self._outcomes([sample])
+        return tuple(best_verdict(of_one, seconds=0.0) for of_one in outcomes)
 
     async def close(self) -> None:
         """End every process; nothing can be graded afterwards."""
         await asyncio.gather(*(server.close() for server in set(self._servers.values())))
 
-    async def _outcomes(self, sample: dict[str, Any]) -> list[Outcome]:
+    async def _outcomes(self, samples: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
+        """By adapter, and sample."""
         names = self._config.reward_names
-        return await asyncio.gather(*(self._grade_with(name, sample) for name in names))
+        return await asyncio.gather(*(self._grade_with(name, samples) for name in names))
 
-    async def _grade_with(self, name: str, sample: dict[str, Any]) -> Outcome:
-        attempts: list[Outcome] = []
+    async def _grade_with(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """Pieces of the group side by side, then again what has failed, each sample alone."""
+        size = self._piece(name)
+        pieces = [samples[start : start + size] for start in range(0, len(samples), size)]
+        graded = await asyncio.gather(*(self._first_attempts(name, piece) for piece in pieces))
+        firsts = [outcome for outcomes in graded for outcome in outcomes]
+        pairs = zip(samples, firsts, strict=True)
+        return await asyncio.gather(*(self._settled(name, *pair) for pair in pairs))
+
+    def _piece(self, name: str) -> int:
+        """Samples for one process: many of a quick adapter, one of a slow one."""
+        return max(1, min(MAX_PIECE, int(PIECE_S / self._seconds.get(name, 1e-3))))
+
+    async def _first_attempts(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """What ends its process counts as the first attempt; a fresh one grades those after it."""
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(samples):
+            started = time.perf_counter()
+            done = await self._ask(name, samples[len(outcomes) :])
+            outcomes += done
+            seconds = (time.perf_counter() - started) / len(done)
+            self._seconds[name] = (self._seconds.get(name, seconds) + seconds) / 2
+        return outcomes
+
+    async def _settled(self, name: str, sample: dict[str, Any], first: Outcome) -> Outcome:
+        attempts = [first]
         while not is_settled(attempts):
-            self._events["retried"] += bool(attempts)
+            self._events["retried"] += 1
             has_overrun = any(attempt.status == "overrun" for attempt in attempts)
             control = self._controls.get(name) if has_overrun else None
             attempts.append(await self._attempt(name, sample, control))
@@ -144,20 +174,20 @@ class Sandbox:
         When it fails now, the sample is not to blame.
         """
         if control is None:
-            return await self._ask(name, sample)
-        outcome = await self._ask(name, control)
+            return (await self._ask(name, [sample]))[0]
+        outcome = (await self._ask(name, [control]))[0]
         if outcome.status not in ("scored", "unscorable"):
             reason = f"{outcome.reason}, on a sample that it has graded before"
             status: Literal["lost", "error"] = "lost" if outcome.status == "lost" else "error"
             return replace(outcome, status=status, reason=reason)
-        return replace(await self._ask(name, sample), is_checked=True)
+        return replace((await self._ask(name, [sample]))[0], is_checked=True)
 
-    async def _ask(self, name: str, sample: dict[str, Any]) -> Outcome:
+    async def _ask(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
         async with self._late_places:
             await self._places.acquire()
             late = asyncio.get_running_loop().call_later(PATIENCE_S, self._places.release)
             try:
-                return await self._servers[name].ask(name, sample)
+                return await self._servers[name].ask(name, samples)
             finally:
                 if late.when() <= asyncio.get_running_loop().time():
                     self._events["late"] += 1

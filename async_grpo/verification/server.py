@@ -9,7 +9,7 @@ import secrets
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,12 +18,10 @@ from async_grpo.errors import ConfigError, WorkerError
 from async_grpo.verification import confinement, frames
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.frames import FrameError
-from async_grpo.verification.tasks import encode_request, read_answer
+from async_grpo.verification.tasks import encode_request, read_answers
 from async_grpo.verification.verdict import Outcome, classify_end, lost
 
-# Of the time that a request may take: the limit is on processor time, and a wait on the wall's
-# clock ends much later, so that a machine short of processors is no verdict.
-WALL_FACTOR = 3.0
+ACCIDENTS = ("overrun", "error", "lost")
 
 
 class GraderServer:
@@ -69,33 +67,43 @@ class GraderServer:
                 self._end()
                 raise
 
-    async def ask(self, name: str, sample: dict[str, Any]) -> Outcome:
-        """Run one adapter on one sample within the limits; never raises for what they do."""
+    async def ask(self, name: str, samples: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        """Run one adapter on samples of one group, in one process; never raises for what they do.
+
+        Outcomes of the first samples, at least one: what ends the process is the last of them.
+        """
         try:
             await self.start()
         except ConfigError as error:  # it loaded when the run began: something else has changed
-            return Outcome(name, "error", reason=str(error), cause="end")
+            return [Outcome(name, "error", reason=str(error), cause="end")]
         except WorkerError as error:
-            return lost(name, str(error))
-        request = secrets.token_hex(16)
-        wall_s = WALL_FACTOR * self._config.timeout_s
+            return [lost(name, str(error))]
+        tasks = {secrets.token_hex(16): sample for sample in samples}
         try:
-            data = encode_request(request, name, sample, wall_s=wall_s)
+            data = encode_request(name, tasks)
         except FrameError as error:
-            return Outcome(name, "error", reason=f"the sample cannot be sent: {error}", cause="end")
-        outcome = self._read(
-            name, request, await self._report_of(request, data, wall_s + deadlines.GRADER_SILENCE_S)
-        )
-        if outcome.status in ("overrun", "error", "lost"):
-            self.events[outcome.status] += 1
-        return outcome
+            if len(samples) > 1:
+                return await self.ask(name, samples[:1])
+            reason = f"the sample cannot be sent: {error}"
+            return [Outcome(name, "error", reason=reason, cause="end")]
+        task_ids = list(tasks)
+        report = await self._report_of(task_ids[0], data)
+        said, has_failed = report.get("answers", ""), report.get("exit_code") != 0
+        if has_failed:
+            said = said[: said.rfind("\n") + 1]  # it may have been cut off in the middle
+        outcomes = read_answers(said, task_ids=task_ids, adapter=name)
+        answered_badly = bool(outcomes) and outcomes[-1].cause == "end"
+        if not outcomes or (has_failed and len(outcomes) < len(tasks) and not answered_badly):
+            outcomes.append(classify_end(name, report, self._config))
+        self.events.update(o.status for o in outcomes if o.status in ACCIDENTS)
+        return outcomes
 
     async def close(self) -> None:
         """End the server with everything below it."""
         self._is_closed = True
         self._end()
 
-    async def _report_of(self, request: str, data: bytes, within_s: float) -> Mapping[str, Any]:
+    async def _report_of(self, request: str, data: bytes) -> Mapping[str, Any]:
         """What the server says of a request; nothing when the server ends or is stuck."""
         if self._writer is None:  # it has just ended
             return {}
@@ -103,22 +111,13 @@ class GraderServer:
         report = self._waiting[request] = asyncio.get_running_loop().create_future()
         self._writer.write(data)
         try:
-            return await asyncio.wait_for(report, within_s)
+            return await asyncio.wait_for(report, self._config.child_s + deadlines.GRADER_SILENCE_S)
         except TimeoutError:
             if self._process is process:  # else another request has seen to that
                 self._end()
             return {}
         finally:
             self._waiting.pop(request, None)
-
-    def _read(self, name: str, request: str, report: Mapping[str, Any]) -> Outcome:
-        if report.get("exit_code") != 0:
-            return classify_end(name, report, self._config)
-        try:
-            return read_answer(frames.decode(report["answer"]), task_id=request, adapter=name)
-        except FrameError as error:
-            reason = f"its process sent what is no answer: {error}"
-            return Outcome(name, "error", reason=reason, cause="end")
 
     async def _launch(self) -> None:
         ours, theirs = socket.socketpair()

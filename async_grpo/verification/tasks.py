@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
-from async_grpo.verification.frames import MAX_TASK_BYTES, FrameError, encode
+from async_grpo.verification.frames import MAX_TASK_BYTES, FrameError, decode, encode
 from async_grpo.verification.verdict import Outcome
 
 MAX_REASON_CHARACTERS = 500
@@ -40,26 +40,24 @@ def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return plain, left_out
 
 
-def encode_request(
-    request_id: str, adapter: str, sample: Mapping[str, Any], *, wall_s: float
-) -> bytes:
-    """One sample for one adapter as a frame; most samples are plain as they come, and written once.
+def encode_request(adapter: str, samples: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Samples of one group, by task id, for one adapter; most are plain as they come.
 
-    >>> encode_request("7", "mine", {"nums": (1, 2)}, wall_s=3.0)[4:]
-    b'{"id":"7","adapter":"mine","wall_s":3.0,"sample":{"nums":[1,2]},"left_out":{}}'
+    >>> encode_request("mine", {"7": {"nums": (1, 2)}})[4:]
+    b'{"id":"7","adapter":"mine","tasks":[["7",{"nums":[1,2]},{}]]}'
     """
-    head = {"id": request_id, "adapter": adapter, "wall_s": wall_s}
+    message: dict[str, Any] = {"id": next(iter(samples)), "adapter": adapter}
     try:
-        message = head | {"sample": sample, "left_out": {}}
-        return encode(message, max_bytes=MAX_TASK_BYTES)
+        plain: list[Any] = [(task_id, sample, {}) for task_id, sample in samples.items()]
+        return encode(message | {"tasks": plain}, max_bytes=MAX_TASK_BYTES)
     except FrameError:
-        plain, left_out = portable(sample)
-        return encode(head | {"sample": plain, "left_out": left_out}, max_bytes=MAX_TASK_BYTES)
+        made = [(task_id, *portable(sample)) for task_id, sample in samples.items()]
+        return encode(message | {"tasks": made}, max_bytes=MAX_TASK_BYTES)
 
 
-def answer(task_id: str, outcome: Outcome) -> dict[str, Any]:
-    """An outcome as the message that answers a task."""
-    return {
+def encode_answer(task_id: str, outcome: Outcome) -> bytes:
+    """An outcome as the line that answers a task."""
+    answer = {
         "id": task_id,
         "status": outcome.status,
         "reward": outcome.reward,
@@ -69,6 +67,26 @@ def answer(task_id: str, outcome: Outcome) -> dict[str, Any]:
         "cause": outcome.cause,
         "place": outcome.place[:MAX_REASON_CHARACTERS],
     }
+    return json.dumps(answer).encode("ascii") + b"\n"
+
+
+def read_answers(said: str, *, task_ids: Sequence[str], adapter: str) -> list[Outcome]:
+    """The outcomes of the first tasks, as many as a child has answered; a line for each, in order.
+
+    What is no answer is an error of the task that it should have answered, and the last to count.
+    """
+    lines = said.removesuffix("\n").split("\n") if said else []
+    outcomes: list[Outcome] = []
+    try:
+        for task_id, line in zip(task_ids, lines, strict=False):
+            outcomes.append(read_answer(decode(line), task_id=task_id, adapter=adapter))
+        if len(lines) > len(task_ids):
+            outcomes.pop()
+            raise FrameError("more than its answer")
+    except FrameError as error:
+        reason = f"its process sent what is no answer: {error}"
+        outcomes.append(Outcome(adapter, "error", reason=reason, cause="end"))
+    return outcomes
 
 
 def read_answer(message: Any, *, task_id: str, adapter: str) -> Outcome:

@@ -65,9 +65,14 @@ def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig
         return overrun(adapter, f"starts more than {MAX_PROCESSES} processes")
     if report["killed_for"] == "time":
         return overrun(adapter, f"takes longer than {config.time_limit} allows")
-    if code == -signal.SIGKILL and report["cpu_s"] >= CPU_SHARE * config.timeout_s:
+    if report["killed_for"] == "answers":
+        return Outcome(adapter, "error", reason="its process sent no answer but more", cause="end")
+    is_killed = code == -signal.SIGKILL
+    if report["killed_for"] == "processor" or (
+        is_killed and report["cpu_s"] >= CPU_SHARE * config.timeout_s
+    ):
         return overrun(adapter, f"uses more processor time than {config.time_limit}")
-    if code == -signal.SIGKILL and memory_mib > MEMORY_SHARE * config.memory_mib:
+    if is_killed and memory_mib > MEMORY_SHARE * config.memory_mib:
         return overrun(adapter, f"was killed while it held {memory_mib:.0f} MiB")
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         return lost(adapter, f"its process was ended from outside, code {code}")

@@ -9,15 +9,15 @@ import errno
 import http.client
 import importlib
 import inspect
-import json
 import math
 import os
 import resource
 import socket
 import ssl
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -28,7 +28,7 @@ from async_grpo.verification.adapters import Adapter, load_adapters
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.confinement import MAX_OPEN_FILES, MAX_PROCESSES
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, answer
+from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, encode_answer
 from async_grpo.verification.verdict import Outcome, overrun
 
 SHIPPED = "async_grpo.verification.graders.shipped"
@@ -84,14 +84,18 @@ class Verifier:
         """What the pool is told."""
         return {"load_error": self.load_error, "shipped": self.shipped}
 
-    def grade(self, request: Mapping[str, Any]) -> bytes:
-        """Run an adapter on a sample, in a child: the answer as the child's pipe carries it."""
+    def grade(self, request: Mapping[str, Any]) -> Iterator[bytes]:
+        """Run an adapter on samples of one group, in a child: the answers as its pipe carries them.
+
+        A child ends early when all that it has done took as long as one sample may.
+        """
         _limit_work(self.config)
-        name = request["adapter"]
-        outcome = run_adapter(
-            name, self.adapters[name], request["sample"], self.config, left_out=request["left_out"]
-        )
-        return json.dumps(answer(request["id"], outcome)).encode("ascii")
+        name, ends_at = request["adapter"], time.monotonic() + self.config.timeout_s
+        for task_id, sample, left_out in request["tasks"]:
+            outcome = run_adapter(name, self.adapters[name], sample, self.config, left_out=left_out)
+            yield encode_answer(task_id, outcome)
+            if time.monotonic() > ends_at:
+                return
 
 
 def read_config(message: Mapping[str, Any]) -> VerifierConfig:
@@ -108,12 +112,15 @@ def _limit(config: VerifierConfig) -> None:
 
 
 def _limit_work(config: VerifierConfig) -> None:
-    """Of one request. Soft and hard limit are one: a namespace's first process ignores SIGXCPU.
+    """Of one child. Soft and hard limit are one: a namespace's first process ignores SIGXCPU.
+
+    A hard limit cannot be raised for the next sample. So this one is for a child that is on its
+    last sample when its time is up, and the server limits each sample.
 
     In a user namespace processes and threads are counted for this request alone; elsewhere they
     would be those of the whole user, and the server counts instead.
     """
-    _set_limit(resource.RLIMIT_CPU, math.ceil(config.timeout_s) + 1)  # the kernel counts roughly
+    _set_limit(resource.RLIMIT_CPU, math.ceil(2 * config.timeout_s) + 1)  # it is counted roughly
     if os.getpid() == 1:
         _set_limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)
 

@@ -97,9 +97,9 @@ def test_hostile_texts_leave_a_real_sandbox_whole_and_fair(tmp_path):
             await sandbox.start()
             outputs = [text.text(canary=str(canary)) for text in texts]
             samples = [SAMPLE | {"output": output} for output in outputs]
-            verdicts = await asyncio.gather(*(sandbox.grade(sample) for sample in samples))
+            verdicts = await sandbox.grade(samples)
             fair = [SAMPLE | {"output": fair_output(name)} for name in NAMES]
-            return verdicts, await asyncio.gather(*(sandbox.grade(sample) for sample in fair))
+            return verdicts, await sandbox.grade(fair)
         finally:
             await sandbox.close()
 
@@ -134,7 +134,7 @@ def test_an_adapter_that_evaluates_the_text_does_so_far_from_actor_and_credentia
         sandbox = Sandbox(VerifierConfig(reward_names=(name,), timeout_s=20.0), num_processes=1)
         try:
             await sandbox.start()
-            return [await sandbox.grade(SAMPLE | {"output": output}) for output in outputs]
+            return await sandbox.grade([SAMPLE | {"output": output} for output in outputs])
         finally:
             await sandbox.close()
 

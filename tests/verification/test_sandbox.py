@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from verifier_processes import Grader, processes, sandbox
+from verifier_processes import Grader, processes, sandbox, verdict_of
 
 from async_grpo.errors import ConfigError
 from async_grpo.verification.server import GraderServer
@@ -102,9 +102,9 @@ def test_an_overrun_of_what_was_in_time_before_is_an_error(traps, tmp_path):
 
     async def grade():
         async with sandbox(f"{traps}:trap", timeout_s=1.0) as box:
-            first = await box.grade({"kind": "slow once", "flag": str(flag)})
+            first = await verdict_of(box, {"kind": "slow once", "flag": str(flag)})
             flag.touch()
-            return first, await box.grade({"kind": "hang"}), box.events["overrun"]
+            return first, await verdict_of(box, {"kind": "hang"}), box.events["overrun"]
 
     first, verdict, num_overruns = asyncio.run(grade())
     assert (first.status, num_overruns) == ("scored", 2)
@@ -116,7 +116,7 @@ def test_an_overrun_of_what_was_in_time_before_is_an_error(traps, tmp_path):
 def test_an_overrun_when_nothing_was_ever_graded_is_an_error(traps):
     async def grade():
         async with sandbox(f"{traps}:trap", timeout_s=1.0) as box:
-            return await box.grade({"kind": "hang"})
+            return await verdict_of(box, {"kind": "hang"})
 
     verdict = asyncio.run(grade())
     assert (verdict.status, verdict.cause) == ("error", "overrun")
@@ -158,7 +158,7 @@ def test_a_reward_that_is_no_finite_number_is_an_error_naming_the_adapter(grader
 def test_an_exception_that_cannot_be_unpickled_is_only_an_error(traps):
     async def grade():
         async with sandbox(f"{traps}:strange") as box:
-            return await box.grade({})
+            return await verdict_of(box, {})
 
     assert "Unloadable" in asyncio.run(grade()).reason
 
@@ -167,9 +167,10 @@ def test_a_crash_that_does_not_repeat_costs_nothing(grader, monkeypatch):
     """The second attempt comes late enough, whatever the machine does."""
     ask, asked = GraderServer.ask, []
 
-    async def late(server, name, sample):
-        asked.append(await ask(server, name, sample | {"until": 0.0 if asked else 1e12}))
-        return asked[-1]
+    async def late(server, name, samples):
+        until = {"until": 0.0 if asked else 1e12}
+        asked.extend(await ask(server, name, [sample | until for sample in samples]))
+        return asked[-1:]
 
     monkeypatch.setattr(GraderServer, "ask", late)
     verdict = grader.grade({"kind": "once"})
@@ -187,12 +188,12 @@ def test_hanging_and_crashing_samples_leave_the_others_alone_and_capacity_return
 
     async def grade():
         async with sandbox(f"{traps}:trap", timeout_s=1.5) as box:
-            await box.grade({"kind": "fine"})
+            await verdict_of(box, {"kind": "fine"})
             kinds = ["hang", "fine", "crash", *["fine"] * 20, "hang", "child"]
             samples = [{"kind": kind, "nap": nap} for kind in kinds]
-            verdicts = await asyncio.gather(*(box.grade(sample) for sample in samples))
+            verdicts = await asyncio.gather(*(verdict_of(box, sample) for sample in samples))
             started = time.perf_counter()
-            again = await asyncio.gather(*(box.grade({"kind": "fine"}) for _ in range(20)))
+            again = await asyncio.gather(*(verdict_of(box, {"kind": "fine"}) for _ in range(20)))
             return kinds, verdicts, again, time.perf_counter() - started
 
     kinds, verdicts, again, seconds = asyncio.run(grade())
@@ -215,10 +216,10 @@ def test_hanging_texts_do_not_delay_the_others(traps):
 
     async def grade():
         async with sandbox(f"{traps}:trap", timeout_s=30.0) as box:
-            hanging = [asyncio.create_task(box.grade({"kind": "hang"})) for _ in range(2)]
+            hanging = [asyncio.create_task(verdict_of(box, {"kind": "hang"})) for _ in range(2)]
             await asyncio.sleep(0.1)
             started = time.perf_counter()
-            verdicts = await asyncio.gather(*(box.grade({"kind": "fine"}) for _ in range(20)))
+            verdicts = await asyncio.gather(*(verdict_of(box, {"kind": "fine"}) for _ in range(20)))
             seconds = time.perf_counter() - started
             is_hanging = [not task.done() for task in hanging]
             for task in hanging:
@@ -242,8 +243,8 @@ def test_hanging_texts_do_not_delay_the_others(traps):
 def test_one_adapter_that_fails_does_not_spoil_the_other(traps, kind, points, status, reward):
     async def grade():
         async with sandbox(f"{traps}:trap", f"{traps}:fair", timeout_s=1.5) as box:
-            await box.grade({"kind": "fine", "points": points})
-            return await box.grade({"kind": kind, "points": points})
+            await verdict_of(box, {"kind": "fine", "points": points})
+            return await verdict_of(box, {"kind": kind, "points": points})
 
     verdict = asyncio.run(grade())
     assert (verdict.status, verdict.reward) == (status, reward)
@@ -270,9 +271,9 @@ def test_hostile_texts_end_in_a_verdict_without_reward(name, tmp_path):
     async def grade():
         async with sandbox(name) as box:
             samples = [SAMPLE | {"output": text} for text in texts]
-            verdicts = await asyncio.gather(*(box.grade(sample) for sample in samples))
+            verdicts = await asyncio.gather(*(verdict_of(box, sample) for sample in samples))
             fair = "8-2+9" if name == "countdown" else r"\boxed{15}"
-            honest = await box.grade(SAMPLE | {"output": fair})
+            honest = await verdict_of(box, SAMPLE | {"output": fair})
             return verdicts, honest
 
     verdicts, honest = asyncio.run(grade())

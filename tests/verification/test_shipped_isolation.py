@@ -37,7 +37,7 @@ async def main():
     await server.start()
     rewards = {}
     for name, code in json.load(sys.stdin).items():
-        outcome = await server.ask(sys.argv[1], {"code": code})
+        (outcome,) = await server.ask(sys.argv[1], [{"code": code}])
         rewards[name] = [outcome.status, outcome.reward]
     await server.close()
     print(json.dumps({"confined": server.isolation.confined, "rewards": rewards}))

@@ -1,11 +1,18 @@
 import datetime
+import json
 from decimal import Decimal
 
 import numpy as np
 import pytest
 
 from async_grpo.verification.frames import FrameError, decode
-from async_grpo.verification.tasks import answer, encode_request, portable, read_answer
+from async_grpo.verification.tasks import (
+    encode_answer,
+    encode_request,
+    portable,
+    read_answer,
+    read_answers,
+)
 from async_grpo.verification.verdict import Outcome
 
 GOOD = {
@@ -22,7 +29,8 @@ GOOD = {
 
 def test_an_outcome_comes_back_as_it_was_sent():
     outcome = Outcome("mine", "error", 0.0, 0.25, "no", 2.0, "connection", "OSError mine.py:3")
-    assert read_answer(answer("7", outcome), task_id="7", adapter="mine") == outcome
+    said = encode_answer("7", outcome).decode()
+    assert read_answers(said, task_ids=["7"], adapter="mine") == [outcome]
 
 
 @pytest.mark.parametrize(
@@ -74,5 +82,27 @@ def test_columns_reach_adapters_as_plain_values():
         "fine": [1, "a", None],
     }
     assert left_out == {"picture": "object", "digits": "int"}
-    sent = decode(encode_request("7", "mine", columns, wall_s=1.0)[4:])
-    assert (sent["sample"], sent["left_out"]) == (plain, left_out)
+    sent = decode(encode_request("mine", {"7": columns, "8": {"a": 1}})[4:])
+    assert sent["tasks"] == [["7", plain, left_out], ["8", {"a": 1}, {}]]
+
+
+def lines(*answers):
+    return "".join(json.dumps(one) + "\n" for one in answers)
+
+
+@pytest.mark.parametrize(
+    ("said", "statuses"),
+    [
+        (lines(GOOD, GOOD | {"id": "8"}), ["scored", "scored"]),
+        (lines(GOOD), ["scored"]),
+        ("", []),
+        (lines(GOOD, GOOD), ["scored", "error"]),  # the second task's answer has another id
+        (lines(GOOD | {"id": "8"}, GOOD), ["error"]),  # nothing after it counts
+        (lines(GOOD, {}, GOOD | {"id": "8"}), ["scored", "error"]),
+        (lines(GOOD, GOOD | {"id": "8"}, GOOD | {"id": "9"}), ["scored", "error"]),
+        (lines(GOOD, GOOD | {"id": "8"}) + "x", ["scored", "error"]),
+    ],
+)
+def test_answers_count_in_the_order_of_the_tasks_until_one_is_no_answer(said, statuses):
+    outcomes = read_answers(said, task_ids=["7", "8"], adapter="mine")
+    assert [outcome.status for outcome in outcomes] == statuses

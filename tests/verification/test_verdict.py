@@ -130,6 +130,8 @@ CONFIG = VerifierConfig(reward_names=("mine",), timeout_s=10.0, memory_mib=1000)
         (REPORT | {"exit_code": -signal.SIGKILL, "cpu_s": 9.5}, "overrun"),
         (REPORT | {"exit_code": -signal.SIGKILL, "memory_mib": 900.0}, "overrun"),
         (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "time"}, "overrun"),
+        (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "processor"}, "overrun"),
+        (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "answers"}, "error"),
         (REPORT | {"exit_code": -signal.SIGKILL, "killed_for": "processes"}, "overrun"),
         (REPORT | {"exit_code": -signal.SIGKILL}, "lost"),
         (REPORT | {"exit_code": -signal.SIGTERM}, "lost"),

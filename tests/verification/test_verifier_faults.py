@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from verifier_processes import REPOSITORY, processes
+from verifier_processes import REPOSITORY, processes, verdict_of
 
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.sandbox import Sandbox
@@ -83,7 +83,7 @@ async def stream(box: Sandbox, trial: Trial, stop: asyncio.Event) -> None:
     """A client that sends innocent samples one after another."""
     while not stop.is_set():
         started = time.perf_counter()
-        verdict = await box.grade(SAMPLE)
+        verdict = await verdict_of(box, SAMPLE)
         trial.innocent_s.append(time.perf_counter() - started)
         trial.num_wrong += (verdict.status, verdict.reward) != ("scored", 1.0)
         await asyncio.sleep(PAUSE_S)
@@ -100,7 +100,7 @@ async def innocents(box: Sandbox, trial: Trial) -> AsyncIterator[None]:
 
 async def inject_text(box: Sandbox, kind: str, trial: Trial) -> None:
     """A guilty sample; it is tried twice, and the first accident counts as its detection."""
-    verdict = await box.grade(SAMPLE | {"kind": kind})
+    verdict = await verdict_of(box, SAMPLE | {"kind": kind})
     trial.num_wrong += (verdict.status, verdict.reward) != (TEXTS[kind], 0.0)
 
 

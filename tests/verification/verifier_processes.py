@@ -63,6 +63,11 @@ def _is_alive(pid):
         return False
 
 
+async def verdict_of(box, sample):
+    """Of one sample alone, in a process of its own."""
+    return (await box.grade([sample]))[0]
+
+
 @asynccontextmanager
 async def sandbox(*names, num_processes=2, **options):
     options = {"timeout_s": 2.0, "memory_mib": 2048, "search_paths": (REPOSITORY,)} | options
@@ -88,7 +93,7 @@ class Grader:
 
     def grade(self, *samples):
         async def all_of_them():
-            return await asyncio.gather(*(self.box.grade(sample) for sample in samples))
+            return await asyncio.gather(*(verdict_of(self.box, sample) for sample in samples))
 
         verdicts = self.run(all_of_them())
         return verdicts if len(samples) > 1 else verdicts[0]

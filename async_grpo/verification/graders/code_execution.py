@@ -26,7 +26,7 @@ PYTHON = {"", "python", "py", "python3"}
 MAX_SECONDS_A_TEST = 6.0
 MAX_CODE_CHARACTERS = 200_000
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # set by `verifier`
-DEFAULT_TIMEOUT_S = 10.0
+DEFAULT_BUDGET_S = 10.0
 SHARE_OF_TIMEOUT = 0.8  # a program that is too slow is wrong, and the verification in time
 
 
@@ -50,7 +50,7 @@ def grade_code(output: str, columns: Mapping[str, Any], *, budget_s: float | Non
     """
     tests = read_tests(columns)
     program = extract_program(output)
-    whole_s = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
+    whole_s = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_BUDGET_S))
     budget_s = SHARE_OF_TIMEOUT * whole_s if budget_s is None else budget_s
     deadline = time.monotonic() + budget_s
     return float(
