@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import http.client
-import importlib
 import inspect
 import math
 import os
@@ -32,7 +31,6 @@ from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, encode_answer
 from async_grpo.verification.verdict import Outcome, overrun
 
 SHIPPED = "async_grpo.verification.graders.shipped"
-MATHEMATICS = "async_grpo.verification.graders.library"
 MAX_LOAD_ERROR_CHARACTERS = 4000
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
 CONNECTION_ERRORS = (
@@ -66,10 +64,7 @@ class Verifier:
         os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
         try:
             adapters = load_adapters(config)
-            grader = cls(config, adapters)
-            if MATHEMATICS in sys.modules and len(grader.shipped) < len(adapters):
-                importlib.import_module(SHIPPED).warm_up()  # a user's function may call it
-            return grader
+            return cls(config, adapters)
         except ConfigError as error:
             return cls(config, {}, str(error)[:MAX_LOAD_ERROR_CHARACTERS])
 

@@ -39,6 +39,7 @@ SAMPLE = {"output": r"so it is \boxed{15}", "answer": "15"}
 ADAPTER = r"""
 import os, subprocess, sys, time
 from async_grpo.verification.graders.library import math_verify_reward
+from async_grpo.verification.graders.shipped import warm_up
 
 def adapter(sample, **kwargs):
     kind = sample.get("kind")
@@ -57,6 +58,8 @@ def adapter(sample, **kwargs):
         os.write(3, b"{}")
         os._exit(0)
     return {"reward": math_verify_reward(sample["output"], sample["answer"])}
+
+adapter.prepare = lambda: warm_up(math_verify_reward)
 """
 TEXTS = {
     "hang": "unscorable",

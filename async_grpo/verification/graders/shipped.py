@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from async_grpo.verification.graders.answers import without_prompt
@@ -53,16 +54,15 @@ def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
 
 
 @functools.cache
-def warm_up() -> None:
-    """Have the parsers of mathematics build their tables, which forked requests then share.
+def warm_up(grade: Callable[[str, str], float]) -> None:
+    """Have a parser of mathematics build its tables, which forked requests then share.
 
     They grow with every form of answer that is met: 20 to 80 ms for the first of its kind.
     """
-    for grade in (math_verify_reward, sympy_reward):
-        for text in FORMS:
-            with contextlib.suppress(UnscorableError, ValueError):
-                grade(rf"\boxed{{{text}}}", text)
-                grade(rf"\boxed{{{text}}}", f"1+{text}")
+    for text in FORMS:
+        with contextlib.suppress(UnscorableError, ValueError):
+            grade(rf"\boxed{{{text}}}", text)
+            grade(rf"\boxed{{{text}}}", f"1+{text}")
 
 
 def _said(sample: dict[str, Any]) -> str:
@@ -70,7 +70,8 @@ def _said(sample: dict[str, Any]) -> str:
     return without_prompt(sample["output"], sample.get("input") or "")
 
 
-math_verify.prepare = sympy.prepare = warm_up  # type: ignore[attr-defined]
+math_verify.prepare = functools.partial(warm_up, math_verify_reward)  # type: ignore[attr-defined]
+sympy.prepare = functools.partial(warm_up, sympy_reward)  # type: ignore[attr-defined]
 code_execution.prepare = require_jail  # type: ignore[attr-defined]  # or the run ends at its start
 
 SHIPPED = {
