@@ -105,7 +105,7 @@ def _act(fault: Fault, run: LiveRun, watch: Watch, pids: tuple[int, ...]) -> lis
         with Slowness(pids):
             _look_for(SLOW_S, watch)
     elif fault.action == "SIGSTOP":
-        is_worker = "worker" in fault.role or fault.role in ("engine core", "verifier")
+        is_worker = "worker" in fault.role or fault.role in ("engine core", "verifier server")
         send(pids, signal.SIGSTOP)
         try:
             _look_for(FROZEN_WORKER_S if is_worker else FROZEN_S, watch, until_noticed=is_worker)

@@ -14,9 +14,7 @@ Phase = Literal[
 ]
 
 WORKERS = ("generation worker", "engine core", "logprob worker")
-GRADING = (
-    "verifier pool", "verifier", "verifier keeper", "verifier zygote", "verifier watchman"
-)  # fmt: skip
+GRADING = ("verifier pool", "verifier container", "verifier server")
 CONTROL = ("controller",)
 OPERATED = ("generation dispatcher", "logprob dispatcher")  # ended, and started by the harness
 ENDING = ("trainer rank 0", "trainer rank 1", "torchrun", "machine")  # these end the run
@@ -42,11 +40,9 @@ class Fault:
 
 
 MATRIX = (
-    Fault("verifier", "SIGKILL", "verifying"),
-    Fault("verifier", "SIGSTOP", "verifying"),
-    Fault("verifier keeper", "SIGKILL", "verifying"),
-    Fault("verifier zygote", "SIGKILL"),
-    Fault("verifier watchman", "SIGKILL", "verifying"),
+    Fault("verifier server", "SIGKILL", "verifying"),
+    Fault("verifier server", "SIGSTOP", "verifying"),
+    Fault("verifier container", "SIGKILL", "verifying"),
     Fault("verifier pool", "SIGKILL", "verifying"),
     Fault("verifier pool", "SIGSTOP"),
     Fault("controller", "SIGKILL", "generating"),

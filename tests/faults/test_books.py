@@ -141,10 +141,10 @@ def test_repeats_commit_the_same_faults_in_another_order():
 
 
 def test_random_kills_are_the_seeds_own_and_stay_within_the_roles():
-    draws = [random_kills(seed, roles=["controller", "verifier"]) for seed in (1, 1, 2)]
+    draws = [random_kills(seed, roles=["controller", "verifier server"]) for seed in (1, 1, 2)]
     first, same, other = ([next(draw) for _ in range(20)] for draw in draws)
     assert first == same != other
-    assert set(first) == {Fault("controller", "SIGKILL"), Fault("verifier", "SIGKILL")}
+    assert set(first) == {Fault("controller", "SIGKILL"), Fault("verifier server", "SIGKILL")}
 
 
 @pytest.mark.integration

@@ -16,7 +16,7 @@ from faults.report import is_well, line
 
 REPOSITORY = Path(__file__).parents[2]
 SLICE = (
-    Fault("verifier", "SIGKILL", "verifying"),
+    Fault("verifier server", "SIGKILL", "verifying"),
     Fault("generation worker", "SIGKILL", "weight sync"),
     Fault("controller", "SIGKILL", "training"),
 )
