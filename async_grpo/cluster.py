@@ -182,7 +182,7 @@ def is_ready(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
 
 
-def wait(reference: Any, *, timeout_s: float, who: str) -> Any:
+def wait(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
     """The value of an object reference; raises `DeadlineError` naming `who`.
 
     An error of this package that the other side raised is raised as it was, without Ray's wrapping;
@@ -192,7 +192,8 @@ def wait(reference: Any, *, timeout_s: float, who: str) -> Any:
     from ray.exceptions import GetTimeoutError, RayError
 
     try:
-        return ray.get(reference, timeout=timeout_s)
+        found: T = ray.get(reference, timeout=timeout_s)
+        return found
     except GetTimeoutError:
         raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
     except RayError as error:

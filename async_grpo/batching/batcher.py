@@ -15,7 +15,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.evaluation import evaluate
@@ -50,6 +50,7 @@ from async_grpo.types import (
 
 if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
+    from async_grpo.types.handles import RecorderHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.02  # while trainers stand still beside samples: the fill asked for falls
@@ -65,7 +66,7 @@ class ExperienceBatcher:
         self,
         plan: BatcherPlan,
         registry_of: Callable[[str], WorkerRegistry],
-        recorder: Any = None,
+        recorder: RecorderHandle | None = None,
     ) -> None:
         """`registry_of` gives the registry of a role, by its name.
 

@@ -12,11 +12,14 @@ import asyncio
 import pickle
 import uuid
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import Group, Sample
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import RecorderHandle
 
 MAX_QUEUED_BYTES = 64 * 2**20
 
@@ -26,7 +29,7 @@ class SampleLog:
 
     def __init__(
         self,
-        recorder: Any,
+        recorder: RecorderHandle | None,
         *,
         next_ordinal: int = 0,
         has_tokens: bool = False,
@@ -79,7 +82,7 @@ class SampleLog:
             await asyncio.wait({self._sending}, timeout=deadlines.RECORDER_FLUSH_S)
 
     async def _send(self) -> None:
-        while self._queue:
+        while self._queue and self._recorder is not None:
             groups, self._queue, self._queued_bytes = self._queue, [], 0
             call = self._recorder.write.remote(
                 self._writer, self._next_ordinal, [content for _, content in groups]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_grpo.types import RunId, WeightsSnapshot, WeightsVersion
+    from async_grpo.types.handles import ControllerHandle
 
 WHO = "the controller"
 
@@ -19,13 +20,14 @@ WHO = "the controller"
 class RunClient:
     """One epoch of a run at one life of the controller."""
 
-    controller: Any
+    controller: ControllerHandle
     run: RunId
 
     @property
     def actor_id(self) -> str:
         """Return what tells this controller from another of the same name."""
-        return str(self.controller._actor_id.hex())
+        handle: Any = self.controller  # Ray's, which has more than its actor's methods
+        return str(handle._actor_id.hex())
 
     def next_item(self, rank: int, index: int) -> Any:
         return self.controller.next_item.remote(self.run, rank, index)

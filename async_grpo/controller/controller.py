@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
@@ -40,6 +40,9 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import RecorderHandle, WorkerHandle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -112,7 +115,7 @@ class Controller:
             )
         await self._end_process("a command of another source has come")
 
-    async def register(self, info: WorkerInfo, handle: Any) -> None:
+    async def register(self, info: WorkerInfo, handle: WorkerHandle) -> None:
         """Admit a worker once it serves the weights of its role, if there are any yet.
 
         Raises what the worker raised when it cannot load them, `WorkerError` when it is lost,
@@ -149,7 +152,7 @@ class Controller:
         """Everyone admitted."""
         return tuple(member.info for member in self.registry_of(role).members)
 
-    async def receivers(self, role: str) -> tuple[tuple[WorkerInfo, Any], ...]:
+    async def receivers(self, role: str) -> tuple[tuple[WorkerInfo, WorkerHandle], ...]:
         """Everyone admitted, with its handle: weights that come over devices go there directly."""
         return tuple((member.info, member.handle) for member in self.registry_of(role).members)
 
@@ -165,7 +168,7 @@ class Controller:
         """The newest events of a role."""
         return self.registry_of(role).history
 
-    async def begin_run(self, plan: BatcherPlan, recorder: Any) -> int:
+    async def begin_run(self, plan: BatcherPlan, recorder: RecorderHandle) -> int:
         """The epoch of a run that begins, or goes on, with this plan.
 
         `recorder`: the run's `RunRecorder`, which dies with its trainer. The same incarnation again
@@ -312,7 +315,7 @@ class Controller:
         for registry in self._registries.values():
             registry.end_run()
 
-    async def _end_with(self, recorder: Any, run: _Run) -> None:
+    async def _end_with(self, recorder: RecorderHandle, run: _Run) -> None:
         reason = await until_gone(recorder.until_death.remote, who=f"trainer {run.trainer}")
         self._end(run, reason)
 
@@ -361,7 +364,7 @@ def own_handle() -> Any:
     return ray.get_runtime_context().current_actor
 
 
-async def trainer_of(recorder: Any) -> str:
+async def trainer_of(recorder: RecorderHandle) -> str:
     """The trainer that a recorder belongs to, for people."""
     return await asyncio.to_thread(cluster.driver_of, recorder)
 

@@ -7,7 +7,7 @@ import logging
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -15,12 +15,15 @@ import async_grpo
 from async_grpo import cluster, deadlines
 from async_grpo.errors import DeadlineError, ProcessLostError
 
+if TYPE_CHECKING:
+    from async_grpo.types.handles import ControllerHandle
+
 logger = logging.getLogger(__name__)
 WHO = "the controller"
 POLL_INTERVAL_S = 0.2
 
 
-def find_or_make_controller() -> Any:
+def find_or_make_controller() -> ControllerHandle:
     """The handle of a controller that has just answered, and runs this package's code.
 
     Raises `ConfigError` when one of other code is in use, saying whom to stop.

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from async_grpo import cluster
 from async_grpo.errors import AsyncGrpoError, LossCause, ProcessLostError
 from async_grpo.types import Pulse
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
 
 # A deadline is counted in ticks instead of measured: a controller that was itself frozen, or
 # starved of its CPU, finds the answers that came meanwhile before it has counted another tick.
@@ -30,7 +33,12 @@ class Loss(NamedTuple):
 
 
 async def until_lost(
-    handle: Any, heard: Callable[[Pulse], None], *, interval_s: float, lease_s: float, who: str
+    handle: WorkerHandle,
+    heard: Callable[[Pulse], None],
+    *,
+    interval_s: float,
+    lease_s: float,
+    who: str,
 ) -> Loss:
     """Return when a worker is lost: it died, or it has owed its answer for `lease_s`.
 
@@ -76,7 +84,6 @@ async def in_ticks(awaited: asyncio.Future[Any], *, limit_s: float) -> bool:
     return False
 
 
-async def _ping(handle: Any, interval_s: float, who: str) -> Pulse:
+async def _ping(handle: WorkerHandle, interval_s: float, who: str) -> Pulse:
     # Its own deadline is the caller's count of ticks.
-    pulse: Pulse = await cluster.call(handle.ping.remote(interval_s), timeout_s=None, who=who)
-    return pulse
+    return await cluster.call(handle.ping.remote(interval_s), timeout_s=None, who=who)

@@ -7,12 +7,15 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo import cluster
 from async_grpo.controller.heartbeat import in_ticks
 from async_grpo.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 from async_grpo.types import WeightsVersion, WorkerInfo
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
 
 TryAcquire = Callable[[float, WeightsVersion | None, str | None], "Lease | None"]
 
@@ -24,7 +27,7 @@ class Lease:
         self,
         lease_id: int,
         info: WorkerInfo,
-        handle: Any,
+        handle: WorkerHandle,
         *,
         version: WeightsVersion,
         fence: Callable[[str, LossCause, str], None],

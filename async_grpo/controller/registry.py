@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -36,6 +36,9 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 UNVERSIONED = WeightsVersion(0, 0)  # what workers serve whose weights are not the trainer's
@@ -96,7 +99,7 @@ class WorkerRegistry:
         finally:
             self._release(lease)
 
-    async def register(self, info: WorkerInfo, handle: Any) -> None:
+    async def register(self, info: WorkerInfo, handle: WorkerHandle) -> None:
         """Admit a worker once it serves the current weights, if there are any yet.
 
         Raises what the worker raised when it cannot load them, `WorkerError` when it is lost.

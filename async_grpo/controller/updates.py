@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.controller.heartbeat import Loss
@@ -19,6 +19,9 @@ from async_grpo.errors import (
 )
 from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +30,7 @@ class Member:
     """A worker that is admitted."""
 
     info: WorkerInfo
-    handle: Any
+    handle: WorkerHandle
     heartbeat: asyncio.Task[Loss]
 
 
@@ -73,7 +76,7 @@ class Updates:
         )
 
     async def bring_up(
-        self, handle: Any, heartbeat: asyncio.Task[Loss], *, who: str
+        self, handle: WorkerHandle, heartbeat: asyncio.Task[Loss], *, who: str
     ) -> WeightsVersion | None:
         """The version that a newcomer serves, after loading what is published at this moment."""
         loaded: WeightsVersion | None = None

@@ -13,12 +13,15 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.controller.updates import Member
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.types import Rewards, WorkerInfo, share_out
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.25
@@ -90,7 +93,7 @@ class VerifierTerms:
                 self._telling[name] = asyncio.create_task(tell, name=f"share-of-{name}")
         self._told = {name: share for name, share in self._told.items() if name in shares}
 
-    async def _tell(self, name: str, handle: Any, share: int) -> None:
+    async def _tell(self, name: str, handle: WorkerHandle, share: int) -> None:
         try:
             call = handle.take_share.remote(share)
             await cluster.call(call, timeout_s=deadlines.SHARE_TAKEN_S, who=f"worker {name}")

@@ -31,6 +31,7 @@ from async_grpo.log_tail import last_words
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing, WorkerInfo
+    from async_grpo.types.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 State = Literal["pausing", "loading", "registering", "serving"]
@@ -59,7 +60,9 @@ class SupervisedWorker:
         self.worker_id = ""
         self.handle: Any = None
 
-    def check(self, controller: Any, standing: Standing | None, *, now_s: float) -> None:
+    def check(
+        self, controller: ControllerHandle, standing: Standing | None, *, now_s: float
+    ) -> None:
         """One step. `standing`: how the controller sees the worker; None: it has not said."""
         try:
             if self._state == "pausing":
@@ -85,7 +88,7 @@ class SupervisedWorker:
         self._pid, self._is_known = 0, False
         self._enter("loading", now_s, self.handle.info.remote())
 
-    def _load(self, controller: Any, now_s: float) -> None:
+    def _load(self, controller: ControllerHandle, now_s: float) -> None:
         if not self._pid:
             self._pid = cluster.process_of(self.handle)
         seconds = now_s - self._state_since
@@ -110,7 +113,8 @@ class SupervisedWorker:
                 "raise --start-timeout-s or see its log"
             )
 
-    def _register(self, controller: Any, now_s: float) -> None:
+    def _register(self, controller: ControllerHandle, now_s: float) -> None:
+        assert self._info is not None, "a worker is asked for its facts before it registers"
         self._enter("registering", now_s, controller.register.remote(self._info, self.handle))
 
     def _await_registration(self, now_s: float) -> None:
@@ -129,7 +133,9 @@ class SupervisedWorker:
                 f"{self._config.start_timeout_s:g} s: raise --start-timeout-s"
             )
 
-    def _register_again(self, controller: Any, standing: Standing, now_s: float) -> None:
+    def _register_again(
+        self, controller: ControllerHandle, standing: Standing, now_s: float
+    ) -> None:
         """The controller has fenced the worker, or it is a new one and does not know it."""
         if standing.excluded:
             raise WorkerError(standing.excluded)

@@ -26,6 +26,7 @@ from async_grpo.roles import VERIFIER
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing  # imports numpy
+    from async_grpo.types.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
@@ -40,7 +41,7 @@ class Workers:
         self._config = config
         self._say = say
         self._run = 0  # incarnation of the run that is served; 0: none
-        self._controller: Any = None  # None when it is lost
+        self._controller: ControllerHandle | None = None  # None when it is lost
         self._calls: list[Any] = []  # to the controller, under way
         self._called_at = 0.0
         self._complaint: Any = None  # a call to the verifier pool
@@ -62,7 +63,7 @@ class Workers:
         for worker in self._workers:
             worker.start(time.monotonic())
         try:
-            self._find_controller()
+            self._controller = self._find_controller()
         except BaseException:  # nobody else would end them
             self._end_workers()
             raise
@@ -99,23 +100,25 @@ class Workers:
         """Look after everything once; raises what no restart can mend."""
         now_s = time.monotonic()
         if self._controller is None:  # since the last check: had the cluster ended, nobody would
-            self._find_controller()
-        standing = self._poll_standing(now_s)
+            self._controller = self._find_controller()
+        standing = self._poll_standing(self._controller, now_s)
         self._tell_of_run(standing)
+        if self._controller is None:
+            return  # it is lost: workers are looked after when there is another
         for worker in self._workers:
             worker.check(self._controller, standing.get(worker.worker_id), now_s=now_s)
         if self._config.write_failed_generation_samples:
             self._relay_complaint()
 
-    def _find_controller(self) -> None:
+    def _find_controller(self) -> ControllerHandle:
         from async_grpo.controller.find import find_or_make_controller
 
-        self._controller = find_or_make_controller()
+        return find_or_make_controller()
 
-    def _poll_standing(self, now_s: float) -> Mapping[str, Standing]:
+    def _poll_standing(self, controller: ControllerHandle, now_s: float) -> Mapping[str, Standing]:
         """By worker id, as far as the controller has answered since the last time."""
         if not self._calls:
-            self._calls, self._called_at = self._ask_standing(), now_s
+            self._calls, self._called_at = self._ask_standing(controller), now_s
         if not all(map(cluster.is_ready, self._calls)):
             if now_s - self._called_at > deadlines.CONTROLLER_SILENCE_S:
                 self._end_frozen_controller()
@@ -128,12 +131,12 @@ class Workers:
             self._controller = None
             return {}
 
-    def _ask_standing(self) -> list[Any]:
+    def _ask_standing(self, controller: ControllerHandle) -> list[Any]:
         ids: dict[str, list[str]] = {}
         for worker in self._workers:
             ids.setdefault(worker.role, []).append(worker.worker_id)
         return [
-            self._controller.standing.remote(role, tuple(filter(None, worker_ids)))
+            controller.standing.remote(role, tuple(filter(None, worker_ids)))
             for role, worker_ids in ids.items()
         ]
 
@@ -186,7 +189,7 @@ class Workers:
     def _num_leases(self) -> int:
         if self._controller is None:
             return 0
-        standing = _merged(self._ask_standing(), timeout_s=deadlines.RELEASED_S)
+        standing = _merged(self._ask_standing(self._controller), timeout_s=deadlines.RELEASED_S)
         return sum(worker.num_leases for worker in standing.values())
 
     def _check_room(self, needed: Mapping[str, float]) -> None:

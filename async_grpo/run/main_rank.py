@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -59,6 +59,9 @@ from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.publisher import Publisher, join_gather
 from async_grpo.weight_sync.references import ReferenceSchedule
 from async_grpo.weight_sync.transport import open_transport
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 MAX_RECOVERIES = 3  # a run
@@ -152,7 +155,7 @@ class MainRank:
                 self.report.recovered()
                 return
 
-    def _begin(self, controller: Any) -> RunClient:
+    def _begin(self, controller: ControllerHandle) -> RunClient:
         if cluster.is_ready(self._recorder_death):
             self._recorder = start_recorder(self.plan.config)
             self._recorder_death = self._recorder.until_death.remote()

@@ -14,11 +14,14 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import RecorderHandle
 
 
 class RunRecorder:
@@ -52,7 +55,7 @@ class RunRecorder:
         await asyncio.Event().wait()
 
 
-def start_recorder(config: TrainConfig) -> Any:
+def start_recorder(config: TrainConfig) -> RecorderHandle:
     """The handle of a new recorder, owned by this process and on its node."""
     import ray
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.algorithms.find import find_algorithm
@@ -29,6 +29,9 @@ from async_grpo.roles import (
 )
 from async_grpo.types import WorkerInfo
 from async_grpo.weight_sync.routes import check_route
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
@@ -50,7 +53,7 @@ class Demand:
         return self.longest_prompt + self.config.max_generation_tokens
 
 
-def recruit(controller: Any, demand: Demand) -> None:
+def recruit(controller: ControllerHandle, demand: Demand) -> None:
     """Wait until every role that the run needs has a worker, and check all that are there.
 
     Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers that cannot
@@ -85,7 +88,7 @@ def command_for(role: str, *, model: str) -> str:
     return f"`python worker_dispatcher.py {options.get(role, teaching)}`"
 
 
-def _find(controller: Any, role: str, demand: Demand, why: str) -> None:
+def _find(controller: ControllerHandle, role: str, demand: Demand, why: str) -> None:
     remedy = f"start one with {command_for(role, model=demand.config.model_name_or_path)}"
     timeout_s = demand.config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")

@@ -9,7 +9,7 @@ unblocked by: the pools, whose every verification has a limit
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,10 +19,13 @@ from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
 from async_grpo.types import Question, Turn, Verdict, VerificationRequest, WorkerInfo
 
+if TYPE_CHECKING:
+    from async_grpo.types.handles import ControllerHandle
+
 logger = logging.getLogger(__name__)
 
 
-def try_rewards(controller: Any, question: Question, config: TrainConfig) -> None:
+def try_rewards(controller: ControllerHandle, question: Question, config: TrainConfig) -> None:
     """Raise `ConfigError` for a reward that cannot grade `question`, the first of the data.
 
     Every pool is asked: a later overrun is measured by what its pool graded here. A connection

@@ -10,13 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo import cluster, deadlines
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.telemetry.incidents import Incidents
 from async_grpo.types import PipelineStatus
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
@@ -70,7 +73,7 @@ class Watcher:
             self._said.add(warning)
 
 
-def see_members(controller: Any, incidents: Incidents) -> None:
+def see_members(controller: ControllerHandle, incidents: Incidents) -> None:
     """Have `incidents` see who is registered; a controller that does not answer tells nothing."""
 
     def ask(call: Any) -> Any:

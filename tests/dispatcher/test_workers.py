@@ -307,6 +307,16 @@ def test_a_controller_that_dies_while_a_worker_registers_costs_nothing(scene):
         assert len(scene.names) == 1
 
 
+def test_a_worker_that_has_loaded_when_the_controller_is_lost_registers_at_the_next(scene):
+    scene.controller.answers["standing"] = LOST
+    with make_workers(scene) as workers:
+        scene.pass_time(workers, 1)
+        scene.controller = Controller()
+        scene.pass_time(workers, 3)
+        assert scene.controller.admitted == scene.names
+        assert len(scene.names) == 1
+
+
 def test_a_controller_that_does_not_answer_is_ended_and_another_is_looked_for(scene):
     with make_workers(scene) as workers:
         scene.pass_time(workers, 3)

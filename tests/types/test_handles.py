@@ -1,0 +1,54 @@
+import inspect
+
+import pytest
+
+from async_grpo.controller.controller import Controller
+from async_grpo.environments.worker import EnvironmentWorker
+from async_grpo.rollout.worker import GenerationWorker
+from async_grpo.run.recorder import RunRecorder
+from async_grpo.scoring.worker import LogprobWorker
+from async_grpo.types.handles import ControllerHandle, RecorderHandle, WorkerHandle
+from async_grpo.verification.pool import VerifierPool
+
+EVERY_WORKER = {"info", "ping", "abort_all"}
+OF_ROLE = {
+    GenerationWorker: {"load_weights", "generate"},
+    LogprobWorker: {"load_weights", "logprobs"},
+    EnvironmentWorker: {"play"},
+    VerifierPool: {"verify", "try_out", "take_share", "complaint"},
+}
+ACTORS = [
+    (Controller, ControllerHandle, set(ControllerHandle.__annotations__)),
+    (RunRecorder, RecorderHandle, set(RecorderHandle.__annotations__)),
+    *((actor, WorkerHandle, EVERY_WORKER | methods) for actor, methods in OF_ROLE.items()),
+]
+
+
+@pytest.mark.parametrize(("actor", "handle", "methods"), ACTORS)
+def test_an_actor_has_the_methods_of_its_handle_and_as_many_arguments(actor, handle, methods):
+    for name in methods:
+        stated = handle.__annotations__[name].removeprefix("Remote[")
+        arguments = stated[1 : stated.index("]")] if stated.startswith("[") else None
+        method = getattr(actor, name)
+        assert inspect.iscoroutinefunction(method)
+        if arguments is not None:
+            inspect.signature(method).bind(None, *_split(stated))
+
+
+def test_no_method_of_a_handle_is_nobodys():
+    assert EVERY_WORKER.union(*OF_ROLE.values()) == set(WorkerHandle.__annotations__)
+
+
+def _split(stated):
+    """The types of the arguments in `[A, tuple[B, ...]], R]`."""
+    depth, parts, part = 0, [], ""
+    for letter in stated[1:]:
+        if letter == "]" and depth == 0:
+            break
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            parts.append(part)
+            part = ""
+        else:
+            part += letter
+    return [each for each in [*parts, part] if each.strip()]
