@@ -33,6 +33,7 @@ class Script:
     barren: frozenset[int] = frozenset()  # ordinals whose samples at any attempt do
     slowest_s: float = 5.0
     loses_a_lease: bool = False
+    max_rows: int = 1  # of a sample; more: an environment worker plays every group
 
     def chance(self, *key):
         """A number in [0, 1) that is always the same for the key."""
@@ -71,6 +72,13 @@ class Script:
             1 + int(longest * self.chance("length", self.seed, ordinal, attempt, index))
             for index in range(self.config.samples_per_question)
         ]
+
+    def row_lengths(self, ordinal, attempt, index):
+        """Tokens of each row of a sample."""
+        length = self.lengths(ordinal, attempt)[index]
+        chance = self.chance("rows", self.seed, ordinal, attempt, index)
+        num_rows = min(length, 1 + int(self.max_rows * chance))
+        return [length // num_rows + (row < length % num_rows) for row in range(num_rows)]
 
     def is_cut(self, num_tokens):
         return num_tokens == self.config.max_generation_tokens

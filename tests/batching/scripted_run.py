@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from script import BEHAVIOUR, NUM_QUESTIONS, REFERENCE_LOGPROB, Script
@@ -15,12 +16,22 @@ from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ProcessLostError, WorkerError
-from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
+from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.run.recorder import RunRecorder
-from async_grpo.types import Minibatch, SamplingContract, VersionSpan, WeightsVersion
+from async_grpo.types import (
+    EnvironmentSource,
+    Episode,
+    Minibatch,
+    PlayedGroup,
+    Row,
+    SamplingContract,
+    VersionSpan,
+    WeightsVersion,
+)
 
 INCARNATION = 5
 ATTENTION_RATIO = 10.0
+ROWS = EnvironmentSource("scripted.py:Rows", "")
 QUESTIONS = tuple(make_question(1 + number) for number in range(NUM_QUESTIONS))
 
 
@@ -72,6 +83,29 @@ class Cluster:
             verdicts[-1] = make_verdict(0.0, status="error", reason="scripted: killed")
         return tuple(verdicts)
 
+    async def play(self, request):
+        """The same tokens and verdicts, in as many rows as the script says."""
+        turns = await self.generate(request)
+        output = SimpleNamespace(ordinal=request.ordinal)
+        verdicts = await self.verify(SimpleNamespace(outputs=(output,) * len(turns)))
+        episodes = tuple(self._episode(request, *numbered) for numbered in enumerate(turns))
+        return PlayedGroup(episodes, verdicts)
+
+    def _episode(self, request, index, turn):
+        lengths = self.script.row_lengths(request.ordinal, request.attempt, index)
+        stops = np.cumsum(lengths)
+        rows = tuple(
+            Row(
+                request.question.input_token_ids,
+                turn.token_ids[start:stop],
+                turn.logprobs[start:stop],
+                np.ones(stop - start, np.bool_),
+                tuple(_within(turn.weights_versions, start, stop)),
+            )
+            for start, stop in zip(stops - lengths, stops, strict=True)
+        )
+        return Episode(rows, (turn,))
+
     async def logprobs(self, request):
         self.references.append(request.version.batches)
         self.scored_tokens += sum(map(len, request.output_token_ids))
@@ -79,6 +113,13 @@ class Cluster:
         return tuple(
             np.full(len(ids), REFERENCE_LOGPROB, np.float32) for ids in request.output_token_ids
         )
+
+
+def _within(spans, first, last):
+    """The spans of the tokens [first, last), counted from there."""
+    for version, start, stop in spans:
+        if max(start, first) < min(stop, last):
+            yield VersionSpan(version, int(max(start, first) - first), int(min(stop, last) - first))
 
 
 class Run:
@@ -102,6 +143,7 @@ class Run:
             num_ranks=script.num_ranks,
             incarnation=INCARNATION,
             attention_ratio=ATTENTION_RATIO,
+            environment=ROWS if script.max_rows > 1 else None,
         )
         dump = Path(self.config.output_dir) / self.config.dump_samples_filename
         self.recorder = Handle(RunRecorder(str(dump)))
@@ -111,6 +153,7 @@ class Run:
     def make_batcher(self, resume=None):
         registries = {
             GENERATION: self.generation,
+            ENVIRONMENT: self.generation,
             VERIFIER: Registry(self.cluster, role=VERIFIER),
             REFERENCE: self.make_reference(),
         }

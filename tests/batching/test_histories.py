@@ -60,6 +60,7 @@ def scripts(draw):
         barren=draw(few),
         slowest_s=draw(st.sampled_from([0.0, 1.0, 30.0])),
         loses_a_lease=draw(st.booleans()),
+        max_rows=draw(st.sampled_from([1, 1, 3])),
     )
 
 
@@ -124,6 +125,7 @@ def test_every_sample_has_one_fate_and_is_counted_once_in_any_history(script):
         assert len({tuple(m.round_index for m in own[number][0]) for own in ranks}) == 1
         check_end(step, ends[0])
         check_sent(config, [own[number] for own in ranks], ends[0])
+        assert sum(own.num_samples for own in ends[0].sent) == ends[0].fates["trained"]
         check_samples(step, samples_of(ranks, number))
     check_books(running, status, expected)
     assert running.cluster.scored_tokens == sum(step.scored_tokens for step in expected)
@@ -187,11 +189,16 @@ def lag_bins(sums, what):
 
 def check_samples(step, samples):
     script, config = step.script, step.script.config
-    sent = {(sample.ordinal, sample.index): sample for sample in samples}
+    sent = {(sample.ordinal, sample.index, sample.row): sample for sample in samples}
     assert len(sent) == len(samples)
-    assert {key: s.num_trained_tokens for key, s in sent.items()} == step.trained
-    for (ordinal, index), sample in sent.items():
+    whole = {(s.ordinal, s.index): s.num_trained_tokens for s in samples}
+    assert whole == step.trained  # L_i in each of its rows
+    for (ordinal, index, number), sample in sent.items():
         attempt = step.slots[ordinal][1]
+        lengths = script.row_lengths(ordinal, attempt, index)
+        assert all((ordinal, index, other) in sent for other in range(len(lengths)))
+        (row,) = sample.episode.rows
+        assert len(row.token_ids) == lengths[number]
         asked = QUESTIONS[script.question(ordinal, attempt)].input_token_ids
         assert sample.question.input_token_ids is asked
         assert sample.verdict.reward == script.rewards(ordinal, attempt)[index]
@@ -232,7 +239,7 @@ def test_the_order_of_completion_never_selects_what_is_trained(script, timing, s
 def identity(sample):
     """All that the gradient of a sample depends on, but for who made its tokens when."""
     return (
-        (sample.ordinal, sample.index, sample.advantage, sample.shaped_reward),
+        (sample.ordinal, sample.index, sample.row, sample.advantage, sample.shaped_reward),
         sample.episode.rows[0].loss_mask.tolist(),
         sample.episode.rows[0].token_ids.tolist(),
         len(sample.question.input_token_ids),
@@ -266,6 +273,23 @@ def test_lag_reaches_its_bound_and_is_counted_a_sample_and_a_token(max_staleness
         assert f"lag_{max_staleness + 1}_samples" not in step_sums
     younger = sum(s["token_lag_sum"] / s["output_tokens"] for s in sums)
     assert younger < sum(s["lag_sum"] / s["num_samples"] for s in sums)
+
+
+def test_a_sample_of_several_rows_counts_once_on_the_rank_that_has_its_first():
+    config = make_config(max_tokens_per_gpu=20, entropy_coefficient=0.125)
+    ranks, _, _ = watched(Script(config=config, num_ranks=3, max_rows=3))
+    size, num_apart = config.batch_size * config.samples_per_question, 0
+    for number, end in enumerate(ends(ranks)):
+        firsts, places = [], {}
+        for rank, own in enumerate(ranks):
+            parts = samples_of([own], number)
+            firsts.append(sum(part.row == 0 for part in parts))
+            for part in parts:
+                places.setdefault((part.ordinal, part.index), set()).add(rank)
+        assert [own.num_samples for own in end.sent] == firsts
+        assert sum(firsts) == end.num_samples == end.fates["trained"] == size
+        num_apart += sum(len(own) > 1 for own in places.values())
+    assert num_apart > 0
 
 
 def test_weights_that_are_too_old_end_the_run_with_the_bug_s_name():
