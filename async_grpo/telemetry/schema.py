@@ -120,8 +120,8 @@ PIPELINE_METRICS = (
            "samples sent to another reference worker after one failed; outputs that were sampled "
            "again are counted by reason, as `discarded_<reason>`"),
     _plain("unwritten_samples", "samples", "Samples not dumped",
-           "samples that --dump-samples-filename lacks, for the disk refused them; counted by the "
-           "present batcher", window="run"),
+           "samples that --dump-samples-filename lacks, for the disk refused them or was too slow; "
+           "counted since the controller began the run", window="run"),
     Metric("avg_generating_samples", "generating_seconds", "pipeline_seconds", "samples",
            "Samples in generation", "samples being generated, or queued for it, at a time"),
 )
