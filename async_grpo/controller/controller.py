@@ -31,7 +31,6 @@ from async_grpo.roles import VERIFIER, role_of
 from async_grpo.types import (
     PipelineStatus,
     PublishReport,
-    RegistryEvent,
     RegistryStatus,
     RunId,
     Standing,
@@ -163,10 +162,6 @@ class Controller:
     async def registry_status(self, role: str) -> RegistryStatus:
         """What there is of a role, and how often what has happened."""
         return self.registry_of(role).status
-
-    async def history(self, role: str) -> tuple[RegistryEvent, ...]:
-        """The newest events of a role."""
-        return self.registry_of(role).history
 
     async def begin_run(self, plan: BatcherPlan, recorder: RecorderHandle) -> int:
         """The epoch of a run that begins, or goes on, with this plan.

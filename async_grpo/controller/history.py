@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 
-from async_grpo.types import RegistryEvent
-
-NUM_EVENTS_KEPT = 256
+NUM_EXCLUSIONS_KEPT = 256
 
 
 class History:
-    """Counts for ever, tells of the newest events only."""
+    """Counts events for ever, and knows the newest exclusions."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._events: deque[RegistryEvent] = deque(maxlen=NUM_EVENTS_KEPT)
+    def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._exclusions: dict[str, str] = {}
 
     def note(
         self, kind: str, worker_id: str = "", cause: str = "", reason: str = "", *, num: int = 1
     ) -> None:
-        """Something has happened, now, to a worker, or to `num` of its leases.
+        """Something has happened to a worker, or to `num` of its leases.
 
-        >>> history = History(clock=lambda: 7.0)
+        `cause` is a word or two, such as "died", `reason` a sentence.
+
+        >>> history = History()
         >>> history.note("registered", "w0")
         >>> history.note("fenced", "w0", "died", "its process has ended")
         >>> history.note("revoked", "w0", "died", num=3)
@@ -35,10 +32,9 @@ class History:
         if not num:
             return
         self._counts[f"{kind}: {cause}" if cause else kind] += num
-        self._events.append(RegistryEvent(self._clock(), kind, worker_id, cause, reason))
         if kind == "fenced":
             self._exclusions[worker_id] = reason
-            if len(self._exclusions) > NUM_EVENTS_KEPT:
+            if len(self._exclusions) > NUM_EXCLUSIONS_KEPT:
                 del self._exclusions[next(iter(self._exclusions))]
 
     @property
@@ -50,8 +46,3 @@ class History:
     def exclusions(self) -> Mapping[str, str]:
         """The latest workers that were fenced, with the reason."""
         return self._exclusions
-
-    @property
-    def events(self) -> tuple[RegistryEvent, ...]:
-        """The newest events, in their order."""
-        return tuple(self._events)

@@ -29,7 +29,6 @@ from async_grpo.roles import Role
 from async_grpo.types import (
     PublishReport,
     Pulse,
-    RegistryEvent,
     RegistryStatus,
     Standing,
     WeightsSnapshot,
@@ -166,11 +165,6 @@ class WorkerRegistry:
     def fenced(self) -> dict[str, str]:
         """The latest workers that were excluded, with the reason."""
         return dict(self._history.exclusions)
-
-    @property
-    def history(self) -> tuple[RegistryEvent, ...]:
-        """The newest events."""
-        return self._history.events
 
     @property
     def status(self) -> RegistryStatus:

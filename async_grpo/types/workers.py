@@ -57,16 +57,6 @@ class Standing(NamedTuple):
     run: int = 0  # incarnation of the run that the registry serves; 0: none
 
 
-class RegistryEvent(NamedTuple):
-    """Something that has happened to a worker, or to the leases on it."""
-
-    at: float  # seconds since the epoch
-    kind: str  # "registered", "fenced", "left", "drained", "revoked", "run begun", "run ended"
-    worker_id: str = ""
-    cause: str = ""  # in one word or two: "died", "silent", "stalled", "update", "left"
-    reason: str = ""  # in a sentence
-
-
 @dataclass(frozen=True, slots=True)
 class RegistryStatus:
     """What a registry knows at this moment, and how often what has happened since it was made."""
@@ -74,7 +64,7 @@ class RegistryStatus:
     workers: int
     leases: int
     serves: WeightsVersion | None  # the weights that were announced last
-    counts: Mapping[str, int]  # by "kind" or "kind: cause" of `RegistryEvent`
+    counts: Mapping[str, int]  # by "kind" or "kind: cause", see `controller.history`
     num_tokens: int  # that workers have made since the registry was made, by their pulses
 
 
