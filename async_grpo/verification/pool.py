@@ -105,7 +105,7 @@ class VerifierPool:
                 self._num_processes = num_processes
 
     async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
-        """Grade the outputs side by side; verdicts in their order."""
+        """Grade the outputs of one group; verdicts in their order."""
         outputs, lease_id = request.outputs, request.lease_id
         self._verifying[lease_id] = len(outputs)
         try:

@@ -1,6 +1,6 @@
 """Grading behind fork servers: whatever a text or an adapter does, grading goes on.
 
-sample --one request an adapter--> fork server --> outcomes, an accident tried again--> best verdict
+group --requests of an adapter--> fork server --> outcomes, accidents tried again--> best verdicts
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the pool and a request's process say to each other, and what of it the pool believes.
 
 An answer must carry its task's own random id and nothing but plain, finite, bounded values. That
-is all a pool can check: a text that has taken over its process can still lie about itself.
+is all a pool can check: a text that has taken over its process can still lie about itself, and
+about the texts of its group that are graded after it.
 """
 
 from __future__ import annotations
