@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from async_grpo.batching.lag import StalenessError
 from async_grpo.batching.statistics import StepSums, group_sums
 from async_grpo.telemetry.metrics import LAG_BIN
 from async_grpo.telemetry.schema import SUM_KEYS
-from async_grpo.types import Group, VersionSpan, WeightsVersion
+from async_grpo.types import Episode, Group, VersionSpan, WeightsVersion
 
 STEP, LATER = StepKey(3, 0), StepKey(3, 1)
 VERSION = WeightsVersion(9, 3)
@@ -164,3 +165,12 @@ def test_zero_counts_stay_in_the_sums():
     sums = close(group(make_sample(VERSION, reward=0.0)))
     assert sums["reward_sum"] == 0.0
     assert {"reward_sum", "lag_sum", "lag_max"} <= sums.keys()
+
+
+def test_a_sample_that_nobody_sampled_has_no_lag_and_counts_in_all_else():
+    sampled = make_sample(VERSION, **older(1))
+    (row,) = sampled.episode.rows
+    told = replace(row, logprobs=None, weights_versions=())
+    sums = close(group(sampled, replace(sampled, episode=Episode((told,)))))
+    assert (sums["num_samples"], sums["sampled_samples"]) == (2, 1)
+    assert (sums["lag_sum"], sums["lag_2_samples"], sums["lag_0_samples"]) == (2, 1, 0)
