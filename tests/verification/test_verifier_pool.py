@@ -111,6 +111,7 @@ def unlucky(tmp_path, monkeypatch):
 
 
 def graded(ray, pool):
+    ray.get(pool.info.remote(), timeout=60)  # as its dispatcher does before it registers it
     (verdict,) = ray.get(pool.verify.remote(GradingRequest((request("any"),))), timeout=60)
     assert verdict.status == "error"
     return ray.get(pool.complaint.remote(), timeout=60)
@@ -140,6 +141,7 @@ def test_users_functions_do_not_see_the_folder_with_rays_sockets(ray, tmp_path):
         f"import os\ndef look(sample):\n    return float(len(os.listdir({folder!r})))\n"
     )
     pool = start_pool(ray, f"{path}:look")
+    ray.get(pool.info.remote(), timeout=60)
     (verdict,) = ray.get(pool.verify.remote(GradingRequest((request("any"),))), timeout=60)
     assert os.listdir(folder)
     assert (verdict.status, verdict.reward) == ("scored", 0.0)
