@@ -1,5 +1,7 @@
 """The controller's part of a weight sync alone: a registry of engines, without any run."""
 
+import sys
+
 import ray
 
 from async_grpo.controller.registry import WorkerRegistry
@@ -27,6 +29,8 @@ class RegistryClient:
     """Called as a run's client is."""
 
     def __init__(self, **options):
+        # Workers do not find the tests' modules by name.
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         actor = ray.remote(RegistryActor).options(num_cpus=0, max_concurrency=1000)
         self.actor = actor.remote(**options)
 
