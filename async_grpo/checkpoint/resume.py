@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 # They define which questions a step is made of, and which weights score them.
 FIXED = (
     "algorithm",
+    "environment",
     "batch_size",
     "train_minibatch_size",
     "samples_per_question",
