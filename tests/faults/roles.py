@@ -16,7 +16,7 @@ TITLES: dict[str, str | tuple[str, ...]] = {
     "controller": "ray::Controller",
 }
 # Each is the parent of the next, the pool that of the first.
-GRADERS = ("verifier container", "verifier init", "verifier server", "verifier request")
+GRADERS = ("verifier container", "verifier server", "verifier request")
 
 
 def cast(run: LiveRun) -> dict[str, list[int]]:
