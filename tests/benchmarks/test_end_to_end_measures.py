@@ -87,7 +87,7 @@ def test_a_seed_that_missed_the_threshold_is_told_and_leaves_no_times():
 
 
 def test_trl_is_asked_the_questions_of_our_stream_and_graded_by_our_adapter(tmp_path):
-    from reward_registry import countdown
+    from async_grpo.verification.graders.shipped import countdown
 
     lines = [
         {"input": f"use 1 2 3 to make {target}\n", "nums": [1, 2, 3], "target": target}
