@@ -110,6 +110,7 @@ def test_workers_of_one_run_grade_alike(ray_cluster, generation, tiny_model):
         assert f"dispatcher process {generation.pid} on " in error
 
 
+@pytest.mark.slow  # test_real_resume shows it of a run that goes on
 def test_workers_outlive_a_trainer_that_is_killed(
     ray_cluster, generation, logprob, tiny_model, questions, tmp_path
 ):

@@ -187,6 +187,7 @@ def test_workers_serve_what_was_exported(setup, trained, driver):
     assert np.abs(recomputed(before, PROMPT, ids) - scores).max() <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_an_exported_model_joins_a_run_as_a_worker(setup, trained, driver):
     """vLLM loads the export; the newcomer gets the run's weights, then all of its questions."""
     (export,) = (trained / "hf_format").iterdir()

@@ -24,7 +24,7 @@ from async_grpo.weight_sync.device import DeviceTransport
 from async_grpo.weight_sync.links import Sender, WorkerClient
 from async_grpo.weight_sync.publisher import Publisher
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 TIMEOUT_S = 60
 TOLERANCE = 5e-6
@@ -33,7 +33,7 @@ HERE = str(Path(__file__).parent)
 
 
 def get(reference):
-    return cluster.wait(reference, timeout_s=120, who="the actor")
+    return cluster.wait(reference, timeout_s=300, who="the actor")  # three engines start
 
 
 def worker_class():
