@@ -37,9 +37,7 @@ class Grpo(Algorithm):
 
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
-        check_objective(
-            config, mode=config.mode, max_generation_tokens=config.max_generation_tokens
-        )
+        check_objective(config)
         kl_in_reward = config.kl_coefficient > 0 and not config.kl_in_loss
         if config.kl_coefficient:
             self.needs = (ScoreNeed(REFERENCE, before_advantages=kl_in_reward),)

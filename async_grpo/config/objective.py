@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from async_grpo.config.option import option, require
+from async_grpo.config.option import Options, option
+
+if TYPE_CHECKING:
+    from async_grpo.config.train import TrainConfig
 
 MASK_MARGIN = 0.01  # of the ratio: bfloat16 was seen to move it by up to 1 %
 PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Options):
     """Advantage, ratio, clipping, corrections and penalties of the GRPO family."""
 
     preset: str = option(
@@ -101,89 +105,63 @@ class ObjectiveConfig:
         )
 
 
-def check_objective(config: ObjectiveConfig, *, mode: str, max_generation_tokens: int) -> None:
-    """Raise `ConfigError` for what contradicts itself; `mode` is the ratio mode in force."""
-    require(
-        (config.aggregation == "constant") == (config.constant_length_samples > 0),
-        "constant_length_samples",
-        "goes with --aggregation constant, and only with it",
-        config.constant_length_samples,
-        "set both, for example to --max-generation-tokens, or neither",
-    )
-    _check_ratio(config)
-    _check_correction(config, mode)
-    require(
-        config.overlong_buffer_tokens <= max_generation_tokens,
-        "overlong_buffer_tokens",
-        f"must not exceed --max-generation-tokens ({max_generation_tokens})",
-        config.overlong_buffer_tokens,
-        "a fifth of it is usual",
-    )
-
-
-def _check_ratio(config: ObjectiveConfig) -> None:
-    whole = config.ratio_level == "sequence"
-    require(
-        not whole or (config.aggregation == "sample-mean" and config.policy_loss == "clip"),
-        "ratio_level",
-        "must be token unless --aggregation is sample-mean and --policy-loss is clip "
-        f"(they are {config.aggregation} and {config.policy_loss})",
-        config.ratio_level,
-        "GSPO is defined for one clipped ratio a sample: change the one or the other",
-    )
-    require(
-        config.dual_clip == 0 or config.dual_clip > 1,
-        "dual_clip",
-        "must be 0 (off) or above 1",
-        config.dual_clip,
-        "3 is usual",
-    )
-    require(
-        config.dual_clip == 0 or config.policy_loss == "clip",
-        "dual_clip",
-        "belongs to --policy-loss clip: cispo bounds the weight itself",
-        config.dual_clip,
-        "drop one of the two",
-    )
-
-
-def _check_correction(config: ObjectiveConfig, mode: str) -> None:
-    if config.importance_correction == "none":
-        return
-    require(
-        mode != "behaviour",
-        "importance_correction",
-        "must be none where the ratio already compares with the engine (--ratio-mode behaviour): "
-        "it would correct twice",
-        config.importance_correction,
-        "add --ratio-mode decoupled, or drop it",
-    )
-    require(
-        config.correction_high >= 1 and math.isfinite(config.correction_high),
-        "correction_high",
-        "must be at least 1 and finite",
-        config.correction_high,
-        "2 is usual",
-    )
-    require(
-        0 <= config.correction_low <= 1,
-        "correction_low",
-        "must be in [0, 1]",
-        config.correction_low,
-        "0.5 is usual",
-    )
-    if config.importance_correction == "mask":
-        _check_mask(config)
-
-
-def _check_mask(config: ObjectiveConfig) -> None:
-    for name, usual in (("correction_low", 0.5), ("correction_high", 2.0)):
-        value = getattr(config, name)
-        require(
-            abs(value - 1) >= MASK_MARGIN,
-            name,
-            f"must be at least {MASK_MARGIN} away from 1 with --importance-correction mask, or "
-            "rounding alone decides which tokens are trained",
-            value,
-            f"{usual:g} is usual, or use truncate",
+def check_objective(config: TrainConfig) -> None:
+    """Raise `ConfigError` for what contradicts itself."""
+    if (config.aggregation == "constant") != (config.constant_length_samples > 0):
+        raise config.refusal(
+            "constant_length_samples",
+            "goes with --aggregation constant, and only with it",
+            "set both, for example to --max-generation-tokens, or neither",
         )
+    _check_ratio(config)
+    if config.importance_correction != "none":
+        _check_correction(config)
+    if config.overlong_buffer_tokens > config.max_generation_tokens:
+        raise config.refusal(
+            "overlong_buffer_tokens",
+            f"must not exceed --max-generation-tokens ({config.max_generation_tokens})",
+            "a fifth of it is usual",
+        )
+
+
+def _check_ratio(config: TrainConfig) -> None:
+    is_plain = config.aggregation == "sample-mean" and config.policy_loss == "clip"
+    if config.ratio_level == "sequence" and not is_plain:
+        raise config.refusal(
+            "ratio_level",
+            "must be token unless --aggregation is sample-mean and --policy-loss is clip "
+            f"(they are {config.aggregation} and {config.policy_loss})",
+            "GSPO is defined for one clipped ratio a sample: change the one or the other",
+        )
+    if 0 < config.dual_clip <= 1:
+        raise config.refusal("dual_clip", "must be 0 (off) or above 1", "3 is usual")
+    if config.dual_clip and config.policy_loss != "clip":
+        raise config.refusal(
+            "dual_clip",
+            "belongs to --policy-loss clip: cispo bounds the weight itself",
+            "drop one of the two",
+        )
+
+
+def _check_correction(config: TrainConfig) -> None:
+    if config.mode == "behaviour":
+        raise config.refusal(
+            "importance_correction",
+            "must be none where the ratio already compares with the engine (--ratio-mode "
+            "behaviour): it would correct twice",
+            "add --ratio-mode decoupled, or drop it",
+        )
+    if not 1 <= config.correction_high < math.inf:
+        raise config.refusal("correction_high", "must be at least 1 and finite", "2 is usual")
+    if config.correction_low > 1:
+        raise config.refusal("correction_low", "must be in [0, 1]", "0.5 is usual")
+    if config.importance_correction != "mask":
+        return
+    for name, usual in (("correction_low", 0.5), ("correction_high", 2.0)):
+        if abs(getattr(config, name) - 1) < MASK_MARGIN:
+            raise config.refusal(
+                name,
+                f"must be at least {MASK_MARGIN} away from 1 with --importance-correction mask, or "
+                "rounding alone decides which tokens are trained",
+                f"{usual:g} is usual, or use truncate",
+            )

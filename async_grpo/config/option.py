@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any
 
 from async_grpo.errors import ConfigError
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+# What a number may have to be, and what to give else.
+NOT_NEGATIVE, POSITIVE, AT_LEAST_1 = "not be negative", "be positive", "be at least 1"
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], int, str]] = {
+    NOT_NEGATIVE: (operator.ge, 0, "give 0 or more"),
+    POSITIVE: (operator.gt, 0, "give a positive number"),
+    AT_LEAST_1: (operator.ge, 1, "give a positive number"),
+}
 
 
 def option(
     default: Any,
     text: str,
     *,
+    must: str = NOT_NEGATIVE,
     choices: Sequence[str] = (),
     none: Any = None,
     aliases: Sequence[str] = (),
@@ -23,12 +32,13 @@ def option(
 ) -> Any:
     """A dataclass field for one option; `text` is its help and `choices` its legal values.
 
-    `none`: its value where None is typed, which nobody may who has not said what it means.
-    `aliases`: other names of it on the command line. `group`: the heading in `--help` of this
-    option and of those that follow it in its class.
+    `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `none`: its value where
+    None is typed, which nobody may who has not said what it means. `aliases`: other names of it on
+    the command line. `group`: the heading in `--help` of this option and of those that follow it in
+    its class.
     """
-    metadata = {"help": text, "choices": tuple(choices), "none": none, "aliases": tuple(aliases)}
-    return field(default=default, metadata=metadata | {"group": group})
+    metadata = {"help": text, "must": must, "choices": tuple(choices), "none": none}
+    return field(default=default, metadata=metadata | {"aliases": tuple(aliases), "group": group})
 
 
 def required(text: str, *, group: str = "") -> Any:
@@ -57,7 +67,36 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """Of an option that takes several, with commas between them.
+
+    >>> names_in("countdown, mathd,")
+    ('countdown', 'mathd')
+    """
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def require(condition: bool, name: str, rule: str, value: object, remedy: str) -> None:
     """Raise `ConfigError` naming the option, the rule it breaks, its value and the remedy."""
     if not condition:
         raise ConfigError(f"{flag(name)} {rule}, got {value!r}: {remedy}")
+
+
+class Options:
+    """What the classes of options have in common: dataclasses, whose fields `option` makes."""
+
+    __slots__ = ()
+
+    def check_numbers(self) -> None:
+        """Raise `ConfigError` for a number that is too small."""
+        for each in fields(self):  # type: ignore[arg-type]
+            value, must = getattr(self, each.name), each.metadata["must"]
+            if not must or not isinstance(value, int | float):
+                continue
+            holds, bound, remedy = BOUNDS[must]
+            if not holds(value, bound):
+                raise self.refusal(each.name, f"must {must}", remedy)
+
+    def refusal(self, name: str, rule: str, remedy: str) -> ConfigError:
+        """The error of an option that breaks a rule."""
+        return ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)!r}: {remedy}")

@@ -9,50 +9,12 @@ from typing import Any, Self
 
 from async_grpo import deadlines
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.config.option import LOG_LEVELS, option, require, required
+from async_grpo.config.option import LOG_LEVELS, POSITIVE, names_in, option, required
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
 from async_grpo.config.source import DataSource
 
 MAX_LEARNING_RATE = 1e-2
-POSITIVE = (
-    "batch_size",
-    "samples_per_question",
-    "max_generation_tokens",
-    "max_tokens_per_gpu",
-    "num_training_batches",
-    "adam_epsilon",
-    "num_batches_per_ref_model_update",
-    "worker_timeout_s",
-    "keep_checkpoints",
-)
-NOT_NEGATIVE = (
-    "learning_rate",
-    "train_minibatch_size",
-    "max_staleness",
-    "kl_coefficient",
-    "clip_low",
-    "clip_high",
-    "constant_length_samples",
-    "loss_chunksize",
-    "correction_low",
-    "correction_high",
-    "entropy_coefficient",
-    "overlong_buffer_tokens",
-    "overlong_penalty",
-    "dynamic_sampling",
-    "num_warmup_steps",
-    "num_warmup_samples",
-    "warmup_ratio",
-    "min_learning_rate_ratio",
-    "weight_decay",
-    "max_grad_norm",
-    "min_samples_per_checkpoint",
-    "dump_max_gib",
-    "eval_every_batches",
-    "checkpoint_every_batches",
-    "generation_timeout_s",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +30,16 @@ class TrainConfig(ObjectiveConfig):
         "", "held-out data, graded (sft: its loss) before, during and after training", none=""
     )
     output_dir: str = option("runs/latest", "folder for metrics, samples and exports")
-    num_training_batches: int = option(100, "batches to train")
-    batch_size: int = option(32, "questions (sft: pairs) a batch; weights are published once each")
-    samples_per_question: int = option(8, "outputs sampled for each question")
-    max_generation_tokens: int = option(512, "longest output in tokens")
+    num_training_batches: int = option(100, "batches to train", must=POSITIVE)
+    batch_size: int = option(
+        32, "questions (sft: pairs) a batch; weights are published once each", must=POSITIVE
+    )
+    samples_per_question: int = option(8, "outputs sampled for each question", must=POSITIVE)
+    max_generation_tokens: int = option(512, "longest output in tokens", must=POSITIVE)
     learning_rate: float = option(1e-6, "peak learning rate of AdamW")
-    max_tokens_per_gpu: int = option(16384, "prompt + output tokens of one rank's minibatch")
+    max_tokens_per_gpu: int = option(
+        16384, "prompt + output tokens of one rank's minibatch", must=POSITIVE
+    )
 
     algorithm: str = option(
         "grpo",
@@ -107,7 +73,9 @@ class TrainConfig(ObjectiveConfig):
     column_mapping: str = option(
         "", "our=yours pairs for other column names, such as input=question,answer=solution"
     )
-    infinite_sampler_seed: int = option(37, "seed of the endless permutation of the questions")
+    infinite_sampler_seed: int = option(
+        37, "seed of the endless permutation of the questions", must=""
+    )
     eval_every_batches: int = option(0, "batches between evaluations; 0: only first and last")
 
     train_minibatch_size: int = option(
@@ -120,7 +88,9 @@ class TrainConfig(ObjectiveConfig):
         1, "batches that generation may run ahead of published weights; 0: strictly on-policy"
     )
     num_batches_per_ref_model_update: int = option(
-        1_000_000, "batches between updates of the reference model with the policy's weights"
+        1_000_000,
+        "batches between updates of the reference model with the policy's weights",
+        must=POSITIVE,
     )
     deterministic: bool = option(
         False, "form rounds in ordinal order from complete steps; needs --max-staleness 0"
@@ -147,7 +117,7 @@ class TrainConfig(ObjectiveConfig):
     )
     adam_beta1: float = option(0.9, "first moment decay of AdamW")
     adam_beta2: float = option(0.95, "second moment decay of AdamW")
-    adam_epsilon: float = option(1e-8, "epsilon of AdamW")
+    adam_epsilon: float = option(1e-8, "epsilon of AdamW", must=POSITIVE)
     weight_decay: float = option(0.0, "decoupled weight decay of AdamW")
     max_grad_norm: float = option(1.0, "clip of the global gradient norm; 0: no clipping")
     allow_high_learning_rate: bool = option(False, "take a --learning-rate above 0.01 as meant")
@@ -189,7 +159,7 @@ class TrainConfig(ObjectiveConfig):
     checkpoint_every_batches: int = option(
         10, "batches between checkpoints that the run can go on from, and one at the end; 0: none"
     )
-    keep_checkpoints: int = option(2, "checkpoints kept, the newest ones")
+    keep_checkpoints: int = option(2, "checkpoints kept, the newest ones", must=POSITIVE)
     dump_samples_filename: str = option(
         "samples.jsonl",
         "file for every trained sample: a name in the output folder, or a path; empty: none",
@@ -214,7 +184,9 @@ class TrainConfig(ObjectiveConfig):
         "auto", "host:port of the Ray cluster; auto: the one on this machine", group="Ray cluster"
     )
     namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
-    worker_timeout_s: float = option(300.0, "seconds to wait for the workers that the run needs")
+    worker_timeout_s: float = option(
+        300.0, "seconds to wait for the workers that the run needs", must=POSITIVE
+    )
     stall_timeout_s: float = option(
         900.0,
         "seconds without progress after which a request is tried again elsewhere, and without any "
@@ -231,76 +203,58 @@ class TrainConfig(ObjectiveConfig):
         return cls(**with_preset(given, max_generation_tokens=longest))
 
     def __post_init__(self) -> None:
-        for name in POSITIVE:
-            value = getattr(self, name)
-            require(value > 0, name, "must be positive", value, "give a positive number")
-        for name in NOT_NEGATIVE:
-            value = getattr(self, name)
-            require(value >= 0, name, "must not be negative", value, "give 0 or more")
-        require(
-            self.fsdp_sharding_strategy != "HYBRID_SHARD",
-            "fsdp_sharding_strategy",
-            "must be FULL_SHARD or SHARD_GRAD_OP, for one group of ranks shards everything",
-            self.fsdp_sharding_strategy,
-            "use FULL_SHARD; sharding within nodes comes with training on several devices",
-        )
-        require(
-            self.learning_rate <= MAX_LEARNING_RATE or self.allow_high_learning_rate,
-            "learning_rate",
-            f"must be at most {MAX_LEARNING_RATE:g}, 3 was seen to destroy the policy in one step",
-            self.learning_rate,
-            "1e-6 to 1e-5 is usual (1e-6, not 1); --allow-high-learning-rate takes it all the same",
-        )
-        self._check_timeouts()
+        self.check_numbers()
+        if self.fsdp_sharding_strategy == "HYBRID_SHARD":
+            raise self.refusal(
+                "fsdp_sharding_strategy",
+                "must be FULL_SHARD or SHARD_GRAD_OP, for one group of ranks shards everything",
+                "use FULL_SHARD; sharding within nodes comes with training on several devices",
+            )
+        if self.learning_rate > MAX_LEARNING_RATE and not self.allow_high_learning_rate:
+            raise self.refusal(
+                "learning_rate",
+                f"must be at most {MAX_LEARNING_RATE:g}, "
+                "3 was seen to destroy the policy in one step",
+                "1e-6 to 1e-5 is usual (1e-6, not 1); "
+                "--allow-high-learning-rate takes it all the same",
+            )
+        if self.stall_timeout_s < deadlines.LEAST_STALL_S:
+            raise self.refusal(
+                "stall_timeout_s",
+                f"must be at least {deadlines.LEAST_STALL_S:g}, workers tell of their tokens "
+                f"every {deadlines.PING_S:g} s",
+                "900 is usual",
+            )
         check_schedule(self)
-        require(
-            self.batch_size % self.questions_per_step == 0,
-            "train_minibatch_size",
-            f"counts questions and must divide --batch-size ({self.batch_size})",
-            self.train_minibatch_size,
-            "choose a divisor, or 0 for one gradient step a batch",
-        )
-
-    def _check_timeouts(self) -> None:
-        require(
-            self.stall_timeout_s >= deadlines.LEAST_STALL_S,
-            "stall_timeout_s",
-            f"must be at least {deadlines.LEAST_STALL_S:g}, workers tell of their tokens "
-            f"every {deadlines.PING_S:g} s",
-            self.stall_timeout_s,
-            "900 is usual",
-        )
+        if self.batch_size % self.questions_per_step:
+            raise self.refusal(
+                "train_minibatch_size",
+                f"counts questions and must divide --batch-size ({self.batch_size})",
+                "choose a divisor, or 0 for one gradient step a batch",
+            )
 
     def check_sampling(self) -> None:
         """Raise `ConfigError` for options with which questions cannot be sampled to learn."""
-        require(
-            self.temperature > 0,
-            "temperature",
-            "must be positive for training",
-            self.temperature,
-            "at 0 every sample of a group is the same and nothing is learnt; 1.0 is usual",
-        )
-        require(
-            self.samples_per_question >= 2,
-            "samples_per_question",
-            "must be at least 2, a group needs a baseline",
-            self.samples_per_question,
-            "8 is usual",
-        )
-        require(
-            self.max_generation_tokens < self.max_tokens_per_gpu,
-            "max_tokens_per_gpu",
-            f"must exceed --max-generation-tokens ({self.max_generation_tokens}) plus a prompt",
-            self.max_tokens_per_gpu,
-            "raise it or lower --max-generation-tokens",
-        )
-        require(
-            not (self.deterministic and self.max_staleness),
-            "max_staleness",
-            "must be 0 with --deterministic",
-            self.max_staleness,
-            "drop one of the two",
-        )
+        if not self.temperature:
+            raise self.refusal(
+                "temperature",
+                "must be positive for training",
+                "at 0 every sample of a group is the same and nothing is learnt; 1.0 is usual",
+            )
+        if self.samples_per_question < 2:
+            raise self.refusal(
+                "samples_per_question", "must be at least 2, a group needs a baseline", "8 is usual"
+            )
+        if self.max_generation_tokens >= self.max_tokens_per_gpu:
+            raise self.refusal(
+                "max_tokens_per_gpu",
+                f"must exceed --max-generation-tokens ({self.max_generation_tokens}) plus a prompt",
+                "raise it or lower --max-generation-tokens",
+            )
+        if self.deterministic and self.max_staleness:
+            raise self.refusal(
+                "max_staleness", "must be 0 with --deterministic", "drop one of the two"
+            )
 
     @property
     def data(self) -> DataSource:
@@ -348,7 +302,7 @@ class TrainConfig(ObjectiveConfig):
 
     @property
     def tracker_names(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in self.trackers.split(",") if name.strip())
+        return names_in(self.trackers)
 
 
 def _default(name: str) -> Any:

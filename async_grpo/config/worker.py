@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from async_grpo.config.option import LOG_LEVELS, option, require
+from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, names_in, option
 from async_grpo.deadlines import LEASE_S
 from async_grpo.roles import (
     ENVIRONMENT,
@@ -19,7 +19,7 @@ from async_grpo.roles import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(Options):
     """Options of a dispatcher: it starts workers on its own node and stays in the foreground."""
 
     model_path: str = option(
@@ -31,7 +31,7 @@ class WorkerConfig:
         GENERATION, "what the workers do; logprob scores with the reference model", choices=MODES
     )
     name: str = option("", "(teacher) the name by which an algorithm asks for these weights")
-    num_workers: int = option(1, "workers to start on this node")
+    num_workers: int = option(1, "workers to start on this node", must=AT_LEAST_1)
     reward_fns: str = option(
         "math_verify",
         "(generation, verifier) comma-separated reward adapters, the best verdict counts: names of "
@@ -51,10 +51,11 @@ class WorkerConfig:
         64,
         "sequences decoded together, or episodes played: a worker's capacity",
         group="Only with --mode generation",
+        must=AT_LEAST_1,
     )
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit")
     overhead_seqs: int = option(8, "sequences accepted beyond the capacity, so it never runs dry")
-    tensor_parallel_size: int = option(1, "devices a worker shards its model over")
+    tensor_parallel_size: int = option(1, "devices a worker shards its model over", must=AT_LEAST_1)
     kv_cache_gib: float = option(0.0, "KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU")
     enable_prefix_caching: bool = option(True, "reuse the cache of shared prompt prefixes")
     reward_registry: str = option(
@@ -63,10 +64,14 @@ class WorkerConfig:
         group="Only with --mode generation or verifier",
     )
     global_num_verifiers: int = option(
-        50, "verifier processes of all nodes that grade together, at most their cores"
+        50,
+        "verifier processes of all nodes that grade together, at most their cores",
+        must=AT_LEAST_1,
     )
-    verifier_timeout_s: float = option(10.0, "seconds one verification may take")
-    verifier_memory_mib: int = option(4096, "address space of one verifier process in MiB")
+    verifier_timeout_s: float = option(10.0, "seconds one verification may take", must=POSITIVE)
+    verifier_memory_mib: int = option(
+        4096, "address space of one verifier process in MiB", must=POSITIVE
+    )
     verifier_network: bool = option(True, "own reward functions may use the network; ours never do")
     verifier_env: str = option(
         "", "comma-separated variables that own reward functions get, as JUDGE_API_KEY", none=""
@@ -76,7 +81,10 @@ class WorkerConfig:
     )
 
     max_tokens_per_gpu: int = option(
-        16384, "tokens of one packed forward", group="Only with --mode logprob or teacher"
+        16384,
+        "tokens of one packed forward",
+        group="Only with --mode logprob or teacher",
+        must=POSITIVE,
     )
 
     start_timeout_s: float = option(
@@ -86,6 +94,7 @@ class WorkerConfig:
         LEASE_S,
         "seconds of silence after which a worker counts as lost: more than it ever computes "
         "without a pause, on a slow machine",
+        must=POSITIVE,
     )
     max_restarts: int = option(
         5, "times in an hour that a lost worker is started again, each after a longer pause"
@@ -96,48 +105,31 @@ class WorkerConfig:
     logging_level: str = option("INFO", "log detail", choices=LOG_LEVELS)
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "tensor_parallel_size", "max_num_seqs", "global_num_verifiers"):
-            value = getattr(self, name)
-            require(value >= 1, name, "must be at least 1", value, "give a positive number")
-        for name in (
-            "overhead_seqs", "kv_cache_gib", "temperature", "max_model_len", "max_restarts",
-            "drain_timeout_s",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            require(value >= 0, name, "must not be negative", value, "give 0 or more")
-        for name in (
-            "max_tokens_per_gpu", "verifier_timeout_s", "verifier_memory_mib", "worker_lease_s",
-        ):  # fmt: skip
-            value = getattr(self, name)
-            require(value > 0, name, "must be positive", value, "give a positive number")
-        require(
-            bool(self.reward_names) or (self.mode == GENERATION and not self.reward_fns),
-            "reward_fns",
-            "must name at least one adapter",
-            self.reward_fns,
-            "for example --reward-fns countdown",
-        )
-        require(
-            bool(self.name) == (self.mode == TEACHER),
-            "name",
-            "must be given with --mode teacher, and only then",
-            self.name,
-            "for example --mode teacher --name math",
-        )
-        require(
-            bool(self.model_path) or self.mode in (VERIFIER, ENVIRONMENT),
-            "model_path",
-            f"must be given with --mode {self.mode}",
-            self.model_path,
-            "name a folder or a model of the hub",
-        )
-        require(
-            self.num_workers == 1 or self.mode != VERIFIER,
-            "num_workers",
-            "must be 1 with --mode verifier",
-            self.num_workers,
-            "one pool runs as many processes as --global-num-verifiers allows",
-        )
+        self.check_numbers()
+        if not self.reward_names and (self.reward_fns or self.mode != GENERATION):
+            raise self.refusal(
+                "reward_fns",
+                "must name at least one adapter",
+                "for example --reward-fns countdown",
+            )
+        if bool(self.name) != (self.mode == TEACHER):
+            raise self.refusal(
+                "name",
+                "must be given with --mode teacher, and only then",
+                "for example --mode teacher --name math",
+            )
+        if not self.model_path and self.mode not in (VERIFIER, ENVIRONMENT):
+            raise self.refusal(
+                "model_path",
+                f"must be given with --mode {self.mode}",
+                "name a folder or a model of the hub",
+            )
+        if self.num_workers > 1 and self.mode == VERIFIER:
+            raise self.refusal(
+                "num_workers",
+                "must be 1 with --mode verifier",
+                "one pool runs as many processes as --global-num-verifiers allows",
+            )
 
     @property
     def role(self) -> str:
@@ -149,9 +141,9 @@ class WorkerConfig:
     @property
     def verifier_variables(self) -> tuple[str, ...]:
         """Names of the environment that users' functions receive."""
-        return tuple(name.strip() for name in self.verifier_env.split(",") if name.strip())
+        return names_in(self.verifier_env)
 
     @property
     def reward_names(self) -> tuple[str, ...]:
         """The adapters that grade every sample."""
-        return tuple(name.strip() for name in self.reward_fns.split(",") if name.strip())
+        return names_in(self.reward_fns)
