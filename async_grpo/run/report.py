@@ -29,7 +29,7 @@ from async_grpo.telemetry.charts import as_charts
 from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.health import Health
-from async_grpo.telemetry.metrics import StepFacts, metrics_row
+from async_grpo.telemetry.metrics import metrics_row
 from async_grpo.telemetry.progress import duration, number
 from async_grpo.telemetry.sample_dump import dump_files
 from async_grpo.telemetry.trackers import Trackers
@@ -193,31 +193,30 @@ class Report:
         self._seconds += seconds
         self._num_samples += end.num_samples
         self._num_tokens += end.num_tokens
-        facts = StepFacts(
-            step=self._num_steps,
-            iteration=end.batch,
-            total_samples_accumulated=self._num_samples,
-            total_tokens=self._num_tokens,
-            total_seconds=self._seconds,
-            optimizer_steps=result.clocks.steps,
-            optimizer_samples=result.clocks.samples,
-            skipped_steps_no_samples=self._skipped[NO_SAMPLES],
-            skipped_steps_non_finite=self._skipped[NON_FINITE],
-            loss_denominator=denominator,
-            grad_norm=result.grad_norm,
-            learning_rate=result.learning_rate,
-            seconds=seconds,
-            seconds_waiting=self._seconds_waiting,
-            seconds_publishing=self._seconds_publishing,
-            seconds_checkpointing=self._seconds_checkpointing,
-            failed_checkpoints=self._failed_checkpoints,
-            batcher_restarts=self._batcher_restarts,
+        facts = {
+            "step": self._num_steps,
+            "iteration": end.batch,
+            "total_samples_accumulated": self._num_samples,
+            "total_tokens": self._num_tokens,
+            "total_seconds": self._seconds,
+            "optimizer_steps": result.clocks.steps,
+            "optimizer_samples": result.clocks.samples,
+            "skipped_steps_no_samples": self._skipped[NO_SAMPLES],
+            "skipped_steps_non_finite": self._skipped[NON_FINITE],
+            "loss_denominator": denominator,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "seconds": seconds,
+            "seconds_waiting": self._seconds_waiting,
+            "seconds_publishing": self._seconds_publishing,
+            "seconds_checkpointing": self._seconds_checkpointing,
+            "failed_checkpoints": self._failed_checkpoints,
+            "batcher_restarts": self._batcher_restarts,
+            "num_minibatches": result.num_minibatches,
             **(dataclasses.asdict(self._sync) if self._sync else {}),
-        )
+        }
         row = metrics_row(
-            step=facts,
-            pipeline_sums={**end.sums, **end.clock},
-            trainer_sums={**result.metrics, "num_minibatches": result.num_minibatches},
+            {**end.sums, **end.clock, **result.metrics, **facts},
             fates=end.fates,
             reasons=end.reasons,
             declared=self._declared,

@@ -189,19 +189,8 @@ EVALUATION_METRICS = (
 )
 # fmt: on
 
-SECTIONS = (
-    ("Facts of the gradient step, as trainer rank 0 knows them", STEP_METRICS),
-    ("Over all samples of the step: trained and of zero contribution", PIPELINE_METRICS),
-    (
-        "Over the groups that dynamic sampling replaced: no other metric holds them",
-        REPLACEMENT_METRICS,
-    ),
-    ("Over the tokens trained: samples of zero contribution are never sent", TRAINER_METRICS),
-    ("Held-out data, in evaluation_metrics.jsonl", EVALUATION_METRICS),
-)
 METRICS = STEP_METRICS + PIPELINE_METRICS + REPLACEMENT_METRICS + TRAINER_METRICS
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS + EVALUATION_METRICS}
-SUM_KEYS = frozenset(key for m in METRICS for key in (m.numerator, m.denominator) if key)
 
 
 def axis_label(name: str) -> str:

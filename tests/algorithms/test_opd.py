@@ -11,15 +11,10 @@ from oracle import make_config, oracle_logprobs, random_samples
 from trained import HERE, OPTIONS, assert_same_parameters, make_learner, make_oracle, train
 
 from async_grpo.algorithms.base import LocalRules
-from async_grpo.telemetry.metrics import StepFacts, metrics_row
+from async_grpo.telemetry.metrics import metrics_row
 from async_grpo.types import Group
 
 NUM_STEPS = 3
-FACTS = StepFacts(
-    step=1, iteration=1, total_samples_accumulated=6, total_tokens=30, total_seconds=1.0,
-    optimizer_steps=1, loss_denominator=6.0, grad_norm=1.0, learning_rate=1e-3, seconds=1.0,
-    seconds_waiting=0.0, seconds_publishing=0.0,
-)  # fmt: skip
 
 
 def scripted_groups(learner, model, rng):
@@ -70,10 +65,7 @@ def test_distillation_of_one_file_trains_as_the_oracle_does():
         optimizer.step()
         assert result.metrics["loss_sum"] / len(samples) == pytest.approx(loss.item(), rel=1e-6)
         assert_same_parameters(learner, model)
-        row = metrics_row(
-            step=FACTS, pipeline_sums={}, trainer_sums=result.metrics, fates={},
-            declared=learner.algorithm.metrics,
-        )  # fmt: skip
+        row = metrics_row(result.metrics, fates={}, reasons={}, declared=learner.algorithm.metrics)
         gaps = [s.scores[TEACHER][mask] - lp.numpy() for s, mask, lp in seen]
         assert row["teacher_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-5)
     assert learner.step.num_updates == NUM_STEPS

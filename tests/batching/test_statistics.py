@@ -10,7 +10,7 @@ from async_grpo.batching.admission import StepKey
 from async_grpo.batching.lag import StalenessError
 from async_grpo.batching.statistics import StepSums, group_sums
 from async_grpo.telemetry.metrics import LAG_BIN
-from async_grpo.telemetry.schema import SUM_KEYS
+from async_grpo.telemetry.schema import METRICS
 from async_grpo.types import Episode, Group, VersionSpan, WeightsVersion
 
 STEP, LATER = StepKey(3, 0), StepKey(3, 1)
@@ -111,7 +111,8 @@ def test_a_step_whose_slots_failed_after_replacements_knows_these():
 
 def test_every_sum_has_a_metric_that_uses_it():
     sums = close(group(), group(is_replaced=True, ordinal=1))
-    assert not {key for key in sums.keys() - SUM_KEYS if not LAG_BIN.fullmatch(key)}
+    used = {key for metric in METRICS for key in (metric.numerator, metric.denominator)}
+    assert not {key for key in sums.keys() - used if not LAG_BIN.fullmatch(key)}
 
 
 @settings(deadline=None)

@@ -42,3 +42,8 @@ def test_every_fact_of_a_sync_is_a_metric_with_a_meaning():
     declared = {metric.name: metric for metric in STEP_METRICS}
     for name in NAMES:
         assert declared[name].numerator == name and declared[name].meaning
+
+
+def test_every_fact_of_the_schema_is_measured(tmp_path):
+    (row,) = rows_of(tmp_path, synced=[FIRST])
+    assert [metric.name for metric in STEP_METRICS if row[metric.name] is None] == []
