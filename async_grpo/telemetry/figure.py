@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,40 +17,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-EXTENSIONS = (".svg", ".png", ".pdf")
+# Of the picture's metadata, what tells the time of day: without it the same curves give the same
+# file.
+TIMES = {".svg": {"Date": None}, ".png": {}, ".pdf": {"CreationDate": None}}
 # Okabe and Ito's palette, darkest first; yellow is left out, it does not print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))  # once the colours are used up
-INK, FAINT = "#222222", "#DDDDDD"
-TITLE_FONT: dict[str, Any] = {"fontsize": 11.0, "fontweight": "bold"}
 PANEL_INCHES = (4.0, 2.6)  # of several; a single one is larger by SINGLE
 SINGLE = 1.25
 LABEL_POINTS = 8.0
 FEW_POINTS = 12  # up to which each is marked
 STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["Helvetica", "Arial", "Nimbus Sans", "Liberation Sans", "DejaVu Sans"],
     "font.size": 9.0,
     "axes.titlesize": 10.0,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "axes.edgecolor": "#666666",
-    "axes.linewidth": 0.7,
+    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "xtick.color": "#666666",
-    "ytick.color": "#666666",
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "xtick.major.size": 3.0,
-    "ytick.major.size": 0.0,
-    "lines.solid_capstyle": "round",
-    "svg.fonttype": "path",  # the same everywhere, whatever fonts the reader has
+    "grid.color": "#DDDDDD",
+    "figure.titlesize": 11.0,
+    "figure.titleweight": "bold",
     "svg.hashsalt": "async-grpo",  # the same picture gives the same file
     "pdf.fonttype": 42,
     "savefig.dpi": 200,
@@ -59,10 +46,9 @@ STYLE = {
 
 
 def check_output(path: str | Path) -> None:
-    """Raise `ConfigError` unless `path` ends in one of `EXTENSIONS`."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in EXTENSIONS:
-        raise ConfigError(f"-o must end in {', '.join(EXTENSIONS)}, got {str(path)!r}: rename it")
+    """Raise `ConfigError` unless `path` is called as one of the formats."""
+    if Path(path).suffix.lower() not in TIMES:
+        raise ConfigError(f"-o must end in {', '.join(TIMES)}, got {str(path)!r}: rename it")
 
 
 def save_figure(
@@ -72,19 +58,13 @@ def save_figure(
 
     Raises `ConfigError` if `path` cannot be written.
     """
-    check_output(path)
     import matplotlib
 
-    matplotlib.use("Agg")
-    installed = _installed(STYLE["font.sans-serif"])
-    with matplotlib.rc_context({**STYLE, "font.sans-serif": installed}):
+    with matplotlib.rc_context(STYLE):
         figure = draw(panels, x=x, title=title)
-        # Without the time of day the same curves give the same file.
-        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(
-            Path(path).suffix.lower()
-        )
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            metadata = TIMES[Path(path).suffix.lower()]
             figure.savefig(path, bbox_inches="tight", pad_inches=0.06, metadata=metadata)
         except OSError as error:
             reason = error.strerror or str(error)
@@ -106,9 +86,14 @@ def draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figure
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     if len(panels) > 1:
-        _draw_legend(figure, next(iter(panels.values())), title=title)
+        lines = grid[0].get_legend_handles_labels()
+        figure.legend(
+            *lines, loc="outside upper left", ncols=min(len(lines[0]), 4), frameon=False,
+            title=title or None, title_fontproperties={"size": 11.0, "weight": "bold"},
+            alignment="left",
+        )  # fmt: skip
     elif title:
-        figure.suptitle(title, x=0.02, ha="left", **TITLE_FONT)
+        figure.suptitle(title, x=0.02, ha="left")
     figure.draw_without_rendering()  # settles the layout, which the labels need
     for axes in grid[: len(panels)]:
         _spread_labels(axes)
@@ -118,41 +103,41 @@ def draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figure
 def _draw_panel(
     axes: Axes, curves: Sequence[Curve], *, variable: str, x: str, with_names: bool
 ) -> None:
+    from cycler import cycler
     from matplotlib.patheffects import withStroke
 
-    for index, curve in enumerate(curves):
-        style = line_style(index)
-        if curve.num_seeds > 1:
-            axes.fill_between(
-                curve.x, curve.low, curve.high, color=style["color"], alpha=0.18, linewidth=0
-            )
-        elif curve.raw[0][1] is not curve.mean:
-            axes.plot(*curve.raw[0], color=style["color"], alpha=0.25, linewidth=0.8)
+    axes.set_prop_cycle(cycler(linestyle=DASHES) * cycler(color=COLOURS))
+    for curve in curves:
         marker = "o" if len(curve.x) <= FEW_POINTS else ""
-        axes.plot(curve.x, curve.mean, linewidth=1.8, marker=marker, markersize=4, **style)
+        [line] = axes.plot(
+            curve.x, curve.mean, linewidth=1.8, marker=marker, markersize=4, label=curve.name
+        )
+        colour = line.get_color()
+        if curve.num_seeds > 1:
+            axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
+        elif curve.raw[0][1] is not curve.mean:
+            axes.plot(*curve.raw[0], "-", color=colour, alpha=0.25, linewidth=0.8, zorder=1.5)
         axes.annotate(
             (f"{curve.name}  " if with_names else "") + final_value(float(curve.mean[-1])),
             (curve.x[-1], curve.mean[-1]), xytext=(5, 0), textcoords="offset points",
-            va="center", fontsize=LABEL_POINTS, fontweight="bold", color=style["color"],
+            va="center", fontsize=LABEL_POINTS, fontweight="bold", color=colour,
             path_effects=[withStroke(linewidth=1.5, foreground="white")],  # over other lines
         )  # fmt: skip
-    axes.set_title(axis_label(variable), loc="left", fontsize=10)
+    axes.set_title(axis_label(variable))
     axes.set_xlabel(f"Run time ({x})" if x in CLOCKS else axis_label(x))
     axes.margins(x=0.01, y=0.08)
-    _format_axis(axes, x=x)
+    _format_axes(axes, x=x)
 
 
-def _format_axis(axes: Axes, *, x: str) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+def _format_axes(axes: Axes, *, x: str) -> None:
+    from matplotlib.ticker import EngFormatter
 
-    steps = [1, 2, 2.5, 5, 10]
-    whole = METRIC_BY_NAME[x].is_count if x in METRIC_BY_NAME else False
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=steps, integer=whole))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=steps))
+    is_count = x in METRIC_BY_NAME and METRIC_BY_NAME[x].is_count
+    axes.locator_params(axis="x", nbins=6, integer=is_count)
+    axes.locator_params(axis="y", nbins=5)
     for axis in (axes.xaxis, axes.yaxis):
-        largest = max(map(abs, axis.get_view_interval()))
-        if largest >= 10_000:
-            axis.set_major_formatter(FuncFormatter(partial(_tick, largest=largest)))
+        if max(map(abs, axis.get_view_interval())) >= 10_000:
+            axis.set_major_formatter(EngFormatter(sep=""))
 
 
 def _spread_labels(axes: Axes) -> None:
@@ -193,60 +178,16 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     [-4.5, 5.5, 30.0]
     """
     order = np.argsort(places, kind="stable")
-    clusters: list[list[int]] = []  # labels that touch, lowest first, and centred on their mean
-    for index in order.tolist():
-        clusters.append([index])
-        while len(clusters) > 1 and _low(clusters[-1], places, gap) < gap + _high(
-            clusters[-2], places, gap
-        ):
-            top = clusters.pop()
-            clusters[-1] += top
-    result = [0.0] * len(places)
-    for cluster in clusters:
-        for rank, index in enumerate(cluster):
-            result[index] = _low(cluster, places, gap) + rank * gap
-    return result
-
-
-def _low(cluster: Sequence[int], places: Sequence[float], gap: float) -> float:
-    return float(np.mean([places[index] for index in cluster])) - gap * (len(cluster) - 1) / 2
-
-
-def _high(cluster: Sequence[int], places: Sequence[float], gap: float) -> float:
-    return _low(cluster, places, gap) + gap * (len(cluster) - 1)
-
-
-def _draw_legend(figure: Figure, curves: Sequence[Curve], *, title: str) -> None:
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], linewidth=1.8, label=curve.name, **line_style(index))
-        for index, curve in enumerate(curves)
+    steps = gap * np.arange(len(places))
+    packed = np.array(places)[order] - steps  # where they must only not fall: isotonic regression
+    last = len(places) + 1
+    risen = [
+        max(min(packed[low:high].mean() for high in range(i + 1, last)) for low in range(i + 1))
+        for i in range(len(places))
     ]
-    font = FontProperties(size=TITLE_FONT["fontsize"], weight=TITLE_FONT["fontweight"])
-    figure.legend(
-        handles=handles, loc="outside upper left", ncols=min(len(curves), 4), frameon=False,
-        title=title or None, title_fontproperties=font, alignment="left",
-    )  # fmt: skip
-
-
-def line_style(index: int) -> dict[str, Any]:
-    """Colour and dashes of the `index`-th curve: distinct for 21 of them."""
-    dashes = DASHES[index // len(COLOURS) % len(DASHES)]
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": dashes}
-
-
-def _tick(value: float, _position: object = None, *, largest: float) -> str:
-    """The label of a tick, in the unit that suits the largest value of its axis.
-
-    >>> [_tick(value, largest=30_000) for value in (0, 5_000, 12_500)], _tick(2e6, largest=3e6)
-    (['0', '5k', '12.5k'], '2M')
-    """
-    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if largest >= size and value:
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"
+    result = np.empty(len(places))
+    result[order] = risen + steps
+    return [float(place) for place in result]
 
 
 def final_value(value: float) -> str:
@@ -258,10 +199,3 @@ def final_value(value: float) -> str:
     if abs(value) >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:#.3g}"
-
-
-def _installed(families: Any) -> list[str]:
-    from matplotlib.font_manager import get_font_names
-
-    names = set(get_font_names())
-    return [family for family in families if family in names]
