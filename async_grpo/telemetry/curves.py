@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILENAME = "training_metrics.jsonl"
 EVALUATIONS_FILENAME = "evaluation_metrics.jsonl"
+BOUNDARY = "---evaluations---"  # the line between the files of a remote run
 CLOCKS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}  # axes made of `total_seconds`
 Floats = NDArray[np.float64]
 
@@ -33,12 +35,11 @@ class NotMeasuredError(DataError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """The rows of one metrics file; several runs of one name are seeds of the same experiment."""
+    """The rows of one run; several runs of one name are seeds of the same experiment."""
 
     name: str
     source: str  # the path, for messages
-    rows: Sequence[dict[str, Any]]
-    evaluations: Sequence[dict[str, Any]] = ()  # of its held-out data
+    rows: Sequence[dict[str, Any]]  # of its steps, then of its evaluations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +51,9 @@ class Curve:
     mean: Floats  # [K]
     low: Floats  # [K]
     high: Floats  # [K]
-    raw: tuple[tuple[Floats, Floats], ...]  # the points (x, y) of each seed, before smoothing
+    raw: tuple[
+        tuple[Floats, Floats], ...
+    ]  # the points (x, y) of each seed, where they are smoothed
     num_seeds: int
 
 
@@ -61,12 +64,15 @@ def read_run(path: str, *, name: str, remote: str = "") -> Run:
     """
     text, evaluations = _read_remote(path, remote) if remote else _read_local(Path(path))
     source = f"{remote}:{path}" if remote else path
-    return Run(
-        name=name,
-        source=source,
-        rows=parse_rows(text, source),
-        evaluations=parse_rows(evaluations, f"{source}'s evaluations") if evaluations else (),
-    )
+    rows = parse_rows(text, source)
+    if evaluations:
+        rows += map(_evaluated, parse_rows(evaluations, f"{source}'s evaluations"))
+    return Run(name, source, rows)
+
+
+def _evaluated(row: dict[str, Any]) -> dict[str, Any]:
+    """What an evaluation measured, and when; its sums have names that steps give to theirs."""
+    return {key: row[key] for key in row if re.match("eval_|total_|step$", key)}
 
 
 def parse_rows(text: str, source: str) -> list[dict[str, Any]]:
@@ -89,16 +95,14 @@ def parse_rows(text: str, source: str) -> list[dict[str, Any]]:
     return rows
 
 
-def variables(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Keys with at least one number, in order of appearance."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return [key for key in keys if any(_is_number(row.get(key)) for row in rows)]
-
-
 def values(run: Run) -> dict[str, list[float]]:
     """{variable: its numbers in order}: what can be plotted of a run."""
-    found = {name: _numbers(run.rows, name) for name in variables(run.rows)}
-    return found | {name: _numbers(run.evaluations, name) for name in _evaluated(run)}
+    found: dict[str, list[float]] = {}
+    for row in run.rows:
+        for key, value in row.items():
+            if _is_number(value):
+                found.setdefault(key, []).append(value)
+    return found
 
 
 def make_curves(
@@ -108,7 +112,7 @@ def make_curves(
 
     Evaluations are not smoothed: they are few, and each is over many samples.
     """
-    if all(y in _evaluated(run) for run in runs):
+    if y.startswith("eval_"):
         smooth_window = None
     points: dict[str, list[tuple[Floats, Floats]]] = {}
     for run in runs:
@@ -122,21 +126,15 @@ def moving_average(values: Floats, window: int) -> Floats:
     >>> moving_average(np.array([0.0, 3.0, 6.0, 3.0]), 3)
     array([1.5, 3. , 4. , 4.5])
     """
-    before, after = (window - 1) // 2, window // 2
-    sums = np.concatenate(([0.0], np.cumsum(values)))
-    index = np.arange(len(values))
-    start = np.maximum(index - before, 0)
-    stop = np.minimum(index + after + 1, len(values))
-    return (sums[stop] - sums[start]) / (stop - start)
+    ones = np.ones(min(window, len(values)))
+    counts = np.convolve(np.ones(len(values)), ones, "same")
+    return np.convolve(values, ones, "same") / counts
 
 
 def _curve(
     name: str, seeds: list[tuple[Floats, Floats]], x_name: str, smooth_window: int | None
 ) -> Curve:
     smooth = [(x, moving_average(y, smooth_window) if smooth_window else y) for x, y in seeds]
-    if len(seeds) == 1:
-        x, y = smooth[0]
-        return Curve(name, x, y, y, y, tuple(seeds), 1)
     # Only where every seed has values: a mean over fewer would jump where one ends.
     first, last = max(x[0] for x, _ in smooth), min(x[-1] for x, _ in smooth)
     grid = np.unique(np.concatenate([x for x, _ in smooth]))
@@ -144,20 +142,19 @@ def _curve(
     if not len(grid):
         raise DataError(f"the runs named {name!r} have no range of {x_name!r} in common")
     values = np.stack([np.interp(grid, x, y) for x, y in smooth])  # [seeds, K]
-    return Curve(name, grid, values.mean(0), values.min(0), values.max(0), tuple(seeds), len(seeds))
+    raw = tuple(seeds) if smooth_window else ()
+    return Curve(name, grid, values.mean(0), values.min(0), values.max(0), raw, len(seeds))
 
 
 def _points(run: Run, *, x: str, y: str) -> tuple[Floats, Floats]:
     key, unit = ("total_seconds", CLOCKS[x]) if x in CLOCKS else (x, 1.0)
-    evaluated = _evaluated(run)
-    known = [*variables(run.rows), *evaluated]
+    known = list(values(run))
     for name in (key, y):
         if name not in known:
             raise _unknown_variable(name, run, known)
-    rows = run.evaluations if y in evaluated else run.rows
     pairs = sorted(
         (float(row[key]) / unit, float(row[y]))
-        for row in rows
+        for row in run.rows
         if _is_number(row.get(key)) and _is_number(row.get(y))
     )
     if not pairs:
@@ -166,13 +163,8 @@ def _points(run: Run, *, x: str, y: str) -> tuple[Floats, Floats]:
     return np.array(xs), np.array(ys)
 
 
-def _evaluated(run: Run) -> list[str]:
-    """What the evaluations measured; they also repeat counters of the training."""
-    return [name for name in variables(run.evaluations) if name.startswith("eval_")]
-
-
 def _unknown_variable(name: str, run: Run, known: Sequence[str]) -> DataError:
-    if any(name in row for row in (*run.rows, *run.evaluations)):
+    if any(name in row for row in run.rows):
         return NotMeasuredError(
             f"{name!r} has no value in any row of {run.source}: the run did not measure it"
         )
@@ -192,10 +184,6 @@ def near_names(name: str, known: Sequence[str]) -> list[str]:
     words = set(name.split("_"))
     sharing = [each for each in known if words & set(each.split("_"))]
     return get_close_matches(name, known, n=3, cutoff=0.7) or sharing[:3]
-
-
-def _numbers(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
-    return [row[name] for row in rows if _is_number(row.get(name))]
 
 
 def _is_number(value: object) -> bool:
@@ -224,29 +212,17 @@ def _read_local(path: Path) -> tuple[str, str]:
 
 def _read_remote(path: str, remote: str) -> tuple[str, str]:
     """The same of another machine."""
-    quoted = _quoted(path)
-    file = f"$(if test -d {quoted}; then echo {quoted}/{METRICS_FILENAME}; else echo {quoted}; fi)"
-    answer = _ssh(remote, f'cat "{file}"')
-    if answer.returncode != 0:
-        reason = answer.stderr.decode(errors="replace").strip().replace("\n", "; ")
-        raise DataError(
-            f"cannot read {path} on {remote} ({reason or f'exit code {answer.returncode}'}): "
-            f"check the path, and that `ssh {remote}` works without a password"
-        )
-    evaluations = _ssh(remote, f'cat "$(dirname "{file}")"/{EVALUATIONS_FILENAME}')
-    found = evaluations.stdout if evaluations.returncode == 0 else b""
-    return answer.stdout.decode(errors="replace"), found.decode(errors="replace")
-
-
-def _quoted(path: str) -> str:
-    """For the remote shell, which expands ~ only where it is not quoted."""
-    return "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
-
-
-def _ssh(remote: str, command: str) -> subprocess.CompletedProcess[bytes]:
+    # Its shell expands ~ only where it is not quoted.
+    quoted = "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
+    command = (
+        f'file={quoted}; if test -d "$file"; then file=$file/{METRICS_FILENAME}; fi; '
+        f'cat "$file" && echo {BOUNDARY} && cat "$(dirname "$file")"/{EVALUATIONS_FILENAME}'
+    )
     ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", remote, command]
     try:
-        return subprocess.run(ssh, capture_output=True, timeout=deadlines.SSH_S, check=False)
+        answer = subprocess.run(
+            ssh, capture_output=True, timeout=deadlines.SSH_S, check=False, errors="replace"
+        )
     except FileNotFoundError as error:
         raise ConfigError("--remote needs ssh, which is not installed: install OpenSSH") from error
     except subprocess.TimeoutExpired as error:
@@ -254,3 +230,11 @@ def _ssh(remote: str, command: str) -> subprocess.CompletedProcess[bytes]:
             f"--remote {remote} did not answer within {deadlines.SSH_S:g} s: try `ssh {remote}` "
             "by hand"
         ) from error
+    text, boundary, evaluations = answer.stdout.partition(f"{BOUNDARY}\n")
+    if not boundary:
+        reason = answer.stderr.strip().replace("\n", "; ")
+        raise DataError(
+            f"cannot read {path} on {remote} ({reason or f'exit code {answer.returncode}'}): "
+            f"check the path, and that `ssh {remote}` works without a password"
+        )
+    return text, evaluations

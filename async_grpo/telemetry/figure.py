@@ -115,7 +115,7 @@ def _draw_panel(
         colour = line.get_color()
         if curve.num_seeds > 1:
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
-        elif curve.raw[0][1] is not curve.mean:
+        elif curve.raw:
             axes.plot(*curve.raw[0], "-", color=colour, alpha=0.25, linewidth=0.8, zorder=1.5)
         axes.annotate(
             (f"{curve.name}  " if with_names else "") + final_value(float(curve.mean[-1])),
