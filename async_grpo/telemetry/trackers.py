@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import importlib.metadata
 import logging
-import os
 import threading
 from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,26 +18,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-# Those that accelerate can talk to; one package of each is enough.
-PACKAGES_BY_TRACKER = {
-    "aim": ("aim",),
-    "clearml": ("clearml",),
-    "comet_ml": ("comet-ml",),
-    "dvclive": ("dvclive",),
-    "mlflow": ("mlflow", "mlflow-skinny"),
-    "swanlab": ("swanlab",),
-    "tensorboard": ("tensorboard", "tensorboardX"),
-    "trackio": ("trackio",),
-    "wandb": ("wandb",),
-}
+# Those that accelerate can talk to, by their packages, and packages that will do as well.
+TRACKERS = (
+    "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
+)  # fmt: skip
+ALTERNATIVES = {"mlflow": "mlflow-skinny", "tensorboard": "tensorboardX"}
 
 
 class Trackers:
-    """Sends every metrics row to the named trackers; on the main rank, elsewhere does nothing.
+    """Sends every metrics row to the named trackers; rank 0 has them.
 
     In a distributed run, make it after `torch.distributed.init_process_group`: accelerate looks at
-    that group, and would make one of its own if there were none. Raises `ConfigError` for a name
-    that accelerate does not know, whose package is missing, or that cannot start.
+    that group, and would make one of its own if there were none. Raises `ConfigError` for a tracker
+    that cannot start.
     """
 
     def __init__(
@@ -46,21 +38,17 @@ class Trackers:
         names: Sequence[str],
         *,
         run_name: str,
-        output_dir: str | Path,
+        output_dir: Path,
         config: Mapping[str, Any],
-        is_main_rank: bool = True,
         first_step: int = 1,
     ) -> None:
         """`first_step`: what an earlier life of the run has logged from there on is undone."""
         self._trackers: list[GeneralTracker] = []
-        if not is_main_rank or not names:
-            return
-        _look_at_process_group()
-        _silence_writer_threads()
-        hyperparameters = {key: _hyperparameter(value) for key, value in config.items()}
+        if names:
+            _silence_writer_threads()
         for name in dict.fromkeys(names):
             try:
-                tracker = _start(name, run_name, Path(output_dir), hyperparameters, first_step)
+                tracker = _start(name, run_name, output_dir, config, first_step)
             except OSError as error:
                 logger.warning("the run goes on without the tracker %s: %s", name, error)
             else:
@@ -93,14 +81,15 @@ class Trackers:
 def check_trackers(names: Sequence[str]) -> None:
     """Raise `ConfigError` for a tracker that is unknown or not installed; imports nothing of it."""
     for name in names:
-        if name not in PACKAGES_BY_TRACKER:
-            known = ", ".join(sorted(PACKAGES_BY_TRACKER))
+        if name not in TRACKERS:
+            known = ", ".join(TRACKERS)
             raise ConfigError(f"--trackers must be among {known}, got {name!r}: choose from these")
-        packages = PACKAGES_BY_TRACKER[name]
-        if not any(map(_is_installed, packages)):
+        # As pip knows it: a run may have left a folder of that name, which could be imported.
+        packages = (name, ALTERNATIVES.get(name, name))
+        if not any(any(distributions(name=package)) for package in packages):
             raise ConfigError(
                 f"--trackers {name} needs a package that is not installed: pip install "
-                f"{packages[0]}"
+                f"{name.replace('_', '-')}"
             )
 
 
@@ -115,32 +104,8 @@ def _silence_writer_threads() -> None:
     threading.excepthook = hook
 
 
-def _is_installed(package: str) -> bool:
-    """As pip knows it: a run may have left a folder of that name, which could be imported."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _look_at_process_group() -> None:
-    """Make the process state that accelerate's trackers ask for, out of the group that exists."""
-    import torch
-    from accelerate import PartialState
-
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1 and not torch.distributed.is_initialized():
-        raise RuntimeError("Trackers must be made after init_process_group")
-    PartialState()
-
-
 def _start(
-    name: str,
-    run_name: str,
-    output_dir: Path,
-    hyperparameters: Mapping[str, Any],
-    first_step: int,
+    name: str, run_name: str, output_dir: Path, config: Mapping[str, Any], first_step: int
 ) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -150,10 +115,14 @@ def _start(
         folder = output_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         arguments["logging_dir"] = str(folder)
+    hyperparameters = {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in config.items()
+    }
     try:
         tracker = tracker_class(run_name, **arguments)
         tracker.start()
-        tracker.store_init_configuration(dict(hyperparameters))
+        tracker.store_init_configuration(hyperparameters)
     except Exception as error:  # a service outside this process, of any kind
         if getattr(error, "errno", None) in DISK_ERRORS:
             raise  # as it is: an OSError
@@ -174,7 +143,3 @@ def _arguments(name: str, output_dir: Path, first_step: int) -> dict[str, Any]:
         "dvclive": {"dir": str(output_dir / "dvclive")},
     }
     return arguments.get(name, {})
-
-
-def _hyperparameter(value: object) -> bool | int | float | str:
-    return value if isinstance(value, bool | int | float | str) else str(value)
