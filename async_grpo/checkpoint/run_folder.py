@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-from async_grpo.errors import ConfigError
+from async_grpo.files import explained
 
 logger = logging.getLogger(__name__)
 METRICS_FILE = "training_metrics.jsonl"
@@ -50,13 +49,3 @@ def _copy(source: Path, file: Path) -> None:
     file.unlink(missing_ok=True)
     if source.exists():
         shutil.copyfile(source, file)
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Within, what the system refuses is an error of the option that named `path`."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"cannot write {path} ({reason}): choose another --output-dir") from error

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from async_grpo.checkpoint.run_folder import explained
 from async_grpo.errors import ConfigError
+from async_grpo.files import explained
 from async_grpo.telemetry.files import to_json
 
 if TYPE_CHECKING:

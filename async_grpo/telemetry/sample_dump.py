@@ -5,15 +5,13 @@ samples.1.jsonl  samples.2.jsonl  samples.jsonl
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from async_grpo.files import LineFile, replacing
+from async_grpo.telemetry.files import to_json
 
 NUM_FILES = 4  # among which the room for a dump is divided
 UNLIMITED = float("inf")
@@ -55,10 +53,7 @@ class SampleDump:
 
     def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """The samples of one group, as `batching.sample_log` describes them."""
-        text = "".join(
-            json.dumps(line, ensure_ascii=False, default=_plain) + "\n" for line in lines
-        )
-        content = text.encode("utf-8", errors="backslashreplace")
+        content = b"".join(to_json(line) + b"\n" for line in lines)
         self._make_room(len(content))
         self._lines.append(content, number=len(lines))
 
@@ -75,10 +70,6 @@ class SampleDump:
             self._notices.append(
                 f"{path} grows beyond --dump-max-gib, for it cannot be renamed: {error}"
             )
-
-
-def _plain(values: np.ndarray[Any, Any]) -> Any:
-    return values.tolist()
 
 
 def dump_files(path: Path) -> list[Path]:
