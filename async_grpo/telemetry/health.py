@@ -16,28 +16,26 @@ class Health:
     """Follows a run by its metrics; a sentence when a condition begins, then seldom."""
 
     def __init__(self) -> None:
-        self._lasted: Counter[str] = Counter()  # steps in a row, by condition
+        self._lasted: Counter[Callable[[Row, int], str]] = Counter()  # steps in a row
 
     def see_row(self, row: Row) -> list[str]:
         """Warnings about the step that has just ended."""
         sentences = []
-        for name, (num_steps, holds, tell) in CONDITIONS.items():
-            self._lasted[name] = self._lasted[name] + 1 if holds(row) else 0
-            since = self._lasted[name] - num_steps
+        for tell, num_steps in CONDITIONS.items():
+            sentence = tell(row, self._lasted[tell] + 1)
+            self._lasted[tell] = self._lasted[tell] + 1 if sentence else 0
+            since = self._lasted[tell] - num_steps
             if since >= 0 and since % REPEAT_STEPS == 0:
-                sentences.append(tell(row, self._lasted[name]))
+                sentences.append(sentence)
         return sentences
 
 
-def _is_apart(row: Row) -> bool:
+def _apart(row: Row, num_steps: int) -> str:
     """Trainer and engine disagree about what was sampled by more than any lag explains."""
     mismatch = row.get("mismatch_kl")
     was_measured = bool(row.get("trained_tokens")) and row.get("avg_reward") is not None
-    return was_measured and (mismatch is None or mismatch > MAX_MISMATCH_KL)
-
-
-def _tell_apart(row: Row, num_steps: int) -> str:
-    mismatch = row.get("mismatch_kl")
+    if not was_measured or (mismatch is not None and mismatch <= MAX_MISMATCH_KL):
+        return ""
     size = "more than floats hold" if mismatch is None else f"{mismatch:.3g} nats a token"
     return (
         "the policy has collapsed: between sampling and training the probabilities of its own "
@@ -47,11 +45,9 @@ def _tell_apart(row: Row, num_steps: int) -> str:
     )
 
 
-def _is_cut(row: Row) -> bool:
-    return row.get("perc_truncated_samples") == 1.0
-
-
-def _tell_cut(row: Row, num_steps: int) -> str:
+def _cut(row: Row, num_steps: int) -> str:
+    if row.get("perc_truncated_samples") != 1.0:
+        return ""
     return (
         f"every output of the last {num_steps} steps was cut at --max-generation-tokens "
         f"({row.get('avg_output_tokens') or 0.0:.0f}): none came to its end; raise it, or, if "
@@ -59,11 +55,9 @@ def _tell_cut(row: Row, num_steps: int) -> str:
     )
 
 
-def _is_even(row: Row) -> bool:
-    return bool(row.get("num_samples")) and row.get("perc_with_0_advantage") == 1.0
-
-
-def _tell_even(row: Row, num_steps: int) -> str:
+def _even(row: Row, num_steps: int) -> str:
+    if not row.get("num_samples") or row.get("perc_with_0_advantage") != 1.0:
+        return ""
     return (
         f"in the last {num_steps} steps all samples of a question had the same reward (mean "
         f"{row.get('avg_reward') or 0.0:.3g}): nothing is learnt from rewards; look at the reward "
@@ -72,9 +66,5 @@ def _tell_even(row: Row, num_steps: int) -> str:
     )
 
 
-# By name: steps that it must last, whether it holds, and what to say.
-CONDITIONS: Mapping[str, tuple[int, Callable[[Row], bool], Callable[[Row, int], str]]] = {
-    "apart": (1, _is_apart, _tell_apart),
-    "cut": (NUM_STEPS, _is_cut, _tell_cut),
-    "even": (NUM_STEPS, _is_even, _tell_even),
-}
+# {what to say of a row, nothing where all is well: for how many steps it must have held}
+CONDITIONS: Mapping[Callable[[Row, int], str], int] = {_apart: 1, _cut: NUM_STEPS, _even: NUM_STEPS}
