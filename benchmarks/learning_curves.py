@@ -16,11 +16,11 @@ import click
 import numpy as np
 
 from async_grpo.cli.interrupts import interrupt_once
-from async_grpo.cli.processes import Process
 from async_grpo.telemetry.curves import Run, make_curves
 from async_grpo.telemetry.figure import save_figure
 from benchmarks import results
 from benchmarks import stack as stacks
+from benchmarks.processes import Process
 from benchmarks.results import Figure, median
 from benchmarks.stack import MODEL, Stack
 from benchmarks.two_cores import read_rows

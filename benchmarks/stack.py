@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.cli.processes import Process
 from benchmarks.cores import end, family, pin, pinned, titled
+from benchmarks.processes import Process
 
 MODEL = Path("sample-data/tiny-countdown")
 GENERATOR_CORE, TRAINER_CORE = 0, 1

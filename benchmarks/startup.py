@@ -23,10 +23,10 @@ from pathlib import Path
 import click
 
 from async_grpo.cli import interrupts
-from async_grpo.cli.processes import Process
 from benchmarks import results, stack
 from benchmarks.alternation import turns
 from benchmarks.cores import cpu_seconds, family, titled
+from benchmarks.processes import Process
 from benchmarks.results import Figure, median
 from benchmarks.stack import MODEL, Stack
 from benchmarks.timeline import Timeline, phases

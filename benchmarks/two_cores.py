@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.cli.processes import Process
 from benchmarks import stack as stacks
 from benchmarks.cores import cpu_seconds, family, queued_seconds, titled
+from benchmarks.processes import Process
 from benchmarks.stack import MODEL, Stack
 
 SERVICES = {

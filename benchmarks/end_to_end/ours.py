@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from async_grpo.cli.processes import Process
 from benchmarks.end_to_end.task import Task
+from benchmarks.processes import Process
 from benchmarks.stack import READY_TIMEOUT_S, Stack
 
 MODES = {

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.cli.processes import POLL_INTERVAL_S, Process
+from async_grpo.cli.processes import POLL_INTERVAL_S
 from async_grpo.errors import DeadlineError, WorkerError
 from benchmarks import stack as stacks
 from benchmarks.cores import end, family
 from benchmarks.end_to_end import ours
 from benchmarks.end_to_end.task import Task
 from benchmarks.end_to_end.watch import Note, Watch
+from benchmarks.processes import Process
 
 OURS = "ours"
 NOT_RUN = (
