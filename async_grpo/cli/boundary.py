@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import NoReturn
 
 import click
 
@@ -41,54 +42,43 @@ def command_boundary() -> Iterator[None]:
         click.echo(str(interrupt) or "interrupted", err=True)
         sys.exit(EXIT_SIGNAL + getattr(interrupt, "number", signal.SIGINT))
     except AsyncGrpoError as error:
-        _fail(_first_cause(error))
+        _fail(_one_line(error))
     except (ImportError, RuntimeError, OSError) as error:
-        explanation = explain_dependency(error)
-        if explanation is None:
+        if not (explanation := _explain_dependency(error)):
             raise
         _fail(explanation)
 
 
-def explain_dependency(error: BaseException) -> str | None:
-    """One sentence if `error` comes from importing a dependency of ours, else None."""
+def _explain_dependency(error: BaseException) -> str:
+    """One sentence if `error` comes from importing a dependency of ours, else nothing."""
     chain: BaseException | None = error
     while chain is not None:
         if "torchvision::nms" in str(chain):
             return f"torchvision does not fit torch: pip uninstall torchvision, or {REMEDY}"
-        if isinstance(chain, ImportError):
-            package = _culprit(chain)
-            if package is not None:
-                return f"cannot import {package} ({_one_line(chain)}): {REMEDY}"
+        if isinstance(chain, ImportError) and (package := _culprit(chain)):
+            return f"cannot import {package} ({_one_line(chain)}): {REMEDY}"
         chain = chain.__cause__  # not its context: an ImportError may have been handled there
-    return None
+    return ""
 
 
-def _culprit(error: ImportError) -> str | None:
+def _culprit(error: ImportError) -> str:
     """The dependency that could not be imported, or that failed while it imported something."""
-    elsewhere = getattr(error, "cause", None)  # Ray's, of an error in another process
-    cause = elsewhere if isinstance(elsewhere, ImportError) else error
-    missing = (cause.name or "").partition(".")[0]
+    missing = (error.name or "").partition(".")[0]
     if missing in DEPENDENCIES:
         return missing
-    trace: TracebackType | None = cause.__traceback__
+    trace: TracebackType | None = error.__traceback__
     while trace is not None:
         importing = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
         if importing in DEPENDENCIES:
             return importing
         trace = trace.tb_next
-    return None
-
-
-def _first_cause(error: AsyncGrpoError) -> str:
-    # Ray makes an error of another process a subclass of its type, with the traceback as its text.
-    cause = getattr(error, "cause", None)
-    return _one_line(cause if isinstance(cause, AsyncGrpoError) else error)
+    return ""
 
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _fail(message: str) -> None:
+def _fail(message: str) -> NoReturn:
     click.echo(f"error: {message}", err=True)
     sys.exit(EXIT_ERROR)

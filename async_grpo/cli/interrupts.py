@@ -18,10 +18,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from async_grpo import deadlines
 from async_grpo.errors import RankLostError
+
+if TYPE_CHECKING:
+    from async_grpo.run.stopping import StopRequest
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through who started the rank
@@ -35,16 +38,6 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-class Stop(Protocol):
-    """The request that a run polls before each item of its stream: `run.stopping.StopRequest`."""
-
-    is_polled: bool
-
-    def set(self) -> None: ...
-
-    def is_set(self) -> bool: ...
-
-
 class RankInterrupts:
     """Handles the signals of one trainer rank, whatever its main thread does.
 
@@ -54,7 +47,7 @@ class RankInterrupts:
 
     def __init__(
         self,
-        stop: Stop,
+        stop: StopRequest,
         *,
         is_main: bool,
         say: Callable[[str], None],
