@@ -42,7 +42,7 @@ def last_words(logs_folder: str | Path, *, pid: int, num_lines: int = NUM_LINES)
     """
     for ending in ("err", "out"):
         files = Path(logs_folder).glob(f"worker-*-{pid}.{ending}")
-        for file in sorted(files, key=_age_s):
+        for file in sorted(files, key=os.path.getmtime, reverse=True):
             if lines := tail(file, num_lines=NUM_LINES_SEARCHED):
                 said = tuple(line for line in lines if PROGRESS not in line)
                 return LastWords(str(file), first_error(said), said[-num_lines:])
@@ -76,10 +76,3 @@ def tail(file: Path, *, num_lines: int) -> tuple[str, ...]:
     lines = text.splitlines()[size > READ_BYTES :]  # the first is probably the end of one only
     said = [line.rstrip() for line in lines if line.strip() and not line.startswith(MARKS)]
     return tuple(said[-num_lines:])
-
-
-def _age_s(file: Path) -> float:
-    try:
-        return -file.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -199,7 +198,7 @@ class TrainConfig(ObjectiveConfig):
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:
         """The options that were given, over those of the preset that they name."""
-        longest = given.get("max_generation_tokens", _default("max_generation_tokens"))
+        longest = cls(**given).max_generation_tokens
         return cls(**with_preset(given, max_generation_tokens=longest))
 
     def __post_init__(self) -> None:
@@ -303,7 +302,3 @@ class TrainConfig(ObjectiveConfig):
     @property
     def tracker_names(self) -> tuple[str, ...]:
         return names_in(self.trackers)
-
-
-def _default(name: str) -> Any:
-    return next(f.default for f in dataclasses.fields(TrainConfig) if f.name == name)
