@@ -58,14 +58,14 @@ class Console:
 
     def __enter__(self) -> Self:
         if self.is_live:
-            stdout, stderr = sys.stdout, sys.stderr
+            before = sys.stdout, sys.stderr
             live = Live(
                 console=self._screen, get_renderable=self._render, transient=True,
-                refresh_per_second=4, redirect_stderr=stderr.isatty(),
+                refresh_per_second=4, redirect_stderr=sys.stderr.isatty(),
             )  # fmt: skip
             self._open.enter_context(live)
-            self._open.enter_context(_log_handlers_moved(stdout, to=sys.stdout))
-            self._open.enter_context(_log_handlers_moved(stderr, to=sys.stderr))
+            for stream, to in zip(before, (sys.stdout, sys.stderr), strict=True):
+                self._open.enter_context(_log_handlers_moved(stream, to=to))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,13 +103,12 @@ def panel(progress: Progress, *, now_s: float) -> RenderableType:
         parts += [_stage_table(status), _rates(progress, status)]
     elif progress.row is not None:
         parts.append(Text(step_line(progress.row, num_batches=progress.num_batches)))
+    else:
+        parts.append(Text("waiting for the pipeline", style="yellow"))
     if progress.activity:
         parts.append(Text(f"trainer: {progress.activity}"))
-    problem = (
-        (status.problem or "") if status else "" if progress.row else "waiting for the pipeline"
-    )
-    if problem:
-        parts.append(Text(str(problem), style="yellow"))
+    if status is not None and status.problem:
+        parts.append(Text(str(status.problem), style="yellow"))
     shown = Panel(Group(*parts), title=title, title_align="left", border_style="dim")
     # The cursor waits on a line of its own: what the terminal or a dying process writes there, such
     # as ^C, leaves the lower border whole.
@@ -148,13 +147,11 @@ class _Screen(rich.console.Console):
 @contextlib.contextmanager
 def _log_handlers_moved(stream: TextIO, *, to: TextIO) -> Iterator[None]:
     """Meanwhile log handlers that write to `stream` write to `to`: above the panel, not into it."""
-    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    handlers = {
+    handlers = [
         handler
-        for each in loggers
-        for handler in each.handlers
+        for handler in logging.getLogger().handlers
         if isinstance(handler, logging.StreamHandler) and handler.stream is stream
-    }
+    ]
     for handler in handlers:
         handler.setStream(to)
     try:
