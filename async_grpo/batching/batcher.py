@@ -88,7 +88,14 @@ class ExperienceBatcher:
             quarantine=self._quarantine,
             episodes_request=plan.episodes_request if plan.environment else None,
         )
-        self._window = _window(plan, first)
+        self._window = AdmissionWindow(
+            config.batch_size,
+            questions_per_step=config.questions_per_step,
+            max_staleness=config.max_staleness,
+            num_batches=config.num_training_batches,
+            incarnation=plan.incarnation,
+            first=first,
+        )
         self._ledger = Ledger.restore(resume.ledger) if resume else Ledger()
         self._rounds = RoundFormer(
             plan.num_ranks,
@@ -124,7 +131,7 @@ class ExperienceBatcher:
         await self._pipeline.published(version)
         if version.batches > self._window.batches_published:
             self._window.batch_published(version.batches)
-        for ordinal in self._window.admissible():
+        for ordinal in self._window.start():
             step = self._admit(ordinal)
             slot = asyncio.create_task(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
             self._slots.add(slot)
@@ -158,8 +165,7 @@ class ExperienceBatcher:
     def status(self) -> PipelineStatus:
         """What every stage is doing right now."""
         stages, progress = self._pipeline.stages.counts, self._sums.current_reward()
-        counts = self._ledger.counts()
-        roles = {role: self._registry_of(role).status for role in self._roles}
+        registries = {role: self._registry_of(role) for role in self._roles}
         return PipelineStatus(
             batch=self._window.batches_published,
             generating=stages["generating"],
@@ -167,13 +173,13 @@ class ExperienceBatcher:
             in_reference=stages["in_reference"],
             ready=self._rounds.num_ready,
             training=self._num_training,
-            done=counts.admitted_samples - counts.in_flight_samples,
-            output_tokens=counts.output_tokens,
+            done=self._ledger.admitted_samples - self._ledger.in_flight,
+            output_tokens=self._ledger.output_tokens,
             answers=self._pipeline.answers,
             reward_sum=progress[0],
             reward_count=int(progress[1]),
-            workers={role: known.workers for role, known in roles.items()},
-            worker_tokens=sum(known.num_tokens for known in roles.values()),
+            workers={role: len(each.members) for role, each in registries.items()},
+            worker_tokens=sum(each.num_tokens for each in registries.values()),
             problem=self._pipeline.problem,
             warnings=self._pipeline.warnings,
         )
@@ -181,7 +187,6 @@ class ExperienceBatcher:
     def _admit(self, ordinal: int) -> StepKey:
         """Begin to account for a slot; its step."""
         step = self._window.step_of(ordinal)
-        self._window.start(ordinal)
         num_samples = self._plan.config.samples_per_question
         if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
             self._ledger.admit(ordinal, num_samples=num_samples, step=step)
@@ -350,16 +355,17 @@ class ExperienceBatcher:
         self._num_training = 0
         num_samples, num_tokens, sums = self._sums.close(step)
         sent, self._sent = tuple(self._sent), [Tally()] * self._plan.num_ranks
+        fates, reasons = self._ledger.close_step(step)
         return EndOfStep(
             batch=step.batch,
             step_in_batch=step.step_in_batch,
-            is_last_of_batch=step.step_in_batch + 1 == self._window.steps_per_batch,
+            is_last_of_batch=step.step_in_batch + 1 == self._plan.config.steps_per_batch,
             num_samples=num_samples,
             num_tokens=num_tokens,
             incarnation=self._plan.incarnation,
             sent=sent,
-            reasons=self._ledger.step_reasons(step),
-            fates=self._ledger.close_step(step),
+            reasons=reasons,
+            fates=fates,
             sums=sums,
             clock=self._pipeline.take_clock() | {"unwritten_samples": self._log.num_lost},
             notices=self._log.take_notices(),
@@ -381,18 +387,3 @@ class ExperienceBatcher:
             error = WorkerError(str(error))
         if error is not None:
             self._outbox.fail(error)
-
-
-def _window(plan: BatcherPlan, first: StepKey) -> AdmissionWindow:
-    """The slots from `first` on."""
-    config = plan.config
-    return AdmissionWindow(
-        config.batch_size,
-        questions_per_step=config.questions_per_step,
-        max_staleness=config.max_staleness,
-        num_batches=config.num_training_batches,
-        incarnation=plan.incarnation,
-        batches_published=first.batch,
-        next_ordinal=first.batch * config.batch_size
-        + first.step_in_batch * config.questions_per_step,
-    )

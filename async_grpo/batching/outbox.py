@@ -6,7 +6,6 @@ A rank asks for item i+1 while it computes item i; it says that it is hungry whe
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 
 from async_grpo.types import StreamItem
@@ -59,16 +58,14 @@ class Outbox:
             self._demand.clear()
         self._notify()
 
-    def fail(self, error: BaseException | None) -> None:
+    def fail(self, error: BaseException) -> None:
         """Nothing more will come: whoever takes an item gets this error."""
         self._failure = self._failure or error
         self._notify()
 
-    async def wait_for_demand(self, *, timeout_s: float | None = None) -> None:
-        """Return when an item is wanted, or after a moment."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._demand.wait()
+    async def wait_for_demand(self) -> None:
+        """Return when an item is wanted."""
+        await self._demand.wait()
 
     def _note(self, rank: int, index: int) -> None:
         """A rank asks; when the last one does, nobody needs what was before the item in hand."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from async_grpo.batching.admission import StepKey
+from async_grpo.batching.admission import FIRST_STEP, StepKey
 from async_grpo.batching.packing import Item, Key, pack_round, pack_rounds
 
 CHOICE = 2  # rounds' worth of samples that a round of an incomplete step is chosen from
@@ -79,51 +79,34 @@ class RoundFormer:
         fill_target: float = 0.9,
         patience_s: float = 2.0,
         deterministic: bool = False,
-        first_step: StepKey = StepKey(0, 0),  # noqa: B008  an immutable tuple
+        first_step: StepKey = FIRST_STEP,
     ) -> None:
         """`max_tokens` is one rank's budget; `deterministic` lets only complete steps go out."""
-        if not 0 < fill_target <= 1 or patience_s < 0:
-            raise ValueError(
-                "fill_target must be in (0, 1] and patience_s not negative, "
-                f"got {fill_target} and {patience_s}"
-            )
         self._num_ranks = num_ranks
         self._max_tokens = max_tokens
         self._steps_per_batch = steps_per_batch
         self._fill_target = fill_target
         self._patience_s = patience_s
         self._deterministic = deterministic
-        self._step = first_step
+        self.current_step = first_step  # whose rounds are going out
+        self.num_ready = 0  # samples that wait for a round, of all steps
         self._round_index = 0
         self._hungry_since_s: float | None = None
         self._ready: dict[StepKey, _Ready] = {}
-        self._num_ready = 0
         self._complete: set[StepKey] = set()
-
-    @property
-    def current_step(self) -> StepKey:
-        """The step whose rounds are going out."""
-        return self._step
-
-    @property
-    def num_ready(self) -> int:
-        """Samples that wait for a round, of all steps."""
-        return self._num_ready
 
     def offer(self, step: StepKey, *, item: Item) -> None:
         """A sample of `step` is ready to train."""
-        self._check_open(step)
         if item.num_tokens > self._max_tokens:
             raise ValueError(
                 f"a sample must fit max_tokens_per_gpu ({self._max_tokens}), got {item.num_tokens} "
                 f"tokens in sample {item.key}: raise --max-tokens-per-gpu or shorten the sample"
             )
         self._ready.setdefault(step, _Ready()).add(item)
-        self._num_ready += 1
+        self.num_ready += 1
 
     def step_complete(self, step: StepKey) -> None:
         """No further sample of `step` will be offered."""
-        self._check_open(step)
         self._complete.add(step)
 
     def next_round(self, now_s: float, *, hungry: bool) -> Round | StepMarker | None:
@@ -140,12 +123,12 @@ class RoundFormer:
         >>> former.next_round(8.5, hungry=False)
         StepMarker(step=StepKey(batch=0, step_in_batch=0))
         """
-        ready = self._ready.get(self._step, _Ready())
+        ready = self._ready.get(self.current_step, _Ready())
         if not (hungry and (ready.items or ready.planned)):
             self._hungry_since_s = None
         elif self._hungry_since_s is None:
             self._hungry_since_s = now_s
-        if self._step in self._complete:
+        if self.current_step in self._complete:
             return self._next_planned(ready) or self._end_step()
         if not ready.items or self._deterministic:
             return None
@@ -177,26 +160,17 @@ class RoundFormer:
         return self._send(ready.planned.popleft()) if ready.planned else None
 
     def _send(self, bins: tuple[tuple[Key, ...], ...]) -> Round:
-        formed = Round(self._step, self._round_index, bins)
-        self._num_ready -= sum(map(len, bins))
+        formed = Round(self.current_step, self._round_index, bins)
+        self.num_ready -= sum(map(len, bins))
         self._round_index += 1
         self._hungry_since_s = None
         return formed
 
     def _end_step(self) -> StepMarker:
-        ended = self._step
+        ended = self.current_step
         self._complete.discard(ended)
         self._ready.pop(ended, None)
         self._round_index = 0
-        last = ended.step_in_batch + 1 == self._steps_per_batch
-        self._step = (
-            StepKey(ended.batch + 1, 0) if last else StepKey(ended.batch, ended.step_in_batch + 1)
-        )
+        num_batches, step_in_batch = divmod(ended.step_in_batch + 1, self._steps_per_batch)
+        self.current_step = StepKey(ended.batch + num_batches, step_in_batch)
         return StepMarker(ended)
-
-    def _check_open(self, step: StepKey) -> None:
-        if step < self._step or step in self._complete:
-            raise ValueError(
-                f"step {tuple(step)} is complete, the current one is {tuple(self._step)}: "
-                "a sample must be offered before its step is completed, once"
-            )

@@ -1,4 +1,4 @@
-"""Least-loaded leases over the workers of one role. Pure; who waits in line is the registry's.
+"""Which worker of one role takes the next piece of work: the least loaded. Pure.
 
 A worker takes work while its load is *below* capacity + overhead, so that one large group may
 overshoot: otherwise it would never fit anywhere. Decisions are one vector operation over the
@@ -7,34 +7,11 @@ workers, which a thousand of them do not slow down.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from async_grpo.types import WeightsVersion
-
-
-class LeaseGrant(NamedTuple):
-    """The right to send one piece of work to one worker."""
-
-    lease_id: int
-    worker_id: str
-    version: WeightsVersion  # the weights that the worker served when the lease was granted
-
-
-class WorkerLoad(NamedTuple):
-    """What one worker carries; load, capacity and overhead in the role's unit."""
-
-    worker_id: str
-    load: float
-    capacity: float
-    overhead: float
-    version: WeightsVersion | None
-    draining: bool
-    num_leases: int
 
 
 @dataclass(slots=True)
@@ -46,7 +23,6 @@ class _Worker:
     version: WeightsVersion | None  # None: no weights of this run yet
     draining: bool = False
     load: float = 0.0
-    leases: dict[int, float] = field(default_factory=dict)  # lease id -> cost
 
     @property
     def pressure(self) -> float:
@@ -57,78 +33,60 @@ class _Worker:
 
 
 class Balancer:
-    """Grants, counts and revokes leases."""
+    """Knows the load of every worker, in the unit of its role."""
 
-    def __init__(self, *, lease_ids: Iterator[int] | None = None) -> None:
-        """`lease_ids` gives each id once; the default serves a balancer that is alone."""
+    def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
-        self._holders: dict[int, _Worker] = {}  # lease id -> worker
-        self._lease_ids = lease_ids or itertools.count()
-        self._by_slot: list[_Worker | None] = []
+        self._by_slot: dict[int, _Worker] = {}  # the latest holder of each
         self._free_slots: list[int] = []
         # One entry a slot; a free slot has infinite pressure, so it is never chosen.
         self._pressure_W = np.empty(0)
         self._incarnation_W = np.empty(0, dtype=np.int64)
         self._batches_W = np.empty(0, dtype=np.int64)
 
-    def __contains__(self, worker_id: str) -> bool:
-        return worker_id in self._workers
-
-    @property
-    def num_leases(self) -> int:
-        return len(self._holders)
-
     def add_worker(
         self, worker_id: str, *, capacity: float, overhead: float, version: WeightsVersion | None
     ) -> None:
-        """A healthy worker joins, without load; it gets no lease while its version is None."""
+        """A healthy worker joins, without load; it takes nothing while its version is None."""
         if worker_id in self._workers:
             raise ValueError(f"worker {worker_id} is a member already: remove it first")
-        if not capacity > 0 or not overhead >= 0:
-            raise ValueError(
-                f"worker {worker_id} must have capacity > 0 and overhead >= 0, "
-                f"got {capacity} and {overhead}"
-            )
-        worker = _Worker(worker_id, self._take_slot(), capacity, overhead, version)
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot = len(self._by_slot)
+            self._pressure_W = np.append(self._pressure_W, np.inf)
+            self._incarnation_W = np.append(self._incarnation_W, 0)
+            self._batches_W = np.append(self._batches_W, 0)
+        worker = _Worker(worker_id, slot, capacity, overhead, version)
         self._workers[worker_id] = worker
-        self._by_slot[worker.slot] = worker
+        self._by_slot[slot] = worker
         self._refresh(worker)
 
-    def remove_worker(self, worker_id: str) -> tuple[int, ...]:
-        """The worker left or was fenced; its leases, now revoked, in order of granting."""
-        revoked = self.revoke(worker_id)
-        worker = self._workers.pop(worker_id)
-        self._by_slot[worker.slot] = None
-        self._pressure_W[worker.slot] = np.inf
-        self._free_slots.append(worker.slot)
-        return revoked
-
-    def revoke(self, worker_id: str) -> tuple[int, ...]:
-        """All leases on a worker that stays a member, in order of granting."""
-        revoked = self.leases_of(worker_id)
-        for lease_id in revoked:
-            self.release(lease_id)
-        return revoked
+    def remove_worker(self, worker_id: str) -> None:
+        """The worker left or was fenced."""
+        slot = self._workers.pop(worker_id).slot
+        self._pressure_W[slot] = np.inf
+        self._free_slots.append(slot)
 
     def set_version(self, worker_id: str, version: WeightsVersion | None) -> None:
-        """The worker serves new weights, or with None must wait for some; its leases stay."""
+        """The worker serves new weights, or with None must wait for some; its load stays."""
         self._workers[worker_id].version = version
         self._refresh(self._workers[worker_id])
 
     def drain(self, worker_id: str, *, draining: bool = True) -> None:
-        """No new leases for this worker, those it has run out; or, with False, some again."""
+        """No new work for this worker, what it has runs out; or, with False, some again."""
         self._workers[worker_id].draining = draining
         self._refresh(self._workers[worker_id])
 
     @property
     def num_draining(self) -> int:
-        """Workers that get no new leases because somebody wants them empty."""
+        """Workers that get no new work because somebody wants them empty."""
         return sum(worker.draining for worker in self._workers.values())
 
     def try_acquire(
         self, cost: float, version: WeightsVersion | None, prefer: str | None = None
-    ) -> LeaseGrant | None:
-        """A lease on the least-loaded worker that may take it; None when all must be waited for.
+    ) -> str | None:
+        """The least-loaded worker that may take it, now loaded; None when all must be waited for.
 
         A worker qualifies with weights of the same incarnation that are at least as new as
         `version`; None takes any weights. One that is preferred and qualifies is taken first.
@@ -136,73 +94,32 @@ class Balancer:
         >>> balancer, first = Balancer(), WeightsVersion(0, 0)
         >>> balancer.add_worker("small", capacity=2, overhead=0, version=first)
         >>> balancer.add_worker("large", capacity=8, overhead=0, version=first)
-        >>> [balancer.try_acquire(2, first).worker_id for _ in range(5)]
+        >>> [balancer.try_acquire(2, first) for _ in range(5)]
         ['small', 'large', 'large', 'large', 'large']
         >>> balancer.try_acquire(2, None)
         """
-        if not cost > 0:
-            raise ValueError(f"the cost of a lease must be positive, got {cost}")
-        if not self._by_slot:
+        if not self._workers:
             return None
+        pressure_W = self._pressure_W
+        if version is not None:
+            newer_W = self._batches_W >= version.batches
+            serves_W = newer_W & (self._incarnation_W == version.incarnation)
+            pressure_W = np.where(serves_W, pressure_W, np.inf)
         favourite = self._workers.get(prefer) if prefer else None
-        slot = favourite.slot if favourite else int(self._pressure_W.argmin())
-        if not self._may_take(slot, version):
-            pressure_W = self._pressure_W
-            if version is not None:
-                newer_W = self._batches_W >= version.batches
-                serves_W = newer_W & (self._incarnation_W == version.incarnation)
-                pressure_W = np.where(serves_W, pressure_W, np.inf)
-            slot = int(pressure_W.argmin())
-            if pressure_W[slot] == np.inf:
-                return None
-        worker = self._by_slot[slot]
-        assert worker is not None and worker.version is not None, "its pressure is infinite"
-        lease_id = next(self._lease_ids)
-        worker.leases[lease_id] = cost
+        if favourite is not None and pressure_W[favourite.slot] < np.inf:
+            worker = favourite
+        else:
+            worker = self._by_slot[int(pressure_W.argmin())]
+        if pressure_W[worker.slot] == np.inf:
+            return None
         worker.load += cost
-        self._holders[lease_id] = worker
-        self._pressure_W[slot] = worker.pressure
-        return LeaseGrant(lease_id, worker.worker_id, worker.version)
+        self._refresh(worker)
+        return worker.worker_id
 
-    def release(self, lease_id: int) -> bool:
-        """The work is done or given up. False: the lease was revoked, this is a zombie's answer."""
-        worker = self._holders.pop(lease_id, None)
-        if worker is None:
-            return False
-        worker.load -= worker.leases.pop(lease_id)
-        if not worker.leases:
-            worker.load = 0.0  # no rounding is carried along from fractional costs
-        self._pressure_W[worker.slot] = worker.pressure
-        return True
-
-    def leases_of(self, worker_id: str) -> tuple[int, ...]:
-        """The leases of a worker in order of granting; none when it is not a member."""
-        worker = self._workers.get(worker_id)
-        return tuple(worker.leases) if worker else ()
-
-    def loads(self) -> tuple[WorkerLoad, ...]:
-        """All workers, in the order in which they joined."""
-        return tuple(
-            WorkerLoad(
-                w.worker_id, w.load, w.capacity, w.overhead, w.version, w.draining, len(w.leases)
-            )
-            for w in self._workers.values()
-        )
-
-    def _may_take(self, slot: int, version: WeightsVersion | None) -> bool:
-        if self._pressure_W[slot] == np.inf:
-            return False
-        same_run = version is None or self._incarnation_W[slot] == version.incarnation
-        return bool(same_run and (version is None or self._batches_W[slot] >= version.batches))
-
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            return self._free_slots.pop()
-        self._by_slot.append(None)
-        self._pressure_W = np.append(self._pressure_W, np.inf)
-        self._incarnation_W = np.append(self._incarnation_W, 0)
-        self._batches_W = np.append(self._batches_W, 0)
-        return len(self._by_slot) - 1
+    def release(self, worker_id: str, cost: float) -> None:
+        """Work is done or given up."""
+        self._workers[worker_id].load -= cost
+        self._refresh(self._workers[worker_id])
 
     def _refresh(self, worker: _Worker) -> None:
         self._pressure_W[worker.slot] = worker.pressure

@@ -31,7 +31,6 @@ from async_grpo.roles import VERIFIER, role_of
 from async_grpo.types import (
     PipelineStatus,
     PublishReport,
-    RegistryStatus,
     RunId,
     Standing,
     StreamItem,
@@ -51,7 +50,6 @@ TICK_S = 1.0
 IDLE_TICKS = round(deadlines.CONTROLLER_IDLE_S / TICK_S)
 SILENT_TICKS = round(deadlines.TRAINER_SILENCE_S / TICK_S)
 TAKEOVER_TICK_S = 0.1
-NUM_ENDINGS_KEPT = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -62,9 +60,8 @@ class _Run:
     batcher: ExperienceBatcher
     stall_timeout_s: float
     trainer: str  # for people
-    watch: asyncio.Task[None] | None = None  # of the recorder
     silent_ticks: int = 0
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # calls, and what hears of its end
 
 
 class Controller:
@@ -145,7 +142,7 @@ class Controller:
     async def roles(self) -> tuple[str, ...]:
         """The names of the roles that have had a worker."""
         known = self._registries.items()
-        return tuple(name for name, registry in known if registry.status.counts.get("registered"))
+        return tuple(name for name, registry in known if registry.history.counts["registered"])
 
     async def members(self, role: str) -> tuple[WorkerInfo, ...]:
         """Everyone admitted."""
@@ -157,11 +154,11 @@ class Controller:
 
     async def fenced(self, role: str) -> dict[str, str]:
         """The latest workers that were excluded, with the reason."""
-        return self.registry_of(role).fenced
+        return dict(self.registry_of(role).history.exclusions)
 
-    async def registry_status(self, role: str) -> RegistryStatus:
-        """What there is of a role, and how often what has happened."""
-        return self.registry_of(role).status
+    async def counts(self, role: str) -> dict[str, int]:
+        """How often what has happened to workers of a role, see `history`."""
+        return dict(self.registry_of(role).history.counts)
 
     async def begin_run(self, plan: BatcherPlan, recorder: RecorderHandle) -> int:
         """The epoch of a run that begins, or goes on, with this plan.
@@ -176,14 +173,11 @@ class Controller:
             if self._run is not None:
                 self._end(self._run, f"trainer {trainer} has begun it again")
             run = RunId(plan.incarnation, next(self._epochs))
-            for registry in self._registries.values():
-                registry.begin_run()
             plan = replace(plan, epoch=run.epoch)
             batcher = ExperienceBatcher(plan, self.registry_of, recorder)
             self._run = _Run(run, batcher, plan.config.stall_timeout_s, trainer)
-            self._run.watch = asyncio.create_task(
-                self._end_with(recorder, self._run), name="end-with-trainer"
-            )
+            watch = self._end_with(recorder, self._run)
+            self._run.tasks.add(asyncio.create_task(watch, name="end-with-trainer"))
             logger.info("run %s of trainer %s begins", run, trainer)
             return run.epoch
 
@@ -283,10 +277,10 @@ class Controller:
 
     async def _while_it_lasts(self, run: RunId, work: Work[T]) -> T:
         """What `work` returns; `RunLost` when the run ends first, which ends the work."""
-        calls = self._current(run).calls
+        tasks = self._current(run).tasks
         task = asyncio.ensure_future(work())
-        calls.add(task)
-        task.add_done_callback(calls.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         try:
             return await task
         except (asyncio.CancelledError, LeaseLost):
@@ -300,13 +294,9 @@ class Controller:
         logger.info("run %s ends: %s", run.id, why)
         self._run = None
         self._endings[run.id] = why
-        if len(self._endings) > NUM_ENDINGS_KEPT:
-            del self._endings[next(iter(self._endings))]
         run.batcher.close(RunLost(f"the controller does not serve run {run.id}: {why}"))
-        for call in tuple(run.calls):
-            call.cancel()
-        if run.watch is not None and run.watch is not asyncio.current_task():
-            run.watch.cancel()
+        for task in run.tasks - {asyncio.current_task()}:
+            task.cancel()
         for registry in self._registries.values():
             registry.end_run()
 

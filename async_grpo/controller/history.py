@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 NUM_EXCLUSIONS_KEPT = 256
 
@@ -12,8 +11,8 @@ class History:
     """Counts events for ever, and knows the newest exclusions."""
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._exclusions: dict[str, str] = {}
+        self.counts: Counter[str] = Counter()  # by `kind` or `kind: cause`
+        self.exclusions: dict[str, str] = {}  # the latest workers that were fenced, with the reason
 
     def note(
         self, kind: str, worker_id: str = "", cause: str = "", reason: str = "", *, num: int = 1
@@ -26,23 +25,13 @@ class History:
         >>> history.note("registered", "w0")
         >>> history.note("fenced", "w0", "died", "its process has ended")
         >>> history.note("revoked", "w0", "died", num=3)
-        >>> history.counts
+        >>> dict(history.counts)
         {'registered': 1, 'fenced: died': 1, 'revoked: died': 3}
         """
         if not num:
             return
-        self._counts[f"{kind}: {cause}" if cause else kind] += num
+        self.counts[f"{kind}: {cause}" if cause else kind] += num
         if kind == "fenced":
-            self._exclusions[worker_id] = reason
-            if len(self._exclusions) > NUM_EXCLUSIONS_KEPT:
-                del self._exclusions[next(iter(self._exclusions))]
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """How often each kind of event has happened, by `kind` or `kind: cause`."""
-        return dict(self._counts)
-
-    @property
-    def exclusions(self) -> Mapping[str, str]:
-        """The latest workers that were fenced, with the reason."""
-        return self._exclusions
+            self.exclusions[worker_id] = reason
+            if len(self.exclusions) > NUM_EXCLUSIONS_KEPT:
+                del self.exclusions[next(iter(self.exclusions))]

@@ -29,14 +29,14 @@ class Lease:
         info: WorkerInfo,
         handle: WorkerHandle,
         *,
-        version: WeightsVersion,
+        cost: float,
         fence: Callable[[str, LossCause, str], None],
     ) -> None:
         """`fence` is told the worker's id, the cause and the reason when its process has died."""
         self.lease_id = lease_id
         self.worker_id = info.worker_id
         self.handle = handle
-        self.version = version  # that the worker served when the lease was granted
+        self.cost = cost
         # What the lease was lost to; None when it was returned.
         self.ended: asyncio.Future[LeaseLost | None] = asyncio.get_running_loop().create_future()
         self._who = f"{info.role} worker {info.worker_id}"
@@ -107,7 +107,10 @@ class WaitingLine:
     for the same weights: they stand in a line of their own, of which only the head is looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, try_acquire: TryAcquire, release: Callable[[Lease], object]) -> None:
+        """`release` gets a lease that came when nobody waited any more."""
+        self._try_acquire = try_acquire
+        self._release = release
         self._lines: dict[WeightsVersion | None, deque[_Waiter]] = {}
         self._numbers = itertools.count()
 
@@ -119,12 +122,11 @@ class WaitingLine:
         *,
         timeout_s: float,
         moves: Callable[[], object],
-        release: Callable[[Lease], object],
     ) -> Lease:
         """A lease, when it is this request's turn.
 
         Raises `TimeoutError` when it does not come for `timeout_s` in which `moves` stays the same,
-        and what `cancel` was given. `release` gets a lease that came when nobody waited any more.
+        and what `cancel` was given.
         """
         waiter = _Waiter(
             next(self._numbers), cost, version, prefer, asyncio.get_running_loop().create_future()
@@ -139,15 +141,15 @@ class WaitingLine:
         except BaseException:
             # A lease may have been granted at the moment in which the request was cancelled.
             if not waiter.lease.cancel() and waiter.lease.exception() is None:
-                release(waiter.lease.result())
+                self._release(waiter.lease.result())
             raise
         return waiter.lease.result()
 
-    def serve(self, try_acquire: TryAcquire, /) -> None:
+    def serve(self) -> None:
         """Give leases to as many as can have one now."""
         refused = set[WeightsVersion | None]()
         while (waiter := self._first(refused)) is not None:
-            lease = try_acquire(waiter.cost, waiter.version, waiter.prefer)
+            lease = self._try_acquire(waiter.cost, waiter.version, waiter.prefer)
             if lease is None:
                 refused.add(waiter.version)
             else:

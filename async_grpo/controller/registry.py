@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,12 @@ from async_grpo.controller.balancer import Balancer
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.history import History
 from async_grpo.controller.leases import Lease, WaitingLine
-from async_grpo.controller.token_watch import TokenWatch
 from async_grpo.controller.updates import Member, Updates
 from async_grpo.errors import AsyncGrpoError, LeaseLost, LossCause, NoWorkerError
 from async_grpo.roles import Role
 from async_grpo.types import (
     PublishReport,
     Pulse,
-    RegistryStatus,
     Standing,
     WeightsSnapshot,
     WeightsVersion,
@@ -59,16 +58,15 @@ class WorkerRegistry:
         self._role = role
         self._ping_interval_s = ping_interval_s
         self._kill = kill
-        self._balancer = Balancer(lease_ids=lease_ids)
-        self._line = WaitingLine()
+        self._lease_ids = lease_ids or itertools.count()
+        self._balancer = Balancer()
+        self._line = WaitingLine(try_acquire=self._try_acquire, release=self._release)
         self._members: dict[str, Member] = {}
-        self._leases: dict[int, Lease] = {}  # those that are valid
-        self._watches: dict[str, TokenWatch] = {}
-        self._num_tokens = 0  # that workers have made, by their pulses
+        self.num_tokens = 0  # that workers have made, by their pulses
         self._updates = Updates(
             role.name, serves=self._serves, fence=self._fence, patience_s=patience_s
         )
-        self._history = History()
+        self.history = History()
         self._aborting: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
@@ -91,7 +89,8 @@ class WorkerRegistry:
         if lease is None:
             lease = await self._wait(cost, version, prefer, timeout_s=timeout_s, moves=moves)
         if lease.is_valid:
-            self._watches[lease.worker_id].granted(lease.lease_id, limit_s=timeout_s)
+            watch = self._members[lease.worker_id].watch
+            watch.granted(lease.lease_id, limit_s=timeout_s)
         try:
             yield lease
             lease.check()
@@ -125,62 +124,41 @@ class WorkerRegistry:
             heartbeat.cancel()
             raise
         self._members[worker_id] = Member(info, handle, heartbeat)
-        self._watches[worker_id] = TokenWatch()
         heartbeat.add_done_callback(partial(self._heart_stopped, worker_id))
-        self._history.note("registered", worker_id)
+        self.history.note("registered", worker_id)
         logger.info("%s registered with capacity %g", who, info.capacity)
-        self._line.serve(self._try_acquire)
+        self._line.serve()
 
     def deregister(self, worker_id: str) -> None:
         """Forget a worker; its leases are lost."""
         if self._remove(worker_id, LossCause.LEFT, f"{self._who(worker_id)} has left"):
-            self._history.note("left", worker_id)
+            self.history.note("left", worker_id)
 
     def drain(self, worker_id: str, *, draining: bool = True) -> None:
         """Give a worker no new work, in this run and later ones, until it is told otherwise."""
         if worker_id in self._members:
             self._balancer.drain(worker_id, draining=draining)
-            self._history.note("drained" if draining else "undrained", worker_id)
-            self._line.serve(self._try_acquire)
+            self.history.note("drained" if draining else "undrained", worker_id)
+            self._line.serve()
 
     def standing(self, worker_ids: tuple[str, ...], *, run: int = 0) -> dict[str, Standing]:
         """How each of these workers is seen here, while `run` is served (0: none)."""
-        excluded = self._history.exclusions
-        return {
-            name: Standing(
-                name in self._members,
-                len(self._balancer.leases_of(name)),
-                excluded.get(name, ""),
-                run,
-            )
-            for name in worker_ids
-        }
+        standing = {}
+        for name in worker_ids:
+            member, excluded = self._members.get(name), self.history.exclusions.get(name, "")
+            num_leases = len(member.leases) if member else 0
+            standing[name] = Standing(member is not None, num_leases, excluded, run)
+        return standing
 
     @property
     def members(self) -> tuple[Member, ...]:
         """Everyone admitted."""
         return tuple(self._members.values())
 
-    @property
-    def fenced(self) -> dict[str, str]:
-        """The latest workers that were excluded, with the reason."""
-        return dict(self._history.exclusions)
-
-    @property
-    def status(self) -> RegistryStatus:
-        """What there is, and how often what has happened."""
-        snapshot = self._updates.snapshot
-        return RegistryStatus(
-            workers=len(self._members),
-            leases=len(self._leases),
-            serves=snapshot.version if snapshot else None,
-            counts=self._history.counts,
-            num_tokens=self._num_tokens,
-        )
-
     def find_lease(self, lease_id: int) -> Lease | None:
         """The valid lease of that id."""
-        return self._leases.get(lease_id)
+        found = (member.leases.get(lease_id) for member in self._members.values())
+        return next(filter(None, found), None)
 
     async def publish(self, snapshot: WeightsSnapshot, *, timeout_s: float) -> PublishReport:
         """Have every member serve `snapshot`; fence those that cannot within the deadline.
@@ -190,24 +168,22 @@ class WorkerRegistry:
         """
         return await self._updates.publish(snapshot, dict(self._members), timeout_s=timeout_s)
 
-    def begin_run(self) -> None:
-        """Nobody gets a lease on weights before the new run has published some."""
-        self.end_run()
-        self._history.note("run begun")
-
     def end_run(self) -> None:
-        """Forget the run's weights, end its leases and requests, refuse who still waits."""
+        """Forget the run's weights, end its leases and requests, refuse who still waits.
+
+        Nobody gets a lease on weights before the next run has published some.
+        """
         cause, reason = LossCause.RUN_ENDED, "the run that asked for a lease has ended"
         self._updates.snapshot = None
         self._line.cancel(LeaseLost(cause, reason))
         for worker_id, member in self._members.items():
-            if self._end_leases(self._balancer.revoke(worker_id), worker_id, cause, reason):
+            if self._end_leases(member, tuple(member.leases), cause, reason):
                 aborting = asyncio.create_task(self._abort(member), name=f"abort-{worker_id}")
                 self._aborting.add(aborting)
                 aborting.add_done_callback(self._aborting.discard)
             if self._role.loads_weights:
                 self._balancer.set_version(worker_id, None)
-        self._history.note("run ended")
+        self.history.note("run ended")
 
     async def _wait(
         self,
@@ -224,8 +200,7 @@ class WorkerRegistry:
                 version,
                 prefer,
                 timeout_s=timeout_s,
-                moves=lambda: (self._num_tokens, moves()),
-                release=self._release,
+                moves=lambda: (self.num_tokens, moves()),
             )
         except TimeoutError:
             raise NoWorkerError(
@@ -236,41 +211,41 @@ class WorkerRegistry:
     def _try_acquire(
         self, cost: float, version: WeightsVersion | None, prefer: str | None
     ) -> Lease | None:
-        grant = self._balancer.try_acquire(cost, version, prefer)
-        if grant is None:
+        worker_id = self._balancer.try_acquire(cost, version, prefer)
+        if worker_id is None:
             return None
-        member = self._members[grant.worker_id]
+        member = self._members[worker_id]
         lease = Lease(
-            grant.lease_id,
-            member.info,
-            member.handle,
-            version=grant.version,
-            fence=self._fence,
+            next(self._lease_ids), member.info, member.handle, cost=cost, fence=self._fence
         )
-        self._leases[grant.lease_id] = lease
+        member.leases[lease.lease_id] = lease
         return lease
 
     def _release(self, lease: Lease) -> None:
         """The work is done or given up, unless the lease has been lost before."""
-        if self._leases.pop(lease.lease_id, None) is not None:
-            self._balancer.release(lease.lease_id)
+        if lease.is_valid:
+            del self._members[lease.worker_id].leases[lease.lease_id]
+            self._balancer.release(lease.worker_id, lease.cost)
             lease.end()
-            self._line.serve(self._try_acquire)
+            self._line.serve()
 
     def _end_leases(
-        self, lease_ids: tuple[int, ...], worker_id: str, cause: LossCause, reason: str
+        self, member: Member, lease_ids: Collection[int], cause: LossCause, reason: str
     ) -> int:
         """Their holders get `LeaseLost`; the number of leases."""
+        worker_id = member.info.worker_id
         message = f"the lease on {self._who(worker_id)} has ended: {reason}"
         for lease_id in lease_ids:
-            self._leases.pop(lease_id).end(LeaseLost(cause, message))
-        self._history.note("revoked", worker_id, cause, num=len(lease_ids))
+            lease = member.leases.pop(lease_id)
+            self._balancer.release(worker_id, lease.cost)
+            lease.end(LeaseLost(cause, message))
+        self.history.note("revoked", worker_id, cause, num=len(lease_ids))
         return len(lease_ids)
 
     def _serves(self, worker_id: str, version: WeightsVersion) -> None:
         if worker_id in self._members:
             self._balancer.set_version(worker_id, version)
-            self._line.serve(self._try_acquire)
+            self._line.serve()
 
     def _remove(self, worker_id: str, cause: LossCause, reason: str) -> bool:
         """Whether it was a member."""
@@ -278,8 +253,8 @@ class WorkerRegistry:
         if member is None:
             return False
         member.heartbeat.cancel()
-        del self._watches[worker_id]
-        self._end_leases(self._balancer.remove_worker(worker_id), worker_id, cause, reason)
+        self._end_leases(member, tuple(member.leases), cause, reason)
+        self._balancer.remove_worker(worker_id)
         return True
 
     def _fence(self, worker_id: str, cause: LossCause, reason: str) -> None:
@@ -287,23 +262,22 @@ class WorkerRegistry:
         if member is None:
             return
         logger.warning("%s is fenced: %s", self._who(worker_id), reason)
-        self._history.note("fenced", worker_id, cause, reason)
+        self.history.note("fenced", worker_id, cause, reason)
         self._remove(worker_id, cause, reason)
         # A worker in doubt must not serve: it comes back only through a new registration.
         self._kill(member.handle)
 
     def _heard(self, worker_id: str, pulse: Pulse) -> None:
         """A worker told what it has made since the ping before; leases without tokens end."""
-        watch = self._watches.get(worker_id)
-        if watch is None:  # it has not joined yet
+        member = self._members.get(worker_id)
+        if member is None:  # it has not joined yet
             return
-        watch.keep(self._balancer.leases_of(worker_id))
-        self._num_tokens += watch.heard(pulse, seconds=self._ping_interval_s)
-        for lease_id, reason in watch.dead().items():
-            self._balancer.release(lease_id)
+        member.watch.keep(member.leases)
+        self.num_tokens += member.watch.heard(pulse, seconds=self._ping_interval_s)
+        for lease_id, reason in member.watch.dead().items():
             reason = f"stalled: {reason} (--stall-timeout-s)"
-            self._end_leases((lease_id,), worker_id, LossCause.STALLED, reason)
-        self._line.serve(self._try_acquire)
+            self._end_leases(member, (lease_id,), LossCause.STALLED, reason)
+        self._line.serve()
 
     def _heart_stopped(self, worker_id: str, heartbeat: asyncio.Task[Loss]) -> None:
         if not heartbeat.cancelled():
@@ -319,7 +293,7 @@ class WorkerRegistry:
         return f"{self._role.name} worker {worker_id}"
 
     def _describe(self) -> str:
-        latest = list(self._history.exclusions.items())[-8:]
+        latest = list(self.history.exclusions.items())[-8:]
         fenced = "; ".join(f"{name}: {why}" for name, why in latest)
         excluded = f" (excluded: {fenced})" if fenced else ""
         if not self._members:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.controller.heartbeat import Loss
+from async_grpo.controller.leases import Lease
+from async_grpo.controller.token_watch import TokenWatch
 from async_grpo.errors import (
     AsyncGrpoError,
     LossCause,
@@ -32,6 +34,8 @@ class Member:
     info: WorkerInfo
     handle: WorkerHandle
     heartbeat: asyncio.Task[Loss]
+    leases: dict[int, Lease] = field(default_factory=dict)  # those that are valid, by id
+    watch: TokenWatch = field(default_factory=TokenWatch)
 
 
 class Updates:

@@ -83,13 +83,10 @@ class Demonstrations:
         order = QuestionStream(len(self._pairs), seed=config.infinite_sampler_seed)
         items = supervised_stream(
             self._pairs,
+            config=config,
             stream_index=order.index,
-            batch_size=config.batch_size,
-            questions_per_step=config.questions_per_step,
-            num_batches=config.num_training_batches,
             num_ranks=self._ranks.world_size,
             rank=self._ranks.rank,
-            max_tokens=config.max_tokens_per_gpu,
             attention_ratio=read_attention_ratio(config),
             first_batch=self._first_batch,
         )

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from async_grpo.batching.supervised import supervised_stream
+from async_grpo.batching.supervised import pack_pairs
 from async_grpo.model.collate import collate_pairs, to_device
 from async_grpo.training.fsdp import reshard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.types import Minibatch, TrainingPair
+from async_grpo.types import Sample, TrainingPair
 
 PACKED_TOGETHER = 256  # pairs; packing takes longer than linear in them
 
@@ -44,20 +44,14 @@ class HeldOutPairs:
     def __init__(self, pairs: Sequence[TrainingPair], learner: Learner, ranks: Ranks) -> None:
         self._num_pairs = len(pairs)
         self._learner = learner
-        self._minibatches: list[Minibatch] = []
+        self._shares: list[tuple[Sample, ...]] = []  # of each round
         for first in range(0, len(pairs), PACKED_TOGETHER):
-            some = [pairs[i] for i in range(first, min(first + PACKED_TOGETHER, len(pairs)))]
-            step = supervised_stream(
-                some,
-                stream_index=int,
-                batch_size=len(some),
-                questions_per_step=len(some),
-                num_batches=1,
+            rounds = pack_pairs(
+                {i: pairs[i] for i in range(first, min(first + PACKED_TOGETHER, len(pairs)))},
                 num_ranks=ranks.world_size,
-                rank=ranks.rank,
                 max_tokens=learner.config.max_tokens_per_gpu,
             )
-            self._minibatches += [item for item in step if isinstance(item, Minibatch)]
+            self._shares += [parts[ranks.rank] for parts in rounds]
 
     def __len__(self) -> int:
         return self._num_pairs
@@ -68,8 +62,8 @@ class HeldOutPairs:
         started = time.monotonic()
         policy, device = self._learner.policy, self._learner.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ -lp, tokens
-        for minibatch in self._minibatches:
-            rows = [row for sample in minibatch.samples for row in sample.episode.rows]
+        for samples in self._shares:
+            rows = [row for sample in samples for row in sample.episode.rows]
             packed = collate_pairs(
                 [(row.prompt_token_ids, row.token_ids) for row in rows],
                 share_prompts=policy.shares_prompts,

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from async_grpo.deadlines import LEASE_S
 from async_grpo.types.rewards import Rewards
-from async_grpo.types.weights import WeightsVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +54,6 @@ class Standing(NamedTuple):
     num_leases: int
     excluded: str  # why it was fenced; empty when it was not, or when nobody knows
     run: int = 0  # incarnation of the run that the registry serves; 0: none
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryStatus:
-    """What a registry knows at this moment, and how often what has happened since it was made."""
-
-    workers: int
-    leases: int
-    serves: WeightsVersion | None  # the weights that were announced last
-    counts: Mapping[str, int]  # by "kind" or "kind: cause", see `controller.history`
-    num_tokens: int  # that workers have made since the registry was made, by their pulses
 
 
 class Problem(NamedTuple):

@@ -19,7 +19,7 @@ from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
 from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
-from async_grpo.controller.balancer import Balancer, LeaseGrant
+from async_grpo.controller.balancer import Balancer
 from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
 from benchmarks.scaling import clock
 from benchmarks.scaling.engine import Engine
@@ -101,7 +101,7 @@ class _Service:
                 overhead=scenario.overhead_seqs,
                 version=WeightsVersion(0, 0),
             )
-        self._line: deque[tuple[WeightsVersion, asyncio.Future[LeaseGrant]]] = deque()
+        self._line: deque[tuple[WeightsVersion, asyncio.Future[str]]] = deque()
         self._control = clock.Process()
         self._outbox = Outbox(1)  # all ranks ask at once, and wait for the slowest
         self._formed: dict[int, Round | StepMarker] = {}  # by index in the stream
@@ -182,15 +182,14 @@ class _Service:
         for engine in self._engines:
             engine.update(sync.load_s)
         await asyncio.sleep(sync.load_s)
-        for load in self._balancer.loads():
-            self._balancer.set_version(load.worker_id, WeightsVersion(0, batches))
+        for number in range(self._scenario.num_engines):
+            self._balancer.set_version(str(number), WeightsVersion(0, batches))
         self._serve()
         self._window.batch_published(batches)
         self._admit()
 
     def _admit(self) -> None:
-        for ordinal in self._window.admissible():
-            self._window.start(ordinal)
+        for ordinal in self._window.start():
             step = self._window.step_of(ordinal)
             num_samples = self._scenario.samples_per_question
             self._ledger.admit(ordinal, num_samples=num_samples, step=step)
@@ -203,9 +202,9 @@ class _Service:
         lengths = scenario.drawn(ordinal)
         oldest = self._window.oldest_weights(ordinal)
         await self._control.work(control.group_s)
-        grant = await self._lease(oldest)
-        await self._engines[int(grant.worker_id)].generate(scenario.prompt_tokens, lengths)
-        self._balancer.release(grant.lease_id)
+        engine = await self._leased_engine(oldest)
+        await self._engines[int(engine)].generate(scenario.prompt_tokens, lengths)
+        self._balancer.release(engine, scenario.samples_per_question)
         self._serve()
         await asyncio.sleep(control.verification_s)
         await self._control.work(len(lengths) * control.sample_s)
@@ -220,8 +219,8 @@ class _Service:
         if not self._unsettled[step]:
             self._rounds.step_complete(step)
 
-    async def _lease(self, version: WeightsVersion) -> LeaseGrant:
-        granted: asyncio.Future[LeaseGrant] = asyncio.get_running_loop().create_future()
+    async def _leased_engine(self, version: WeightsVersion) -> str:
+        granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._line.append((version, granted))
         self._serve()
         return await granted
@@ -230,11 +229,11 @@ class _Service:
         # Slots are admitted when their weights are served, so the first in line speaks for all.
         while self._line:
             version, granted = self._line[0]
-            grant = self._balancer.try_acquire(self._scenario.samples_per_question, version)
-            if grant is None:
+            engine = self._balancer.try_acquire(self._scenario.samples_per_question, version)
+            if engine is None:
                 return
             self._line.popleft()
-            granted.set_result(grant)
+            granted.set_result(engine)
 
     async def _send_rounds(self) -> None:
         """As the batcher's."""

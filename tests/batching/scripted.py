@@ -13,7 +13,6 @@ from async_grpo.errors import LeaseLost, LossCause
 from async_grpo.types import (
     Episode,
     Question,
-    RegistryStatus,
     Sample,
     Turn,
     Verdict,
@@ -79,9 +78,7 @@ class Registry:
         number = lease_id % len(self.workers)
         info = WorkerInfo(self.name(number), self.role, "node", 1, "model", 64, 1.0, 0.0, 512)
         handle = Handle(self.workers[number])
-        lease = self.open[lease_id] = Lease(
-            lease_id, info, handle, version=version, fence=self.lose
-        )
+        lease = self.open[lease_id] = Lease(lease_id, info, handle, cost=cost, fence=self.lose)
         try:
             yield lease
             if lease_id in self.revoked:
@@ -100,8 +97,8 @@ class Registry:
                 self.revoke(lease_id, cause, reason)
 
     @property
-    def status(self):
-        return RegistryStatus(len(self.workers), len(self.open), None, {}, self.num_tokens)
+    def members(self):
+        return self.workers
 
     def name(self, number):
         return f"w{number}"

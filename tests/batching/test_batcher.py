@@ -91,7 +91,7 @@ def test_a_step_in_which_every_group_failed_has_a_denominator_of_0():
 def test_the_ledger_names_the_stage_that_lost_a_group():
     script = Script(config=make_config(), failing=frozenset({1}), dropped=frozenset({2, 3}))
     _, _, running = run(train(script))
-    assert running.batcher._ledger.counts().reasons == {
+    assert running.batcher._ledger.fates.reasons == {
         "failed: verification": 3,
         "failed: generation": 6,
         "discarded: worker error": 2 * 2 * 3,  # two tries before the last one, of three samples
@@ -104,7 +104,7 @@ def test_a_question_that_kills_workers_is_asked_no_more(caplog):
     items, _, running = run(train(script))
     assert running.cluster.tries[2, 0] == 3
     assert all(running.cluster.tries[ordinal, 0] == 0 for ordinal in (9, 16, 23))
-    reasons = running.batcher._ledger.counts().reasons
+    reasons = running.batcher._ledger.fates.reasons
     assert (reasons["failed: quarantine"], reasons["discarded: worker died"] >= 6) == (12, True)
     assert items[0][-1].resume.quarantined == (2,)
     told = [record.message for record in caplog.records if "not asked any more" in record.message]

@@ -18,7 +18,7 @@ from test_histories import identity, scripts
 
 from async_grpo.batching import batcher
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.ledger import FATES, Ledger
+from async_grpo.batching.ledger import Ledger
 from async_grpo.errors import ProcessLostError
 from async_grpo.types import EndOfStep
 
@@ -150,14 +150,14 @@ def check_fates(end, again):
 
 
 def check_books(disturbed):
-    counts = disturbed.running.batcher._ledger.counts()
-    disturbed.running.batcher._ledger.check()
-    assert counts.in_flight_samples == 0
+    ledger = disturbed.running.batcher._ledger
+    ledger.check()
+    assert ledger.in_flight == 0
     totals = Counter()
     for _, end in disturbed.steps:
         totals.update(end.fates)
-    assert dict(counts.samples) == {fate: totals[fate] for fate in FATES}
-    assert counts.admitted_slots == sum(map(len, (step_ordinals(disturbed))))
+    assert ledger.fates.samples == totals
+    assert ledger.admitted_slots == sum(map(len, (step_ordinals(disturbed))))
 
 
 def step_ordinals(disturbed):
@@ -172,10 +172,9 @@ def test_a_restart_counts_what_was_finished_of_later_steps_and_admits_it_again()
     disturbed = trained(script, kills=[0.0])
     assert disturbed.num_restarts == 1
     ledger = Ledger.restore(disturbed.steps[0][1].resume.ledger)
-    counts = ledger.counts()
-    assert counts.samples["discarded"] == 2 * 3  # batch 1, as far as the first cut knows
+    assert ledger.fates.samples["discarded"] == 2 * 3  # batch 1, as far as the first cut knows
     assert tuple(ledger.open_slots) == (2, 3)
-    assert counts.admitted_samples == 2 * 3 + 2 * (2 * 3)
+    assert ledger.admitted_samples == 2 * 3 + 2 * (2 * 3)
 
 
 def test_a_death_before_the_first_step_has_ended_starts_the_run_again():
@@ -190,7 +189,7 @@ def test_the_questions_in_quarantine_are_known_to_the_next_batcher():
     script = Script(config=make_config())
     running = Run(script)
     running.batcher._quarantine.exclude(4)
-    running.batcher._rounds._step = StepKey(0, 0)
+    running.batcher._rounds.current_step = StepKey(0, 0)
     resume = running.batcher._resume_point()
     assert resume.quarantined == (4,)
     assert running.make_batcher(resume)._quarantine.questions == (4,)

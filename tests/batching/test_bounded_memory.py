@@ -49,7 +49,7 @@ def num_elements(root, *, without=()):
 
 def test_the_counting_sees_into_everything():
     ledger = num_elements(Run(Script(config=make_config())).batcher._ledger)
-    assert {"._open", "._steps", "._reasons"} <= ledger.keys()
+    assert {"._open", "._steps", ".fates.reasons"} <= ledger.keys()
 
 
 @pytest.mark.timeout(1800)

@@ -66,9 +66,9 @@ def test_a_later_evaluation_ends_nothing():
 def test_an_evaluation_leaves_the_ledger_and_the_run_alone():
     script = make_script()
     _, running = evaluate(script, num_questions=8)
-    counts = running.batcher._ledger.counts()
-    assert counts.admitted_slots == 4
-    assert counts.samples["failed"] == 0
+    ledger = running.batcher._ledger
+    assert ledger.admitted_slots == 4
+    assert ledger.fates.samples["failed"] == 0
 
 
 def test_workers_that_fail_or_die_cost_an_evaluation_nothing_but_time():

@@ -14,6 +14,7 @@ from scripted_run import INCARNATION, QUESTIONS, Cluster, Run, make_config, spli
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching import batcher
+from async_grpo.batching.ledger import FATES
 from async_grpo.types import Minibatch, WeightsVersion, tally
 
 few = st.frozensets(st.integers(0, 30), max_size=6)
@@ -210,15 +211,15 @@ def check_samples(step, samples):
 
 
 def check_books(running, status, expected):
-    counts = running.batcher._ledger.counts()
-    totals = {fate: sum(step.fates[fate] for step in expected) for fate in counts.samples}
-    lost = num_revoked(counts.reasons)
+    ledger = running.batcher._ledger
+    totals = {fate: sum(step.fates[fate] for step in expected) for fate in FATES}
+    lost = num_revoked(ledger.fates.reasons)
     assert lost in (0, running.config.samples_per_question * running.script.loses_a_lease)
     totals["discarded"] += lost
-    assert dict(counts.samples) == totals
-    assert counts.admitted_samples == sum(totals.values()) == status.done
-    assert (counts.in_flight_samples, counts.in_flight_slots) == (0, 0)
-    assert counts.admitted_slots == sum(len(step.ordinals) for step in expected)
+    assert {fate: ledger.fates.samples[fate] for fate in FATES} == totals
+    assert ledger.admitted_samples == sum(totals.values()) == status.done
+    assert (ledger.in_flight, len(ledger.open_slots)) == (0, 0)
+    assert ledger.admitted_slots == sum(len(step.ordinals) for step in expected)
     idle = (status.generating, status.verifying, status.in_reference, status.ready, status.training)
     assert idle == (0, 0, 0, 0, 0)
     assert not running.generation.open
@@ -320,4 +321,4 @@ def test_without_variance_a_slot_draws_up_to_its_bound_and_keeps_the_last():
     assert end.sums["replaced_reward_sum"] == 6 * 0.5
     received = sum(n for a in range(3) for n in script.lengths(0, a))
     received += sum(script.lengths(1))
-    assert running.batcher._ledger.counts().output_tokens == received
+    assert running.batcher._ledger.output_tokens == received

@@ -25,17 +25,10 @@ def test_every_sample_is_counted_by_its_fate():
     ledger.settle(0, fate="trained", num_samples=5)
     ledger.settle(0, fate="zero_contribution", num_samples=3)
     ledger.settle(1, fate="failed", num_samples=8, reason="verification")
-    counts = ledger.counts()
-    assert counts.samples == {
-        "trained": 5, "zero_contribution": 3, "failed": 8, "discarded": 0, "replaced": 0,
-    }  # fmt: skip
-    assert counts.reasons == {"failed: verification": 8}
-    assert (counts.slots["trained"], counts.slots["failed"]) == (1, 1)
-    assert (counts.in_flight_slots, counts.in_flight_samples, tuple(ledger.open_slots)) == (
-        0,
-        0,
-        (),
-    )
+    assert ledger.fates.samples == {"trained": 5, "zero_contribution": 3, "failed": 8}
+    assert ledger.fates.reasons == {"failed: verification": 8}
+    assert ledger.fates.slots == {"trained": 1, "failed": 1}
+    assert (ledger.in_flight, tuple(ledger.open_slots)) == (0, ())
 
 
 def test_a_slot_cannot_be_settled_twice():
@@ -75,12 +68,9 @@ def test_work_done_again_is_discarded_once_and_trained_once():
     ledger.reissue(0, fate="discarded", num_samples=8, reason="worker died")
     ledger.check()
     ledger.settle(0, fate="trained", num_samples=8)
-    counts = ledger.counts()
-    assert (counts.admitted_samples, counts.admitted_slots) == (16, 1)
-    assert (counts.samples["discarded"], counts.samples["trained"]) == (8, 8)
-    assert counts.slots == {
-        "trained": 1, "zero_contribution": 0, "failed": 0, "discarded": 0, "replaced": 0,
-    }  # fmt: skip
+    assert (ledger.admitted_samples, ledger.admitted_slots) == (16, 1)
+    assert ledger.fates.samples == {"discarded": 8, "trained": 8}
+    assert ledger.fates.slots == {"trained": 1}
 
 
 def test_a_step_is_counted_apart_and_forgotten_when_closed():
@@ -88,15 +78,14 @@ def test_a_step_is_counted_apart_and_forgotten_when_closed():
     later = StepKey(0, 1)
     ledger.admit(1, num_samples=4, step=later)
     ledger.settle(1, fate="trained", num_samples=4)
-    assert ledger.step_counts(STEP)["trained"] == 0
     with pytest.raises(LedgerError, match=r"in flight in slots \[0\]"):
         ledger.close_step(STEP)
     ledger.settle(0, fate="zero_contribution", num_samples=4)
-    assert ledger.close_step(STEP)["zero_contribution"] == 4
-    assert ledger.close_step(later)["trained"] == 4
+    assert ledger.close_step(STEP) == (dict.fromkeys(FATES, 0) | {"zero_contribution": 4}, {})
+    assert ledger.close_step(later) == (dict.fromkeys(FATES, 0) | {"trained": 4}, {})
     assert ledger.state()["steps"] == []
     with pytest.raises(LedgerError, match="not open"):
-        ledger.step_counts(STEP)
+        ledger.close_step(STEP)
 
 
 def test_a_lost_sample_is_told_with_the_numbers():
@@ -110,7 +99,7 @@ def test_tokens_are_counted_when_received():
     ledger = ledger_with()
     ledger.receive_tokens(100)
     ledger.receive_tokens(23)
-    assert Ledger.restore(ledger.state()).counts().output_tokens == 123
+    assert Ledger.restore(ledger.state()).output_tokens == 123
 
 
 def test_earlier_steps_keep_what_they_have_when_later_ones_are_done_again():
@@ -119,10 +108,10 @@ def test_earlier_steps_keep_what_they_have_when_later_ones_are_done_again():
     ledger.admit(1, num_samples=4, step=StepKey(0, 1))
     ledger.settle(1, fate="failed", num_samples=4, reason="verification")
     again = ledger.rolled_back(first=StepKey(0, 1), reason="restart")
-    assert again.step_counts(STEP)["trained"] == 4
-    assert again.step_counts(StepKey(0, 1))["discarded"] == 4
+    assert again._steps[STEP].fates.samples == {"trained": 4}
+    assert again._steps[StepKey(0, 1)].fates.samples == {"discarded": 4}
     assert tuple(again.open_slots) == (1,)
-    assert again.counts().reasons == {"discarded: restart": 4}
+    assert again.fates.reasons == {"discarded: restart": 4}
 
 
 SLOTS_A_STEP = 3
@@ -195,7 +184,9 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.close_step(step)
         elif self.step_of(self.next_ordinal) > step:
             counts = self.by_step.pop(step)
-            assert self.ledger.close_step(step) == {fate: counts[fate] for fate in FATES}
+            fates, reasons = self.ledger.close_step(step)
+            assert fates == {fate: counts[fate] for fate in FATES}
+            assert sum(reasons.values()) == sum(counts[fate] for fate in FATES_WITH_REASON)
             self.closed += counts
 
     @precondition(lambda self: self.next_ordinal)
@@ -221,7 +212,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert Ledger.restore(json.loads(json.dumps(ledger.state()))).state() == ledger.state()
         for step in self.by_step:
             if step < first:
-                assert ledger.step_counts(step) == self.ledger.step_counts(step)
+                assert ledger._steps[step] == self.ledger._steps[step]
         self.ledger = ledger
         for ordinal in [o for o in self.sizes if self.step_of(o) in self.by_step]:
             if self.step_of(ordinal) >= first:
@@ -235,20 +226,18 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def it_balances_and_agrees_with_the_model(self):
         self.ledger.check()
-        counts = self.ledger.counts()
-        assert counts.samples == dict.fromkeys(FATES, 0) | sum(self.by_step.values(), self.closed)
-        assert counts.admitted_samples == self.admitted
-        assert counts.in_flight_samples == sum(self.open.values())
-        assert counts.output_tokens == self.tokens
+        assert self.ledger.fates.samples == sum(self.by_step.values(), self.closed)
+        assert self.ledger.admitted_samples == self.admitted
+        assert self.ledger.in_flight == sum(self.open.values())
+        assert self.ledger.output_tokens == self.tokens
         assert tuple(self.ledger.open_slots) == tuple(sorted(self.open))
 
     @invariant()
     def a_settled_slot_has_the_strongest_fate_of_its_samples(self):
         settled = self.fates_of.keys() - self.open.keys()
         expected = Counter(min(self.fates_of[ordinal], key=FATES.index) for ordinal in settled)
-        counts = self.ledger.counts()
-        assert counts.slots == dict.fromkeys(FATES, 0) | expected
-        assert counts.admitted_slots == self.next_ordinal
+        assert self.ledger.fates.slots == expected
+        assert self.ledger.admitted_slots == self.next_ordinal
 
 
 TestLedger = LedgerMachine.TestCase

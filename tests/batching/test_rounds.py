@@ -126,26 +126,9 @@ def test_deterministic_rounds_wait_for_the_whole_step_and_forget_the_order_of_ar
     assert outcomes[0][-1] == StepMarker(FIRST)
 
 
-def test_nothing_is_offered_to_a_complete_step():
-    rounds = former()
-    rounds.step_complete(FIRST)
-    for act in (lambda: rounds.offer(FIRST, item=item(0, 1)), lambda: rounds.step_complete(FIRST)):
-        with pytest.raises(ValueError, match=r"step \(0, 0\) is complete"):
-            act()
-    rounds.next_round(0.0, hungry=False)
-    with pytest.raises(ValueError, match=r"the current one is \(0, 1\)"):
-        rounds.offer(FIRST, item=item(0, 1))
-
-
 def test_a_sample_beyond_the_budget_is_refused_when_it_is_offered():
     with pytest.raises(ValueError, match=r"got 101 tokens in sample \(4, 0\)"):
         former().offer(FIRST, item=item(4, 101))
-
-
-def test_impossible_options_are_refused():
-    for options in ({"fill_target": 0.0}, {"fill_target": 1.1}, {"patience_s": -1.0}):
-        with pytest.raises(ValueError, match="fill_target must be in"):
-            former(**options)
 
 
 class RoundsMachine(RuleBasedStateMachine):

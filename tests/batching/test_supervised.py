@@ -1,10 +1,10 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_run import make_config
 
+from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.batching.supervised import supervised_stream
-from async_grpo.errors import DataError
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
 
 BUDGET = 64
@@ -15,16 +15,18 @@ def pair(num_prompt, num_output):
     return TrainingPair(ids[:num_prompt], ids[num_prompt:])
 
 
-def streams(pairs, *, ranks=2, **changes):
-    options = {"batch_size": 4, "questions_per_step": 2, "num_batches": 3, "max_tokens": BUDGET}
+def streams(pairs, *, ranks=2, attention_ratio=DEFAULT_ATTENTION_RATIO, **changes):
+    options = {"algorithm": "sft", "train_minibatch_size": 2, "max_tokens_per_gpu": BUDGET}
+    config = make_config(**options | changes)
     return [
         list(
             supervised_stream(
                 pairs,
+                config=config,
                 stream_index=lambda ordinal: ordinal % len(pairs),
                 num_ranks=ranks,
                 rank=rank,
-                **options | changes,
+                attention_ratio=attention_ratio,
             )
         )
         for rank in range(ranks)
@@ -65,7 +67,7 @@ def test_steps_end_with_denominators_over_all_ranks():
 def test_ranks_are_balanced_by_what_attention_costs_in_this_model():
     def bins(ratio):
         pairs = [pair(1, n - 1) for n in (32, 16, 16, 12, 12)]
-        rows = streams(pairs, ranks=2, attention_ratio=ratio, batch_size=5, questions_per_step=5)
+        rows = streams(pairs, ranks=2, attention_ratio=ratio, batch_size=5, train_minibatch_size=0)
         return [[sample.ordinal for sample in items[0].samples] for items in rows]
 
     assert bins(1e9) == [[0, 4], [1, 2, 3]]  # 44 tokens each
@@ -74,7 +76,7 @@ def test_ranks_are_balanced_by_what_attention_costs_in_this_model():
 
 def test_a_demonstration_is_a_sample_with_advantage_one():
     pairs = [pair(3, 5)]
-    minibatch = streams(pairs, ranks=1, questions_per_step=1)[0][0]
+    minibatch = streams(pairs, ranks=1, train_minibatch_size=1)[0][0]
     (sample,) = minibatch.samples
     (row,) = sample.episode.rows
     assert row.prompt_token_ids is pairs[0].prompt_token_ids
@@ -82,21 +84,3 @@ def test_a_demonstration_is_a_sample_with_advantage_one():
     assert (sample.num_trained_tokens, sample.num_tokens) == (5, 8)
     assert (sample.advantage, sample.verdict.adapter, sample.verdict.status) == (1, "sft", "scored")
     assert (row.logprobs, row.weights_versions) == (None, ())
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [((60, 5), r"\(64\), got 60 \+ 5 tokens in pair 2"), ((3, 0), "3 and 0 tokens in pair 2")],
-)
-def test_a_pair_that_cannot_be_trained_is_named_before_anything_is_streamed(shape, message):
-    with pytest.raises(DataError, match=message):
-        supervised_stream(
-            [pair(1, 1), pair(*shape)],
-            stream_index=lambda ordinal: 0,
-            batch_size=1,
-            questions_per_step=1,
-            num_batches=1,
-            num_ranks=1,
-            rank=0,
-            max_tokens=BUDGET,
-        )

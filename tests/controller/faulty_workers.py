@@ -151,7 +151,11 @@ class Scene:
 
     @property
     def counts(self):
-        return self.registry.status.counts
+        return self.registry.history.counts
+
+    @property
+    def num_leases(self):
+        return sum(len(member.leases) for member in self.registry.members)
 
 
 def now_s():

@@ -17,70 +17,53 @@ def balancer_with(*versions, capacity=8.0, overhead=2.0):
     return balancer
 
 
-def workers_of(grants):
-    return [grant and grant.worker_id for grant in grants]
-
-
 def test_work_goes_to_the_worker_with_the_least_load_for_its_capacity():
     balancer = Balancer()
     balancer.add_worker("small", capacity=10, overhead=0, version=V0)
     balancer.add_worker("large", capacity=30, overhead=0, version=V0)
-    grants = [balancer.try_acquire(5, V0) for _ in range(4)]
-    assert workers_of(grants) == ["small", "large", "large", "large"]
+    assert [balancer.try_acquire(5, V0) for _ in range(4)] == ["small", "large", "large", "large"]
 
 
 def test_a_group_may_overshoot_but_a_full_worker_gets_nothing():
     balancer = balancer_with(V0)  # full at 10
-    grants = [balancer.try_acquire(cost, V0) for cost in (9.5, 64, 0.1)]
-    assert workers_of(grants) == ["w0", "w0", None]
-    assert balancer.loads()[0].load == 73.5
+    assert [balancer.try_acquire(cost, V0) for cost in (9.5, 64, 0.1)] == ["w0", "w0", None]
+    balancer.release("w0", 64)
+    assert balancer.try_acquire(0.5, V0) == "w0"
+    assert balancer.try_acquire(0.1, V0) is None
 
 
 def test_a_released_worker_takes_work_again():
     balancer = balancer_with(V0)
-    grant = balancer.try_acquire(64, V0)
+    assert balancer.try_acquire(64, V0) == "w0"
     assert balancer.try_acquire(1, V0) is None
-    assert balancer.release(grant.lease_id)
-    assert balancer.try_acquire(1, V0).worker_id == "w0"
+    balancer.release("w0", 64)
+    assert balancer.try_acquire(1, V0) == "w0"
 
 
-def test_a_lease_is_released_once():
+def test_a_worker_that_comes_back_starts_empty():
     balancer = balancer_with(V0)
-    grant = balancer.try_acquire(1, V0)
-    assert balancer.leases_of("w0") == (grant.lease_id,)
-    assert [balancer.release(grant.lease_id) for _ in range(2)] == [True, False]
-    assert balancer.leases_of("w0") == ()
-    assert not balancer.release(999)
-
-
-def test_leases_of_a_removed_worker_are_revoked_and_its_answers_are_a_zombies():
-    balancer = balancer_with(V0, V0)
-    grants = [balancer.try_acquire(1, V0) for _ in range(4)]
-    revoked = balancer.remove_worker("w0")
-    assert revoked == tuple(g.lease_id for g in grants if g.worker_id == "w0")
-    assert [balancer.release(grant.lease_id) for grant in grants] == [False, True, False, True]
-    assert "w0" not in balancer
-
-
-def test_a_worker_that_comes_back_starts_empty_with_new_leases():
-    balancer = balancer_with(V0)
-    old = balancer.try_acquire(64, V0)
+    balancer.try_acquire(64, V0)
     balancer.remove_worker("w0")
     balancer.add_worker("w0", capacity=8, overhead=0, version=V0)
-    new = balancer.try_acquire(1, V0)
-    assert new.lease_id != old.lease_id
-    assert balancer.loads()[0].load == 1
-    assert not balancer.release(old.lease_id)
+    assert [balancer.try_acquire(8, V0) for _ in range(2)] == ["w0", None]
+
+
+def test_a_preferred_worker_is_taken_before_less_loaded_ones_if_it_qualifies():
+    balancer = balancer_with(V0, V0, V1)
+    assert [balancer.try_acquire(4, V0, "w1") for _ in range(3)] == ["w1"] * 3
+    assert balancer.try_acquire(4, V0, "w1") == "w0"  # it is full
+    assert balancer.try_acquire(1, V1, "w0") == "w2"
+    assert balancer.try_acquire(1, V0, "nobody") == "w2"
 
 
 def test_weights_must_be_of_this_run_and_at_least_as_new_as_asked():
     balancer = balancer_with(V0, V1)
-    assert workers_of(balancer.try_acquire(1, V1) for _ in range(3)) == ["w1"] * 3
+    assert [balancer.try_acquire(1, V1) for _ in range(3)] == ["w1"] * 3
     assert balancer.try_acquire(1, WeightsVersion(0, 2)) is None
     assert balancer.try_acquire(1, NEXT_RUN) is None
     balancer.set_version("w0", NEXT_RUN)
-    assert balancer.try_acquire(1, NEXT_RUN) == (3, "w0", NEXT_RUN)
-    assert balancer.try_acquire(1, V0).worker_id == "w1"
+    assert balancer.try_acquire(1, NEXT_RUN) == "w0"
+    assert balancer.try_acquire(1, V0) == "w1"
 
 
 def test_the_future_of_the_previous_incarnation_serves_nobody():
@@ -92,19 +75,21 @@ def test_a_worker_without_weights_gets_no_lease():
     balancer = balancer_with(None)
     assert balancer.try_acquire(1, None) is None
     balancer.set_version("w0", V0)
-    assert balancer.try_acquire(1, None).version == V0
+    assert balancer.try_acquire(1, None) == "w0"
     balancer.set_version("w0", None)
     assert balancer.try_acquire(1, None) is None
 
 
 def test_a_draining_worker_finishes_what_it_has():
     balancer = balancer_with(V0, V0)
-    grant = balancer.try_acquire(1, V0)
+    assert balancer.try_acquire(1, V0) == "w0"
     balancer.drain("w0")
-    assert workers_of(balancer.try_acquire(1, V0) for _ in range(3)) == ["w1"] * 3
-    assert balancer.release(grant.lease_id)
-    assert balancer.loads()[0].num_leases == 0
-    assert balancer.try_acquire(1, V0).worker_id == "w1"
+    assert balancer.num_draining == 1
+    assert [balancer.try_acquire(1, V0) for _ in range(3)] == ["w1"] * 3
+    balancer.release("w0", 1)
+    assert balancer.try_acquire(1, V0) == "w1"
+    balancer.drain("w0", draining=False)
+    assert balancer.try_acquire(1, V0) == "w0"
 
 
 def test_nobody_there_means_waiting():
@@ -114,26 +99,22 @@ def test_nobody_there_means_waiting():
     assert Balancer().try_acquire(1, V0) is None
 
 
-def test_impossible_requests_are_refused():
+def test_a_worker_joins_once():
     balancer = balancer_with(V0)
-    with pytest.raises(ValueError, match="cost of a lease must be positive, got 0"):
-        balancer.try_acquire(0, V0)
     with pytest.raises(ValueError, match="w0 is a member already"):
         balancer.add_worker("w0", capacity=1, overhead=0, version=V0)
-    with pytest.raises(ValueError, match="capacity > 0 and overhead >= 0, got 0 and 1"):
-        balancer.add_worker("w1", capacity=0, overhead=1, version=V0)
 
 
 def test_a_thousand_workers_do_not_slow_decisions_down():
     balancer = balancer_with(*[V0] * 1000, capacity=64)
     begin = time.process_time()
     for _ in range(5000):
-        balancer.release(balancer.try_acquire(8, V0).lease_id)
+        balancer.release(balancer.try_acquire(8, V0), 8)
     assert time.process_time() - begin < 1.0
 
 
 class BalancerMachine(RuleBasedStateMachine):
-    """Workers come, go, drain and change weights; leases are granted, released and revoked."""
+    """Workers come, go, drain and change weights; work is taken and released."""
 
     names = st.sampled_from(["a", "b", "c", "d"])
     versions = st.builds(WeightsVersion, st.integers(0, 1), st.integers(0, 2))
@@ -142,11 +123,10 @@ class BalancerMachine(RuleBasedStateMachine):
         super().__init__()
         self.balancer = Balancer()
         self.workers = {}  # name -> [limit, capacity, version, draining]
-        self.leases = {}  # lease id -> (name, cost)
-        self.dead = set()
+        self.work = []  # (name, cost)
 
     def load(self, name):
-        return sum(cost for holder, cost in self.leases.values() if holder == name)
+        return sum(cost for holder, cost in self.work if holder == name)
 
     @rule(
         name=names,
@@ -162,18 +142,15 @@ class BalancerMachine(RuleBasedStateMachine):
     @rule(name=names)
     def leave(self, name):
         if name in self.workers:
-            revoked = self.balancer.remove_worker(name)
-            mine = {lease for lease, (holder, _) in self.leases.items() if holder == name}
-            assert set(revoked) == mine
-            self.dead |= mine
-            self.leases = {k: v for k, v in self.leases.items() if k not in mine}
+            self.balancer.remove_worker(name)
+            self.work = [(holder, cost) for holder, cost in self.work if holder != name]
             del self.workers[name]
 
-    @rule(name=names)
-    def drain(self, name):
+    @rule(name=names, draining=st.booleans())
+    def drain(self, name, draining):
         if name in self.workers:
-            self.balancer.drain(name)
-            self.workers[name][3] = True
+            self.balancer.drain(name, draining=draining)
+            self.workers[name][3] = draining
 
     @rule(name=names, version=st.none() | versions)
     def update(self, name, version):
@@ -181,39 +158,32 @@ class BalancerMachine(RuleBasedStateMachine):
             self.balancer.set_version(name, version)
             self.workers[name][2] = version
 
-    @rule(cost=st.integers(1, 12), asked=st.none() | versions)
-    def acquire(self, cost, asked):
+    @rule(cost=st.integers(1, 12), asked=st.none() | versions, prefer=st.none() | names)
+    def acquire(self, cost, asked, prefer):
         qualified = {
             name: self.load(name) / capacity
             for name, (limit, capacity, version, draining) in self.workers.items()
             if not draining and version is not None and self.load(name) < limit
             and (asked is None or (version[0] == asked[0] and version[1] >= asked[1]))
         }  # fmt: skip
-        grant = self.balancer.try_acquire(cost, asked)
-        assert (grant is None) == (not qualified)
-        if grant is not None:
-            assert qualified[grant.worker_id] == min(qualified.values())
-            assert grant.version == self.workers[grant.worker_id][2]
-            assert grant.lease_id not in self.leases.keys() | self.dead
-            self.leases[grant.lease_id] = (grant.worker_id, cost)
+        taken = self.balancer.try_acquire(cost, asked, prefer)
+        assert (taken is None) == (not qualified)
+        if taken is not None:
+            assert taken == prefer or qualified[taken] == min(qualified.values())
+            assert taken == prefer or prefer not in qualified
+            self.work.append((taken, cost))
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.work)
     @rule(data=st.data())
     def release(self, data):
-        lease = data.draw(st.sampled_from(sorted(self.leases)))
-        assert self.balancer.release(lease)
-        del self.leases[lease]
-        self.dead.add(lease)
-
-    @precondition(lambda self: self.dead)
-    @rule(data=st.data())
-    def zombie(self, data):
-        assert not self.balancer.release(data.draw(st.sampled_from(sorted(self.dead))))
+        done = data.draw(st.sampled_from(self.work))
+        self.balancer.release(*done)
+        self.work.remove(done)
 
     @invariant()
-    def loads_are_those_of_the_leases(self):
-        assert self.balancer.num_leases == len(self.leases)
-        assert {w.worker_id: w.load for w in self.balancer.loads()} == {
+    def loads_are_those_of_the_work(self):
+        assert self.balancer.num_draining == sum(worker[3] for worker in self.workers.values())
+        assert {name: worker.load for name, worker in self.balancer._workers.items()} == {
             name: self.load(name) for name in self.workers
         }
 

@@ -13,9 +13,14 @@ OLD, NEW = WeightsVersion(0, 1), WeightsVersion(0, 2)
 class Room:
     """Gives `free` leases, to who is content with `served` or older weights."""
 
-    def __init__(self, free, *, served=NEW):
+    def __init__(self, free=0, *, served=NEW):
         self.free, self.served = free, served
         self.asked = []
+        self.line = WaitingLine(try_acquire=self.try_acquire, release=lambda lease: None)
+
+    def serve(self, *, free):
+        self.free = free
+        self.line.serve()
 
     def try_acquire(self, cost, version, prefer):
         self.asked.append(version)
@@ -25,14 +30,12 @@ class Room:
         return f"for {cost:g}"
 
 
-def wait(line, cost, version, *, timeout_s=5.0, moves=int):
-    return line.wait(
-        cost, version, None, timeout_s=timeout_s, moves=moves, release=lambda lease: None
-    )
+def wait(room, cost, version, *, timeout_s=5.0, moves=int):
+    return room.line.wait(cost, version, None, timeout_s=timeout_s, moves=moves)
 
 
-async def wait_in(line, *requests):
-    waiters = [asyncio.create_task(wait(line, *request)) for request in requests]
+async def wait_in(room, *requests):
+    waiters = [asyncio.create_task(wait(room, *request)) for request in requests]
     await asyncio.sleep(0)
     return waiters
 
@@ -44,12 +47,12 @@ async def served(waiters):
 
 def test_leases_go_out_in_the_order_of_asking():
     async def scenario():
-        line = WaitingLine()
-        waiters = await wait_in(line, (1.0, OLD), (2.0, OLD), (3.0, OLD))
-        line.serve(Room(free=2).try_acquire)
+        room = Room()
+        waiters = await wait_in(room, (1.0, OLD), (2.0, OLD), (3.0, OLD))
+        room.serve(free=2)
         assert await served(waiters) == [True, True, False]
         assert [await waiter for waiter in waiters[:2]] == ["for 1", "for 2"]
-        line.serve(Room(free=1).try_acquire)
+        room.serve(free=1)
         assert await served(waiters) == [True, True, True]
 
     asyncio.run(scenario())
@@ -57,9 +60,9 @@ def test_leases_go_out_in_the_order_of_asking():
 
 def test_who_waits_for_newer_weights_lets_others_pass():
     async def scenario():
-        line = WaitingLine()
-        waiters = await wait_in(line, (1.0, NEW), (1.0, OLD))
-        line.serve(Room(free=2, served=OLD).try_acquire)
+        room = Room(served=OLD)
+        waiters = await wait_in(room, (1.0, NEW), (1.0, OLD))
+        room.serve(free=2)
         assert await served(waiters) == [False, True]
 
     asyncio.run(scenario())
@@ -67,11 +70,11 @@ def test_who_waits_for_newer_weights_lets_others_pass():
 
 def test_one_refusal_speaks_for_all_of_a_version():
     async def scenario():
-        line, full = WaitingLine(), Room(free=0)
-        waiters = await wait_in(line, *[(1.0, OLD)] * 100, (1.0, NEW))
-        line.serve(full.try_acquire)
+        full = Room()
+        waiters = await wait_in(full, *[(1.0, OLD)] * 100, (1.0, NEW))
+        full.serve(free=0)
         assert full.asked == [OLD, NEW]
-        line.cancel(WorkerError("over"))
+        full.line.cancel(WorkerError("over"))
         await asyncio.gather(*waiters, return_exceptions=True)
 
     asyncio.run(scenario())
@@ -79,10 +82,10 @@ def test_one_refusal_speaks_for_all_of_a_version():
 
 def test_a_lease_is_never_given_to_who_has_left():
     async def scenario():
-        line, room = WaitingLine(), Room(free=1)
+        room = Room()
         with pytest.raises(TimeoutError):
-            await wait(line, 1.0, OLD, timeout_s=0.01)
-        line.serve(room.try_acquire)
+            await wait(room, 1.0, OLD, timeout_s=0.01)
+        room.serve(free=1)
         assert (room.free, room.asked) == (1, [])
 
     asyncio.run(scenario())
@@ -90,14 +93,14 @@ def test_a_lease_is_never_given_to_who_has_left():
 
 def test_who_waits_while_anything_moves_keeps_its_place():
     async def scenario():
-        line, num_tokens = WaitingLine(), itertools.count()
+        room, num_tokens = Room(), itertools.count()
         waiting = asyncio.create_task(
-            wait(line, 1.0, OLD, timeout_s=0.01, moves=lambda: next(num_tokens))
+            wait(room, 1.0, OLD, timeout_s=0.01, moves=lambda: next(num_tokens))
         )
         await asyncio.sleep(0.05)
-        later = asyncio.create_task(wait(line, 2.0, OLD))
+        later = asyncio.create_task(wait(room, 2.0, OLD))
         await asyncio.sleep(0.05)
-        line.serve(Room(free=1).try_acquire)
+        room.serve(free=1)
         assert await waiting == "for 1"
         later.cancel()
 
@@ -106,9 +109,9 @@ def test_who_waits_while_anything_moves_keeps_its_place():
 
 def test_the_end_of_a_run_ends_all_waiting():
     async def scenario():
-        line = WaitingLine()
-        (waiter,) = await wait_in(line, (1.0, OLD))
-        line.cancel(WorkerError("the run has ended"))
+        room = Room()
+        (waiter,) = await wait_in(room, (1.0, OLD))
+        room.line.cancel(WorkerError("the run has ended"))
         with pytest.raises(WorkerError, match="the run has ended"):
             await waiter
 

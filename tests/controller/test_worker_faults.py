@@ -81,6 +81,23 @@ def test_a_death_that_a_call_meets_first_fences_before_the_next_ping():
     run(scenario())
 
 
+def test_a_zombies_answer_frees_nothing_of_the_worker_that_came_back():
+    async def scenario():
+        scene = Scene()
+        zombie = await scene.join("only", capacity=1.0)
+        await scene.publish(V0)
+        old = await scene.lease()
+        zombie.die()
+        await asyncio.sleep(1)
+        await scene.join("only", capacity=1.0)
+        await scene.lease()
+        assert not await scene.give_back(old)
+        with pytest.raises(NoWorkerError):
+            await scene.lease()
+
+    run(scenario())
+
+
 def test_a_lease_whose_holder_is_cancelled_is_free_again_and_its_work_ends():
     async def scenario():
         scene, first, _ = await two_workers()
@@ -98,7 +115,7 @@ def test_a_lease_whose_holder_is_cancelled_is_free_again_and_its_work_ends():
         holder.cancel()
         await asyncio.gather(holder, return_exceptions=True)
         await asyncio.sleep(0)
-        assert (ended, scene.registry.status.leases) == ([pytest.approx(3.0, abs=1.5)], 0)
+        assert (ended, scene.num_leases) == ([pytest.approx(3.0, abs=1.5)], 0)
 
     run(scenario())
 
@@ -114,7 +131,7 @@ def test_a_lease_that_comes_when_its_asker_is_cancelled_is_free_again():
         await scene.give_back(held)  # the asker has the lease, and has not woken yet
         asker.cancel()
         await asyncio.gather(asker, return_exceptions=True)
-        assert scene.registry.status.leases == 0
+        assert scene.num_leases == 0
         assert (await scene.lease(timeout_s=1.0)).worker_id == "only"
 
     run(scenario())
@@ -167,7 +184,7 @@ def test_an_error_of_the_worker_is_its_holders_and_costs_no_lease():
         first.generate = refuse
         with pytest.raises(WorkerError, match="another temperature"):
             await call(scene, "first")
-        assert (scene.registry.status.leases, scene.killed) == (0, [])
+        assert (scene.num_leases, scene.killed) == (0, [])
 
     run(scenario())
 
@@ -186,7 +203,7 @@ def test_workers_whose_weights_are_not_the_trainers_need_no_publication():
     async def scenario():
         scene = Scene(role="verifier")
         await scene.join("pool")
-        scene.registry.begin_run()
+        scene.registry.end_run()
         assert (await scene.lease(None)).worker_id == "pool"
         assert scene.workers["pool"].updates == []
 
@@ -366,7 +383,7 @@ def test_a_drained_worker_gets_nothing_in_the_next_run_either():
         assert {(await scene.lease()).worker_id for _ in range(4)} == {"second"}
         assert await scene.give_back(lease)
         assert scene.registry.standing(("first",))["first"].num_leases == 0
-        scene.registry.begin_run()
+        scene.registry.end_run()
         await scene.publish(V1)
         assert {(await scene.lease(V1)).worker_id for _ in range(4)} == {"second"}
         scene.registry.drain("second")
@@ -432,7 +449,7 @@ def test_what_a_registry_remembers_is_bounded():
             worker = await scene.join(f"w{number}")
             worker.die()
             await asyncio.sleep(0.01)
-        assert len(scene.registry.fenced) == 256
+        assert len(scene.registry.history.exclusions) == 256
         assert scene.counts == {"registered": 300, "fenced: died": 300}
         assert len(asyncio.all_tasks()) < 10
 

@@ -120,7 +120,7 @@ def test_a_killed_and_a_frozen_worker_are_replaced_and_then_the_controller(worke
     os.kill(killed.pid, signal.SIGKILL)
     until(workers, lambda: len(members().keys() - {info.worker_id for info in first}) == 2)
     until(workers, lambda: not is_running(frozen.pid))
-    counts = ask("registry_status", REFERENCE).counts
+    counts = ask("counts", REFERENCE)
     assert (counts["fenced: died"], counts["fenced: silent"], counts["registered"]) == (1, 1, 4)
     second = members()
 

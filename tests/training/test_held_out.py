@@ -58,11 +58,13 @@ def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     model = tiny_model(tied=True)
-    step, _, gradients = equip(PolicyModel(model), replace(CONFIG, algorithm="sft"))
-    for item in supervised_stream(
-        load_pairs(str(path)), stream_index=int, batch_size=4, questions_per_step=4, num_batches=1,
-        num_ranks=1, rank=0, max_tokens=8,
-    ):  # fmt: skip
+    config = replace(
+        CONFIG, algorithm="sft", batch_size=4, train_minibatch_size=0, num_training_batches=1,
+        max_tokens_per_gpu=8,
+    )  # fmt: skip
+    step, _, gradients = equip(PolicyModel(model), config)
+    pairs = load_pairs(str(path))
+    for item in supervised_stream(pairs, config=config, stream_index=int, num_ranks=1, rank=0):
         if isinstance(item, EndOfStep):
             step.finish(item.num_tokens, num_samples=item.num_samples)
         else:
