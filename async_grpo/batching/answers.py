@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.batching.lag import covers_output
 from async_grpo.errors import StaleAnswerError, WorkerError
 from async_grpo.types import (
     Episode,
@@ -13,6 +14,7 @@ from async_grpo.types import (
     GenerationRequest,
     LogprobRequest,
     Turn,
+    VersionSpan,
     WeightsVersion,
 )
 
@@ -28,26 +30,40 @@ def check_completions(
     for completion in completions:
         if completion.finish_reason == "abort":
             raise WorkerError("the worker gave up the request before it was finished")
-        if not covers_output(completion):
-            raise WorkerError("the worker did not say of every token which weights sampled it")
-        _check_versions(completion, oldest)
+        is_sampled = np.ones(len(completion.token_ids), np.bool_)
+        _check_versions(completion.weights_versions, is_sampled, oldest)
 
 
 def check_episodes(request: EpisodesRequest, episodes: tuple[Episode, ...]) -> None:
-    """Raise unless these are all episodes, every turn of weights that the group may have."""
+    """Raise unless these are all episodes, every token of weights that the group may have."""
     if len(episodes) != request.num_samples:
         raise WorkerError(f"{len(episodes)} episodes came back, {request.num_samples} were asked")
     for episode in episodes:
-        for turn in episode.turns:
-            _check_versions(turn, request.oldest)
+        for row in episode.rows:
+            is_sampled = row.loss_mask & (row.logprobs is not None)
+            _check_versions(row.weights_versions, is_sampled, request.oldest)
 
 
-def _check_versions(turn: Turn, oldest: WeightsVersion) -> None:
-    for span in turn.weights_versions:
+def _check_versions(
+    spans: Sequence[VersionSpan], is_sampled: NDArray[np.bool_], oldest: WeightsVersion
+) -> None:
+    if not covers(spans, is_sampled):
+        raise WorkerError("the worker did not say of every token which weights sampled it")
+    for span in spans:
         if span.version < oldest or span.version.incarnation != oldest.incarnation:
             raise StaleAnswerError(
                 f"tokens of weights {span.version} came back, {oldest} or later were asked"
             )
+
+
+def covers(spans: Sequence[VersionSpan], is_sampled: NDArray[np.bool_]) -> bool:
+    """Every token that was sampled has exactly one version, and no other has several."""
+    num_versions = np.zeros(len(is_sampled), np.int64)
+    for span in spans:
+        if not 0 <= span.start <= span.stop <= len(num_versions):
+            return False
+        num_versions[span.start : span.stop] += 1
+    return bool((num_versions <= 1).all() and (num_versions[is_sampled] == 1).all())
 
 
 def check_scores(request: LogprobRequest, scores: tuple[Scores, ...]) -> None:

@@ -77,14 +77,12 @@ class ExperienceBatcher:
         first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)
         self._plan = plan
         self._registry_of = registry_of
-        self._step_groups = StepGroups(plan.rules)
+        self._step_groups = StepGroups(plan.rules, num_slots=config.questions_per_step)
         self._quarantine = Quarantine(resume.quarantined if resume else ())
         self._pipeline = SlotPipeline(
             registry_of,
+            config=config,
             rules=plan.rules,
-            timeout_s=config.stall_timeout_s,
-            generation_timeout_s=config.generation_timeout_s,
-            max_staleness=config.max_staleness,
             quarantine=self._quarantine,
             episodes_request=plan.episodes_request if plan.environment else None,
         )
@@ -109,7 +107,6 @@ class ExperienceBatcher:
         self._sums = StepSums(max_staleness=config.max_staleness)
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
-        self._num_training = 0
         self._sent = [Tally()] * plan.num_ranks  # of the current step
         self._failures_in_a_row = 0
         # Open batches that have a graded group; of a batch that has begun before, nobody knows.
@@ -172,16 +169,16 @@ class ExperienceBatcher:
             verifying=stages["verifying"],
             in_reference=stages["in_reference"],
             ready=self._rounds.num_ready,
-            training=self._num_training,
+            training=sum(sent.num_samples for sent in self._sent),
             done=self._ledger.admitted_samples - self._ledger.in_flight,
             output_tokens=self._ledger.output_tokens,
-            answers=self._pipeline.answers,
+            answers=self._pipeline.progress.answers,
             reward_sum=progress[0],
             reward_count=int(progress[1]),
             workers={role: len(each.members) for role, each in registries.items()},
             worker_tokens=sum(each.num_tokens for each in registries.values()),
-            problem=self._pipeline.problem,
-            warnings=self._pipeline.warnings,
+            problem=self._pipeline.progress.problem,
+            warnings=self._pipeline.grading.warnings,
         )
 
     def _admit(self, ordinal: int) -> StepKey:
@@ -197,8 +194,7 @@ class ExperienceBatcher:
         try:
             group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
-            ordinals = self._window.ordinals_of(step)
-            await self._step_groups.leave(step, ordinal, ordinals=ordinals)
+            await self._step_groups.leave(step, ordinal)
             self._settle_failure(ordinal, step, failure)
         else:
             kept = without_texts(group.samples)
@@ -216,7 +212,6 @@ class ExperienceBatcher:
         """The group that the slot trains; those that it replaces are counted on the way."""
         oldest = self._window.oldest_weights(ordinal)
         reference = oldest._replace(batches=self._plan.config.reference_of(step.batch))
-        ordinals = self._window.ordinals_of(step)
         for attempt in itertools.count():
             index = self._plan.index(ordinal, attempt=attempt)
             if index in self._quarantine:
@@ -229,7 +224,7 @@ class ExperienceBatcher:
                     oldest=oldest,
                     reference=reference,
                     on_discard=partial(self._discard, ordinal),
-                    join_step=partial(self._step_groups.join, step, ordinals=ordinals),
+                    join_step=partial(self._step_groups.join, step),
                 )
             except SlotFailed as failure:
                 if failure.stage == QUARANTINE:
@@ -314,7 +309,9 @@ class ExperienceBatcher:
                 self._outbox.put(self._minibatches(formed))
             elif isinstance(formed, StepMarker):
                 await self._log.flush()  # what a checkpoint of this step counts is in the dump
-                self._outbox.put(self._ends_of_step(formed.step))
+                end = self._end_of_step(formed.step)  # the way back is rank 0's to keep
+                others = [dataclasses.replace(end, resume=None)] * (self._plan.num_ranks - 1)
+                self._outbox.put((end, *others))
             else:
                 await self._until_news()
 
@@ -333,7 +330,6 @@ class ExperienceBatcher:
                 if part.row == 0:  # a sample is counted where its first row is trained
                     self._ledger.settle(part.ordinal, fate="trained", num_samples=1)
                     self._sums.count_denominator(formed.step, part)
-                    self._num_training += 1
             self._sent[rank] = self._sent[rank].plus(
                 tally(
                     parts,
@@ -345,14 +341,8 @@ class ExperienceBatcher:
             minibatches.append(Minibatch(formed.index, parts))
         return tuple(minibatches)
 
-    def _ends_of_step(self, step: StepKey) -> tuple[EndOfStep, ...]:
-        """One a rank; the way back is rank 0's to keep."""
-        end = self._end_of_step(step)
-        return (end, *[dataclasses.replace(end, resume=None)] * (self._plan.num_ranks - 1))
-
     def _end_of_step(self, step: StepKey) -> EndOfStep:
         self._ledger.check()
-        self._num_training = 0
         num_samples, num_tokens, sums = self._sums.close(step)
         sent, self._sent = tuple(self._sent), [Tally()] * self._plan.num_ranks
         fates, reasons = self._ledger.close_step(step)

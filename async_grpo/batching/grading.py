@@ -9,9 +9,8 @@ unblocked by: verdicts; a connection that is back
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from async_grpo.batching.leased_work import Progress, SlotFailed
 from async_grpo.types import Problem, Verdict, VerificationRequest
@@ -19,7 +18,7 @@ from async_grpo.types import Problem, Verdict, VerificationRequest
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]
 VERIFICATION = "verification"  # the stage that loses what cannot be graded
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
 MAX_KINDS = 50  # told; a reward that fails in ever new ways is told often enough by then
 
 
@@ -49,7 +48,8 @@ class Grading:
         clock = asyncio.get_running_loop().time
         started = clock()
         verdicts = list(await self._ask(requests))
-        for pause_s in _pauses():
+        pause_s = FIRST_PAUSE_S
+        while True:
             self._tell(verdicts)
             away = [n for n, verdict in enumerate(verdicts) if verdict.cause == "connection"]
             if not away or clock() + pause_s - started > self._timeout_s:
@@ -59,6 +59,7 @@ class Grading:
             again = await self._ask(tuple(requests[n] for n in away))
             for number, verdict in zip(away, again, strict=True):
                 verdicts[number] = verdict
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         for verdict in verdicts:
             if verdict.status == "error":
                 raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
@@ -92,9 +93,3 @@ def nothing_graded(of: str, failure: SlotFailed) -> str:
         f"at least one sample must be graded, but none of {of} could be: {failure}; once that is "
         "mended, the same command goes on from the last checkpoint, or begins again"
     )
-
-
-def _pauses() -> Iterator[float]:
-    """Seconds between tries: 0.25, 0.5, 1, ... 5, 5, 5."""
-    for number in itertools.count():
-        yield min(FIRST_PAUSE_S * 2 ** min(number, 10), LONGEST_PAUSE_S)

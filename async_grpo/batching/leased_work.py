@@ -53,7 +53,7 @@ class Attempts:
         self._slot = slot
         self._quarantine = quarantine
         self._num_faults = 0
-        self._num_revocations = 0
+        self._num_losses = 0
 
     def pause_after(self, error: AsyncGrpoError) -> tuple[Reason, float]:
         """What a try was lost to, and the seconds before the next one.
@@ -65,19 +65,15 @@ class Attempts:
             if self._quarantine.died(self._slot):
                 raise SlotFailed(QUARANTINE, f"workers keep dying of it: {error}")
             return reason, AFTER_LOSS_S
-        if reason in ("worker died", "lease revoked"):
-            self._num_revocations += 1
-            self._check(self._num_revocations, MAX_REVOCATIONS, error)
-            return reason, AFTER_LOSS_S
-        self._num_faults += 1
-        self._check(self._num_faults, len(TRIES_AFTER_S), error)
-        return reason, TRIES_AFTER_S[self._num_faults]
-
-    def _check(self, number: int, limit: int, error: AsyncGrpoError) -> None:
-        if number >= limit:
+        is_loss = reason in ("worker died", "lease revoked")
+        self._num_losses += is_loss
+        self._num_faults += not is_loss
+        if self._num_faults >= len(TRIES_AFTER_S) or self._num_losses >= MAX_REVOCATIONS:
+            number = self._num_losses if is_loss else self._num_faults
             raise SlotFailed(
                 self._stage, f"{self._stage} failed {number} times, the last time: {error}"
             )
+        return reason, AFTER_LOSS_S if is_loss else TRIES_AFTER_S[self._num_faults]
 
 
 def _reason(error: AsyncGrpoError) -> Reason:

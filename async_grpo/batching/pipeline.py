@@ -47,7 +47,7 @@ from async_grpo.types import (
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
-    from async_grpo.controller.leases import Lease
+    from async_grpo.config.train import TrainConfig
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -67,46 +67,26 @@ class SlotPipeline:
         self,
         registry_of: Callable[[str], WorkerRegistry],
         *,
+        config: TrainConfig,
         rules: GroupRules,
-        timeout_s: float,
-        generation_timeout_s: float = 0.0,
-        max_staleness: int = 0,
-        quarantine: Quarantine | None = None,
+        quarantine: Quarantine,
         episodes_request: MakeRequest | None = None,
     ) -> None:
-        """`timeout_s` without progress; `generation_timeout_s` for an answer, 0: no limit.
-
-        `episodes_request`: what environment workers are asked; None: there are none to ask.
-        """
+        """`episodes_request`: what environment workers are asked; None: there are none to ask."""
         self._episodes_request = episodes_request
         self._registry_of = registry_of
-        self._generation_timeout_s = generation_timeout_s
-        self._max_staleness = max_staleness
+        self._config = config
         self._batches_published = 0
         self._has_published = asyncio.Condition()
         self._rules = rules
-        self._timeout_s = timeout_s
-        self._quarantine = quarantine or Quarantine()
+        self._quarantine = quarantine
         self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
-        self._progress = Progress()
-        self._grading = Grading(self._verify, timeout_s=timeout_s, progress=self._progress)
         self._num_scored_again = 0  # samples
+        self.progress = Progress()
+        self.grading = Grading(
+            self._verify, timeout_s=config.stall_timeout_s, progress=self.progress
+        )
         self.stages = StageClock(time.monotonic())
-
-    @property
-    def answers(self) -> int:
-        """Good ones, of workers and verifiers."""
-        return self._progress.answers
-
-    @property
-    def problem(self) -> Problem | None:
-        """Why work is being tried again; None when all is well."""
-        return self._progress.problem
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What people should know of the rewards: the first failure of each kind."""
-        return self._grading.warnings
 
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and what was done again in that time."""
@@ -185,22 +165,23 @@ class SlotPipeline:
     async def _play_elsewhere(
         self, request: EpisodesRequest, slot: Hashable, on_discard: OnDiscard
     ) -> Played:
-        async def work(worker: Lease) -> PlayedGroup:
-            try:
-                played: PlayedGroup = await worker.call("play", request)
-            except EpisodeFailed as error:  # the worker has played it again already
-                raise SlotFailed(f"{ENVIRONMENT}: {error.failure}", str(error)) from error
+        def check(played: PlayedGroup) -> None:
             check_episodes(request, played.episodes)
-            return played
 
         with self._in_stage("generating", request.num_samples):
-            played: PlayedGroup = await self._leased(
-                ENVIRONMENT,
-                work,
-                cost=request.num_samples,
-                slot=slot,
-                on_retry=on_discard,
-            )
+            try:
+                played: PlayedGroup = await self._leased(
+                    ENVIRONMENT,
+                    "play",
+                    request,
+                    check=check,
+                    gives_up=EpisodeFailed,  # the worker has played it again already
+                    cost=request.num_samples,
+                    slot=slot,
+                    on_retry=on_discard,
+                )
+            except EpisodeFailed as error:
+                raise SlotFailed(f"{ENVIRONMENT}: {error.failure}", str(error)) from error
         for verdict in played.verdicts:
             if verdict.status == "error":
                 raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
@@ -216,25 +197,28 @@ class SlotPipeline:
     ) -> tuple[Turn, ...]:
         """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
 
-        async def work(worker: Lease) -> tuple[Turn, ...]:
-            limit_s = self._generation_timeout_s or None
-            try:
-                turns: tuple[Turn, ...] = await worker.call("generate", request, timeout_s=limit_s)
-            except DeadlineError as error:
-                raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
+        def check(turns: tuple[Turn, ...]) -> None:
             check_completions(request, turns, oldest)
-            return turns
 
         with self._in_stage("generating", request.num_samples):
-            found: tuple[Turn, ...] = await self._leased(
-                GENERATION,
-                work,
-                cost=request.num_samples,
-                version=oldest,
-                slot=slot,
-                on_retry=on_discard,
-            )
-        return found
+            try:
+                turns: tuple[Turn, ...] = await self._leased(
+                    GENERATION,
+                    "generate",
+                    request,
+                    check=check,
+                    gives_up=DeadlineError,  # the user wants no longer output
+                    cost=request.num_samples,
+                    version=oldest,
+                    slot=slot,
+                    timeout_s=self._config.generation_timeout_s or None,
+                    on_retry=on_discard,
+                )
+            except NoWorkerError:
+                raise
+            except DeadlineError as error:
+                raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
+        return turns
 
     async def _graded(
         self, ordinal: int, question: Question, completions: tuple[Turn, ...]
@@ -245,7 +229,7 @@ class SlotPipeline:
             for index, completion in enumerate(completions)
         )
         with self._in_stage("verifying", len(requests)):
-            return await self._grading.verdicts(requests)
+            return await self.grading.verdicts(requests)
 
     async def _with_scores(
         self, group: Group, *, before_advantages: bool, temperature: float, version: WeightsVersion
@@ -277,20 +261,17 @@ class SlotPipeline:
             version if role == REFERENCE else None,  # a teacher's weights never change
         )
 
-        async def work(worker: Lease) -> tuple[Scores, ...]:
-            scores: tuple[Scores, ...] = await worker.call("logprobs", request)
-            check_scores(request, scores)
-            return scores
-
         def on_retry(_: Reason) -> None:
             self._num_scored_again += len(samples)
 
         with self._in_stage("in_reference", len(samples)):
             if role == REFERENCE:
                 await self._until_reference_is_due(version)
-            scores = await self._leased(
+            scores: tuple[Scores, ...] = await self._leased(
                 role,
-                work,
+                "logprobs",
+                request,
+                check=partial(check_scores, request),
                 cost=request.num_tokens,
                 version=request.version,
                 slot=samples[0].ordinal,
@@ -299,29 +280,35 @@ class SlotPipeline:
         return tuple(_with_scores(samples, role, scores))
 
     async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
-        async def work(worker: Lease) -> tuple[Verdict, ...]:
-            verdicts: tuple[Verdict, ...] = await worker.call(
-                "verify", GradingRequest(requests), timeout_s=self._timeout_s
-            )
-            return verdicts
-
-        verdicts: tuple[Verdict, ...] = await self._leased(VERIFIER, work, cost=len(requests))
+        verdicts: tuple[Verdict, ...] = await self._leased(
+            VERIFIER,
+            "verify",
+            GradingRequest(requests),
+            cost=len(requests),
+            timeout_s=self._config.stall_timeout_s,
+        )
         return verdicts
 
     async def _leased(
         self,
         role: str,
-        work: Callable[[Lease], Awaitable[Any]],
+        method: str,
+        request: object,
         *,
         cost: float,
+        check: Callable[[Any], None] = lambda answer: None,
+        gives_up: type[AsyncGrpoError] = NoWorkerError,
         version: WeightsVersion | None = None,
         slot: Hashable = None,
+        timeout_s: float | None = None,
         on_retry: OnDiscard = lambda reason: None,
     ) -> Any:
-        """The answer to `work`, on another worker when the first could not give a good one.
+        """A good answer to `method(request)`, of another worker when the first could not give one.
 
-        The deaths of workers count against `slot`, until its work is done. Raises `SlotFailed` when
-        the tries are used up, or workers keep dying of it; `NoWorkerError` when nothing moves.
+        `check` raises what is wrong with an answer, which may take `timeout_s`; an error of the
+        kind `gives_up` is not tried again. The deaths of workers count against `slot`, until its
+        work is done. Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
+        `NoWorkerError` when nothing moves.
         """
         stage, registry = STAGES.get(role, role), self._registry_of(role)
         attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
@@ -331,20 +318,24 @@ class SlotPipeline:
                 is_suspect = self._quarantine.is_on_probation(slot)
                 turn = self._probation if is_suspect else contextlib.nullcontext()
                 lease = registry.lease(
-                    cost, version=version, timeout_s=self._timeout_s, moves=lambda: self.answers
+                    cost,
+                    version=version,
+                    timeout_s=self._config.stall_timeout_s,
+                    moves=lambda: self.progress.answers,
                 )
                 try:
                     async with turn, lease as worker:
                         asked = worker.worker_id
-                        answer = await work(worker)
-                except (SlotFailed, NoWorkerError):
+                        answer = await worker.call(method, request, timeout_s=timeout_s)
+                        check(answer)
+                except (NoWorkerError, gives_up):
                     raise
                 except AsyncGrpoError as error:
-                    self._progress.problem = Problem(stage, str(error), asked)
+                    self.progress.problem = Problem(stage, str(error), asked)
                     logger.warning("%s attempt failed: %s", stage, error)
                     reason, pause_s = attempts.pause_after(error)
                 else:
-                    self._progress.moved()
+                    self.progress.moved()
                     return answer
                 on_retry(reason)
                 await asyncio.sleep(pause_s)
@@ -358,7 +349,7 @@ class SlotPipeline:
         What it waits for is the trainer, which may compute for as long as it likes; one that is
         silent ends the run, and this with it.
         """
-        due = version.batches + self._max_staleness if version.batches else 0
+        due = version.batches + self._config.max_staleness if version.batches else 0
         async with self._has_published:
             await self._has_published.wait_for(lambda: self._batches_published >= due)
 

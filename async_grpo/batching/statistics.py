@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.lag import tokens_by_lag
-from async_grpo.types import Group, Sample
+from async_grpo.types import Episode, Group, Sample
 
 Sums = dict[str, float]
 FAILED = -1  # in the place of an attempt: the slot has no group to keep
+
+
+class StalenessError(RuntimeError):
+    """A token is older than --max-staleness allows, or from the future: a bug, never trained on."""
 
 
 @dataclass(slots=True)
@@ -111,6 +114,32 @@ def replaced_sums(samples: Sequence[Sample]) -> Sums:
         "replaced_reward_sum": sum(sample.verdict.reward for sample in samples),
         "replaced_tokens": sum(sample.episode.num_sampled_tokens for sample in samples),
     }
+
+
+def tokens_by_lag(episode: Episode, *, batch: int, max_staleness: int) -> Counter[int]:
+    """Sampled tokens by their lag; raises `StalenessError` outside 0..max_staleness.
+
+    Lag counts versions between the weights that sampled a token and those that its batch starts
+    from. Drift between the gradient steps of one batch is another thing, and not counted here.
+
+    >>> from async_grpo.types import Turn, VersionSpan, WeightsVersion
+    >>> spans = tuple(VersionSpan(WeightsVersion(0, b), 5 * b, 5 * b + 5) for b in (0, 1))
+    >>> turn = Turn(np.arange(10, dtype=np.int32), np.zeros(10, np.float32), spans, "stop", "")
+    >>> tokens_by_lag(Episode.of_turn(turn.token_ids[:1], turn), batch=1, max_staleness=1)
+    Counter({1: 5, 0: 5})
+    """
+    counts: Counter[int] = Counter()
+    for row in episode.rows:
+        for span in row.weights_versions:
+            if span.stop > span.start:
+                counts[batch - span.version.batches] += span.stop - span.start
+    for lag in counts:
+        if not 0 <= lag <= max_staleness:
+            raise StalenessError(
+                f"lag must be in 0..{max_staleness} (--max-staleness), got {lag}: tokens of "
+                f"version {batch - lag} reached batch {batch}, which is a bug in admission"
+            )
+    return counts
 
 
 def _lag_sums(lags: Sequence[Counter[int]], max_staleness: int) -> Sums:

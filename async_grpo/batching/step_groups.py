@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Step:
-    missing: set[int]  # ordinals whose slot has neither come nor failed
+    num_missing: int  # slots that have neither come nor failed
     groups: dict[int, Group] = field(default_factory=dict)  # by ordinal
     finished: asyncio.Future[dict[int, Group]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -26,30 +25,32 @@ class _Step:
 class StepGroups:
     """A slot joins its step with its group and waits for the others, or fails and is left out."""
 
-    def __init__(self, rules: GroupRules) -> None:
+    def __init__(self, rules: GroupRules, *, num_slots: int) -> None:
+        """`num_slots` of each step."""
         self._rules = rules
+        self._num_slots = num_slots
         self._steps: dict[StepKey, _Step] = {}
 
-    async def join(self, step: StepKey, group: Group, *, ordinals: Iterable[int]) -> Group:
-        """The same group with the advantages of its step, whose slots are `ordinals`."""
-        opened = self._steps.setdefault(step, _Step(set(ordinals)))
+    async def join(self, step: StepKey, group: Group) -> Group:
+        """The same group with the advantages of its step."""
+        opened = self._steps.setdefault(step, _Step(self._num_slots))
         opened.groups[group.ordinal] = group
-        await self._without(opened, group.ordinal)
+        await self._one_less(opened)
         return (await opened.finished)[group.ordinal]
 
-    async def leave(self, step: StepKey, ordinal: int, *, ordinals: Iterable[int]) -> None:
+    async def leave(self, step: StepKey, ordinal: int) -> None:
         """The slot has failed, before or after it joined: nobody waits for it."""
-        await self._without(self._steps.setdefault(step, _Step(set(ordinals))), ordinal)
+        opened = self._steps.setdefault(step, _Step(self._num_slots))
+        if ordinal not in opened.groups:
+            await self._one_less(opened)
 
     def close(self, step: StepKey) -> None:
         """Every slot of the step is settled."""
         self._steps.pop(step, None)
 
-    async def _without(self, opened: _Step, ordinal: int) -> None:
-        if ordinal not in opened.missing:
-            return
-        opened.missing.remove(ordinal)
-        if opened.missing or not opened.groups:
+    async def _one_less(self, opened: _Step) -> None:
+        opened.num_missing -= 1
+        if opened.num_missing or not opened.groups:
             return
         in_order = [opened.groups[each] for each in sorted(opened.groups)]
         try:

@@ -12,6 +12,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.batching.quarantine import Quarantine
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
@@ -71,12 +72,17 @@ class Stage:
         }
         if reference and not objective:
             objective = {"kl_coefficient": 0.1}
-        algorithm = find_algorithm(make_config(max_generation_tokens=8, **objective))
+        config = make_config(
+            max_generation_tokens=8,
+            stall_timeout_s=TIMEOUT_S,
+            generation_timeout_s=generation_timeout_s,
+            **objective,
+        )
         self.pipeline = SlotPipeline(
             registries.__getitem__,
-            rules=LocalRules(algorithm),
-            timeout_s=TIMEOUT_S,
-            generation_timeout_s=generation_timeout_s,
+            config=config,
+            rules=LocalRules(find_algorithm(config)),
+            quarantine=Quarantine(),
         )
 
     def run(self):

@@ -27,15 +27,16 @@ class Desk:
         self.reasons, self.quarantine = [], Quarantine()
         self.pipeline = SlotPipeline(
             {GENERATION: self.registry}.__getitem__,
+            config=make_config(stall_timeout_s=TIMEOUT_S),
             rules=LocalRules(find_algorithm(make_config())),
-            timeout_s=TIMEOUT_S,
             quarantine=self.quarantine,
         )
 
     async def do(self, slot=0):
         return await self.pipeline._leased(
             GENERATION,
-            lambda worker: worker.call("answer", slot),
+            "answer",
+            slot,
             cost=1,
             version=VERSION,
             slot=slot,

@@ -88,7 +88,7 @@ def test_a_bad_answer_is_tried_again_on_another_lease(answer):
     stage = Stage(workers=[bad, good])
     assert len(stage.run().samples) == 2
     assert (len(bad.requests), len(good.requests)) == (1, 1)
-    assert stage.pipeline.problem is None
+    assert stage.pipeline.progress.problem is None
 
 
 def test_a_completion_whose_first_tokens_are_stale_is_refused():
@@ -115,7 +115,7 @@ def test_the_last_reason_is_told_when_every_try_failed():
         "generation",
         "generation failed 3 times, the last time: out of memory",
     )
-    assert "out of memory" in stage.pipeline.problem.reason
+    assert "out of memory" in stage.pipeline.progress.problem.reason
 
 
 def test_lost_leases_use_up_no_try_of_their_own_but_have_an_end():

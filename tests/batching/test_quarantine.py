@@ -87,8 +87,8 @@ async def outcomes(num_slots, **options):
         await fleet.join()
     pipeline = SlotPipeline(
         {GENERATION: fleet.registry}.__getitem__,
+        config=make_config(stall_timeout_s=900.0),
         rules=LocalRules(find_algorithm(make_config())),
-        timeout_s=900.0,
         quarantine=quarantine,
     )
     retries = {slot: [] for slot in range(num_slots)}
@@ -97,7 +97,8 @@ async def outcomes(num_slots, **options):
         await asyncio.sleep(fleet.random.uniform(0.0, 10.0))
         return await pipeline._leased(
             GENERATION,
-            lambda worker: worker.call("answer", slot),
+            "answer",
+            slot,
             cost=1,
             slot=slot,
             on_retry=retries[slot].append,

@@ -12,6 +12,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.environments import play
 from async_grpo.environments.find import read_source
@@ -67,8 +68,9 @@ def run_slot(services):
     registry = Registry(worker, role=ENVIRONMENT)
     pipeline = SlotPipeline(
         {ENVIRONMENT: registry}.__getitem__,
+        config=CONFIG,
         rules=plan.rules,
-        timeout_s=100.0,
+        quarantine=Quarantine(),
         episodes_request=plan.episodes_request,
     )
     group = run(pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None))

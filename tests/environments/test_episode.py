@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import VERSION, make_turn
 
-from async_grpo.batching.lag import covers_trained, tokens_by_lag
+from async_grpo.batching.answers import covers
+from async_grpo.batching.statistics import tokens_by_lag
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.types import SamplingContract
 
@@ -71,7 +72,7 @@ def test_trained_ids_are_the_sampled_ids_over_all_turns_each_once(story):
 @given(stories())
 def test_logprobs_and_versions_stand_beside_the_tokens_that_they_are_of(story):
     episode, _, made = played(story)
-    assert all(covers_trained(row) for row in episode.rows)
+    assert all(covers(row.weights_versions, row.loss_mask) for row in episode.rows)
     assert episode.num_sampled_tokens == sum(len(turn.token_ids) for turn in made)
     counts = tokens_by_lag(episode, batch=1, max_staleness=1)
     old = sum(s.stop - s.start for t in made for s in t.weights_versions if s.version == VERSION)
