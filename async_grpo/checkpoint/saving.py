@@ -108,7 +108,7 @@ class Checkpoints:
         """Collective, at the end of a run that is done or was asked to stop."""
         if self._last is None or self._last.batches == self._saved:
             return
-        if self._learner.step.num_updates != self._last.num_updates:
+        if self._learner.step.clocks.steps != self._last.num_updates:
             logger.info(
                 "batch %d has begun to move the policy: the run will go on from its last "
                 "checkpoint, and do this batch again",
@@ -133,7 +133,7 @@ class Checkpoints:
 
     def _cut(self, end: EndOfStep) -> _Cut:
         batches = end.batch + 1
-        num_updates = self._learner.step.num_updates
+        num_updates = self._learner.step.clocks.steps
         if not self._ranks.is_main:
             return _Cut(batches, num_updates, {}, ())
         references = self._references(batches)

@@ -74,7 +74,7 @@ def restore_learner(learner: Learner, start: Start) -> None:
         start.clocks,
         world_size=start.manifest.world_size,
     )
-    learner.step.restore_clocks(start.clocks)
+    learner.step.clocks = start.clocks
 
 
 def load_tensors(

@@ -7,14 +7,14 @@ of the sequences, each with its prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo.types import PackedMinibatch, Row, Sample, token_weight
+from async_grpo.types import PackedMinibatch, Sample, token_weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,10 +24,10 @@ class _Row:
     prompt: NDArray[np.int32]  # [P]
     output: NDArray[np.int32]  # [L]
     trained: NDArray[np.intp]  # indices into the output of its trained tokens
-    weight: float  # w_i
-    advantage: float | NDArray[np.float32]  # or [L]
-    behaviour: NDArray[np.float32]  # [L]
-    scores: Mapping[str, NDArray[np.float32]]  # [L] or [L, K]
+    behaviour: NDArray[np.float32]  # [L]; zeros where nothing was sampled, which no loss reads
+    weight: float = 1.0  # w_i
+    advantage: float | NDArray[np.float32] = 0.0  # or [L]
+    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # [L] or [L, K]
     is_first: bool = True  # of its sample
     is_given: bool = False  # nobody sampled it
 
@@ -68,15 +68,7 @@ def collate_pairs(
 ) -> PackedMinibatch:
     """Pack (prompt ids, output ids) so that every output token is scored, each with weight 1."""
     rows = [
-        _Row(
-            prompt=prompt,
-            output=output,
-            trained=np.arange(len(output)),
-            weight=1.0,
-            advantage=0.0,
-            behaviour=np.zeros(len(output), dtype=np.float32),
-            scores={},
-        )
+        _Row(prompt, output, np.arange(len(output)), behaviour=_zeros(len(output)))
         for prompt, output in pairs
     ]
     return _pack(rows, dtype, share_prompts=share_prompts) if rows else _filler(dtype, {})
@@ -90,14 +82,11 @@ def split_by_row(values: Tensor, packed: PackedMinibatch) -> list[Tensor]:
 
 def to_device(packed: PackedMinibatch, device: torch.device) -> PackedMinibatch:
     """The same minibatch with its tensors on `device`; copies do not block."""
-    tensors = {name: value for name, value in _items(packed) if isinstance(value, Tensor)}
+    values = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
     scores = {name: value.to(device, non_blocking=True) for name, value in packed.scores.items()}
     return replace(packed, **moved, scores=scores)
-
-
-def _items(packed: PackedMinibatch) -> list[tuple[str, object]]:
-    return [(field.name, getattr(packed, field.name)) for field in fields(packed)]
 
 
 def _rows(
@@ -110,9 +99,9 @@ def _rows(
             prompt=row.prompt_token_ids,
             output=row.token_ids,
             trained=np.flatnonzero(row.loss_mask),
+            behaviour=_zeros(len(row.token_ids)) if row.logprobs is None else row.logprobs,
             weight=weight,
             advantage=part.advantage,
-            behaviour=_behaviour(row),
             scores={
                 name: part.scores.get(name, _zeros(len(row.token_ids), num_columns))
                 for name, num_columns in columns.items()
@@ -122,27 +111,15 @@ def _rows(
         )
 
 
-def _zeros(num_tokens: int, num_columns: int) -> NDArray[np.float32]:
+def _zeros(num_tokens: int, num_columns: int = 0) -> NDArray[np.float32]:
     return np.zeros((num_tokens, num_columns) if num_columns else num_tokens, np.float32)
-
-
-def _behaviour(row: Row) -> NDArray[np.float32]:
-    """[L]; zeros where nothing was sampled, which no loss reads."""
-    return np.zeros(len(row.token_ids), np.float32) if row.logprobs is None else row.logprobs
 
 
 def _filler(dtype: torch.dtype, scores: Mapping[str, int]) -> PackedMinibatch:
     """One token and none to score (N = 0): a full forward and backward, gradients exactly zero."""
-    nothing = np.zeros(0, dtype=np.float32)
-    row = _Row(
-        prompt=np.zeros(1, dtype=np.int32),  # id 0 exists in every vocabulary
-        output=np.zeros(0, dtype=np.int32),
-        trained=np.zeros(0, dtype=np.intp),
-        weight=0.0,
-        advantage=0.0,
-        behaviour=nothing,
-        scores={name: _zeros(0, num_columns) for name, num_columns in scores.items()},
-    )
+    prompt, output = np.zeros(1, np.int32), np.zeros(0, np.int32)  # id 0 is in every vocabulary
+    nothing = {name: _zeros(0, num_columns) for name, num_columns in scores.items()}
+    row = _Row(prompt, output, np.zeros(0, np.intp), behaviour=_zeros(0), scores=nothing)
     return replace(_pack([row], dtype), num_rows=0, num_samples=0)
 
 
@@ -179,7 +156,11 @@ def _pack(
         },
         num_rows=len(rows),
         num_samples=sum(row.is_first for row in rows),
-        is_given=_flags([row.is_given for row in rows], counts),
+        is_given=(
+            torch.from_numpy(np.repeat([row.is_given for row in rows], counts))
+            if any(row.is_given for row in rows)
+            else None
+        ),
         repeat_index=_ids([repeat_index]) if is_shared else None,
         first_index=_ids([first_index]) if is_shared else None,
     )
@@ -212,11 +193,6 @@ def _advantages(row: _Row) -> NDArray[np.float64]:
     """One for each trained token."""
     advantage = np.asarray(row.advantage, dtype=np.float64)
     return advantage[row.trained] if advantage.ndim else np.full(len(row.trained), advantage)
-
-
-def _flags(flags: Sequence[bool], counts: NDArray[np.intp]) -> Tensor | None:
-    """[N] of each row's flag; None where no row has it."""
-    return torch.from_numpy(np.repeat(flags, counts)) if any(flags) else None
 
 
 def _columns(

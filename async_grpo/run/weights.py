@@ -37,8 +37,8 @@ class Weights:
         self._main.wait_announced()
         # Where every step of the batch was skipped, its version is another name of the weights
         # that are out; the ranks agree on it, for they skip together.
-        if self._num_updates != self._learner.step.num_updates:
-            self._num_updates = self._learner.step.num_updates
+        if self._num_updates != self._learner.step.clocks.steps:
+            self._num_updates = self._learner.step.clocks.steps
             canary = self._score_canary()
             tensors = iter_full_tensors(self._learner.policy)
             self._main.collect(tensors, canary, num_batches=num_batches)

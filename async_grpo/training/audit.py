@@ -7,9 +7,7 @@ trained twice in between would change the gradient and nothing else. Collective,
 from __future__ import annotations
 
 import math
-import struct
 
-import torch
 import torch.distributed as dist
 
 from async_grpo.errors import AuditError
@@ -22,7 +20,6 @@ from async_grpo.types import (
     digest_of,
 )
 
-WIRE = "<qqQd"  # a Tally as four int64 of one collective
 TOLERANCE = 1e-6  # of the weights, which are float32 where they are trained
 
 
@@ -72,10 +69,9 @@ class Audit:
 def _all_ranks(own: Tally) -> list[Tally]:
     if not dist.is_initialized():
         return [own]
-    local = torch.frombuffer(bytearray(struct.pack(WIRE, *own)), dtype=torch.int64)
-    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, local)
-    return [Tally(*struct.unpack(WIRE, struct.pack("<4q", *part.tolist()))) for part in parts]
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
 
 
 def _is_same(trained: Tally, sent: Tally) -> bool:

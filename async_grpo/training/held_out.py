@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from async_grpo.batching.supervised import pack_pairs
-from async_grpo.model.collate import collate_pairs, to_device
+from async_grpo.model.collate import collate, to_device
 from async_grpo.training.fsdp import reshard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -63,11 +63,7 @@ class HeldOutPairs:
         policy, device = self._learner.policy, self._learner.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ -lp, tokens
         for samples in self._shares:
-            rows = [row for sample in samples for row in sample.episode.rows]
-            packed = collate_pairs(
-                [(row.prompt_token_ids, row.token_ids) for row in rows],
-                share_prompts=policy.shares_prompts,
-            )
+            packed = collate(samples, aggregation="token-mean", share_prompts=policy.shares_prompts)
             scored = policy(
                 to_device(packed, device),
                 temperature=1.0,

@@ -6,9 +6,6 @@ kept, so that samples still stream: no step waits for the whole batch to be scor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -51,20 +48,15 @@ class BatchStart:
         """
         if not self._has_moved:
             return None
-        with self._exchanged():
-            scored = self._policy(packed, temperature=temperature, chunk_size=chunk_size)
-        return scored.logprobs.clone()
-
-    @contextmanager
-    def _exchanged(self) -> Iterator[None]:
-        """The kept weights are the policy's, and the other way round."""
         self._exchange()
         try:
-            yield
+            scored = self._policy(packed, temperature=temperature, chunk_size=chunk_size)
         finally:
             self._exchange()
+        return scored.logprobs.clone()
 
     def _exchange(self) -> None:
+        """The kept weights are the policy's, and the other way round."""
         # In place, because FSDP gathers from these very tensors; what it has gathered of the
         # other weights must not serve these.
         reshard(self._policy)

@@ -30,9 +30,8 @@ LOSS = re.compile(
 
 def as_rank_loss(error: BaseException) -> RankLostError | None:
     """What a failed collective means when another rank's death has broken it, else None."""
-    if isinstance(error, AsyncGrpoError) or not isinstance(error, RuntimeError):
-        return None
-    if not LOSS.search(str(error)):
+    is_collectives_own = isinstance(error, RuntimeError) and not isinstance(error, AsyncGrpoError)
+    if not is_collectives_own or not LOSS.search(str(error)):
         return None
     lost = RankLostError("another trainer rank has died: its own error, or its end, is the cause")
     lost.__cause__ = error

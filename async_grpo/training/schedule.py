@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from async_grpo.config.train import TrainConfig
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 def learning_rate_factor(
@@ -51,11 +47,7 @@ def learning_rate_factor(
     progress = min((position - num_warmup) / max(num_total - num_warmup, 1), 1.0)
     if schedule == "linear":
         return smallest + (1.0 - smallest) * (1.0 - progress)
-    if schedule == "cosine":
-        return smallest + (1.0 - smallest) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    raise ValueError(
-        f"lr_scheduler must be constant, constant_with_warmup, linear or cosine, got {schedule!r}"
-    )
+    return smallest + (1.0 - smallest) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,39 +57,27 @@ class Clocks:
     steps: int = 0  # gradient steps taken
     samples: int = 0  # that counted in D of these steps
 
+    def after(self, num_samples: int) -> Clocks:
+        """Past one more step, of `num_samples` samples."""
+        return Clocks(self.steps + 1, self.samples + num_samples)
 
-class Scheduler:
-    """Sets an optimizer's learning rate from the clock that the run chose."""
 
-    def __init__(self, optimizer: Optimizer, config: TrainConfig, *, samples_per_slot: int) -> None:
-        self.clocks = Clocks()
-        self._optimizer = optimizer
-        self._peak = config.learning_rate
-        self._schedule = config.lr_scheduler
-        self._by_samples = config.schedule_clock == "samples"
-        self._smallest = config.min_learning_rate_ratio
-        self._num_total = config.num_training_batches * (
-            config.batch_size * samples_per_slot if self._by_samples else config.steps_per_batch
-        )
-        number = config.num_warmup_samples if self._by_samples else config.num_warmup_steps
-        self._num_warmup = number or math.ceil(config.warmup_ratio * self._num_total)
+def learning_rate_after(
+    clocks: Clocks, config: TrainConfig, *, num_samples: int, samples_per_slot: int
+) -> float:
+    """Of the step that begins at `clocks` and has `num_samples`, on the clock that the run chose.
 
-    def learning_rate(self, num_samples: int) -> float:
-        """Of a next step of `num_samples` samples."""
-        return self._peak * learning_rate_factor(
-            self.clocks.samples if self._by_samples else self.clocks.steps,
-            schedule=self._schedule,
-            num_warmup=self._num_warmup,
-            num_total=self._num_total,
-            advance=num_samples if self._by_samples else 1,
-            smallest=self._smallest,
-        )
-
-    def set_rate(self, num_samples: int) -> None:
-        """Set the optimizer's learning rate for a step of `num_samples` samples."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate(num_samples)
-
-    def stepped(self, num_samples: int) -> None:
-        """Move both clocks past the step that the optimizer has taken."""
-        self.clocks = Clocks(self.clocks.steps + 1, self.clocks.samples + num_samples)
+    `samples_per_slot`: those that a slot of the batch is planned to give.
+    """
+    by_samples = config.schedule_clock == "samples"
+    per_batch = config.batch_size * samples_per_slot if by_samples else config.steps_per_batch
+    num_total = config.num_training_batches * per_batch
+    num_warmup = config.num_warmup_samples if by_samples else config.num_warmup_steps
+    return config.learning_rate * learning_rate_factor(
+        clocks.samples if by_samples else clocks.steps,
+        schedule=config.lr_scheduler,
+        num_warmup=num_warmup or math.ceil(config.warmup_ratio * num_total),
+        num_total=num_total,
+        advance=num_samples if by_samples else 1,
+        smallest=config.min_learning_rate_ratio,
+    )

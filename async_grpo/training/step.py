@@ -10,13 +10,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 
 from async_grpo.algorithms.base import Algorithm, LossSums
 from async_grpo.config.train import TrainConfig
@@ -24,7 +23,7 @@ from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
 from async_grpo.training.old_policy import BatchStart
-from async_grpo.training.schedule import Clocks, Scheduler
+from async_grpo.training.schedule import Clocks, learning_rate_after
 from async_grpo.types import PackedMinibatch
 
 NO_SAMPLES = "no samples"
@@ -63,64 +62,25 @@ def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW:
 class GradientStep:
     """Accumulates the minibatches of one gradient step, then takes it; reusable step after step.
 
-    `defer_gradient_sync`: minibatches leave whole gradients on their rank, in float32, and one
-    inert closing minibatch reduces them; otherwise each minibatch reduces its own.
+    With `--defer-gradient-sync` minibatches leave whole gradients on their rank, in float32, and
+    one inert closing minibatch reduces them; otherwise each minibatch reduces its own.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        *,
-        optimizer: Optimizer,
-        scheduler: Scheduler,
-        algorithm: Algorithm,
-        chunk_size: int,
-        max_grad_norm: float,
-        batch_start: BatchStart | None = None,
-        defer_gradient_sync: bool = False,
-    ) -> None:
-        """`batch_start` serves the mode `decoupled` with several steps a batch."""
+    def __init__(self, policy: PolicyModel, config: TrainConfig, algorithm: Algorithm) -> None:
+        self.optimizer = make_optimizer(policy, config)
+        self.clocks = Clocks()  # a resumed run sets them, and the optimizer's own state
         self._policy = policy
-        self._batch_start = batch_start
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._config = config
         self._algorithm = algorithm
-        self._chunk_size = chunk_size
-        self._max_grad_norm = max_grad_norm
-        self._defer_gradient_sync = defer_gradient_sync
+        self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
+        # Of every forward of the policy.
+        self._setting = {"temperature": algorithm.temperature, "chunk_size": config.chunk_size}
+        self._device = next(policy.parameters()).device
         # Tensors stay on the device until the step ends: nothing waits for it between minibatches.
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._losses: list[Tensor] = []  # [] each
         self._counts: Counter[str] = Counter()
-
-    @property
-    def num_updates(self) -> int:
-        """Of the parameters; the same on every rank."""
-        return self._scheduler.clocks.steps
-
-    @property
-    def clocks(self) -> Clocks:
-        """How far the optimizer has come."""
-        return self._scheduler.clocks
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Its state is what a checkpoint holds beside the policy."""
-        return self._optimizer
-
-    def restore_clocks(self, clocks: Clocks) -> None:
-        """A resumed run: the optimizer's own state is put in place by whoever loads it."""
-        self._scheduler.clocks = clocks
-
-    @property
-    def _setting(self) -> dict[str, Any]:
-        """Of every forward of the policy."""
-        return {"temperature": self._algorithm.temperature, "chunk_size": self._chunk_size}
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self._policy.parameters()).device
 
     def accumulate(self, packed: PackedMinibatch) -> LossSums:
         """Back-propagate the minibatch's plain sum; every rank must call it equally often."""
@@ -129,7 +89,7 @@ class GradientStep:
             packed = replace(packed, scores={**packed.scores, "old": old})
         scored = self._policy(packed, **self._setting, terms=self._algorithm.terms)
         result = self._algorithm.loss(scored, packed)
-        with deferred_gradients(self._policy, defer=self._defer_gradient_sync):
+        with deferred_gradients(self._policy, defer=self._config.defer_gradient_sync):
             result.loss.backward()
         loss, entropy = result.loss.detach(), scored.entropy.detach()
         common = {"loss_sum": loss, "entropy_sum": entropy.sum()}
@@ -153,13 +113,18 @@ class GradientStep:
         None: `denominator` counts samples.
         """
         num_samples = denominator if num_samples is None else num_samples
-        if denominator and self._losses and self._defer_gradient_sync:
+        if denominator and self._losses and self._config.defer_gradient_sync:
             self._reduce_gradients()
         metrics = self._reduce_metrics()
         num_minibatches = int(metrics.pop("num_minibatches"))
         num_bad_losses = int(metrics.pop("num_bad_losses"))
         grad_norm = self._global_norm() / denominator if denominator else 0.0
-        learning_rate = self._scheduler.learning_rate(num_samples)
+        learning_rate = learning_rate_after(
+            self.clocks,
+            self._config,
+            num_samples=num_samples,
+            samples_per_slot=self._algorithm.samples_per_slot,
+        )
         skipped = ""
         suspects: tuple[int, ...] = ()
         if not denominator:
@@ -167,14 +132,15 @@ class GradientStep:
         elif num_bad_losses or not math.isfinite(grad_norm):
             skipped, suspects = NON_FINITE, self._suspects(is_loss=num_bad_losses > 0)
         else:
-            self._update(grad_norm, denominator, num_samples)
+            self._update(learning_rate, clip=self._clip(grad_norm), denominator=denominator)
+            self.clocks = self.clocks.after(num_samples)
         self.discard()
         return StepResult(
             skipped=skipped,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             num_minibatches=num_minibatches,
-            clocks=self._scheduler.clocks,
+            clocks=self.clocks,
             metrics=metrics,
             suspects=suspects,
         )
@@ -186,7 +152,7 @@ class GradientStep:
 
     def discard(self) -> None:
         """Forget what was accumulated, gradients and metrics alike."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         drop_local_gradients(self._policy)
         self._sums, self._maxima, self._losses, self._counts = {}, {}, [], Counter()
 
@@ -199,16 +165,18 @@ class GradientStep:
         scored = self._policy(filler, **self._setting)
         (scored.logprobs.sum() + scored.entropy.sum()).backward()
 
-    def _update(self, grad_norm: float, denominator: int, num_samples: int) -> None:
+    def _clip(self, grad_norm: float) -> float:
+        limit = self._config.max_grad_norm
+        return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
+
+    def _update(self, learning_rate: float, *, clip: float, denominator: int) -> None:
         """One multiplication does both the division by D and the clipping."""
         if self._batch_start is not None:
             self._batch_start.before_update()
-        limit = self._max_grad_norm
-        clip = min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
         torch._foreach_mul_(list(self._gradients()), clip / denominator)
-        self._scheduler.set_rate(num_samples)
-        self._optimizer.step()
-        self._scheduler.stepped(num_samples)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
 
     def _suspects(self, *, is_loss: bool) -> tuple[int, ...]:
         """This rank's minibatches with a bad loss; all of them where only the gradient is bad."""
@@ -231,28 +199,18 @@ class GradientStep:
 
     def _reduce_metrics(self) -> dict[str, float]:
         """Sums and maxima over all ranks, in one collective."""
-        counts = {**self._counts, "num_minibatches": len(self._losses)}
-        sums = {**self._sums, "num_bad_losses": self._num_bad_losses()}
-        names = [*sorted(counts), *sorted(sums), *sorted(self._maxima)]
-        host = torch.tensor([float(counts[name]) for name in sorted(counts)], dtype=torch.float64)
-        local = torch.stack(
-            [
-                *host.to(self._device),
-                *(sums[name] for name in sorted(sums)),
-                *(self._maxima[name] for name in sorted(self._maxima)),
-            ]
-        )
+        num_bad = sum(~loss.isfinite() for loss in self._losses)
+        counts = {**self._counts, "num_minibatches": len(self._losses), "num_bad_losses": num_bad}
+        sums = {**counts, **self._sums}
+        entries = [*sorted(sums.items()), *sorted(self._maxima.items())]
+        local = torch.stack([self._number(value) for _, value in entries])
         every = _all_gather(local)
-        num_sums = len(counts) + len(sums)
-        totals = torch.cat([every[:, :num_sums].sum(0), every[:, num_sums:].amax(0)])
-        return dict(zip(names, totals.tolist(), strict=True))
+        totals = torch.cat([every[:, : len(sums)].sum(0), every[:, len(sums) :].amax(0)])
+        return dict(zip([name for name, _ in entries], totals.tolist(), strict=True))
 
-    def _num_bad_losses(self) -> Tensor:
-        """[] float64: this rank's minibatches with a loss that is not finite."""
-        bad = torch.zeros((), dtype=torch.float64, device=self._device)
-        for loss in self._losses:
-            bad += ~loss.isfinite()
-        return bad
+    def _number(self, value: Tensor | float) -> Tensor:
+        """[] float64 on the device."""
+        return torch.as_tensor(value, dtype=torch.float64, device=self._device)
 
 
 def _all_gather(local: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def _learner(variant: Variant, ranks: Ranks, folder: str) -> Learner:
             "trackers": "",
         }
     )
-    return Learner.equip(_policy(variant, config, ranks), config, ranks)
+    return Learner(_policy(variant, config, ranks), config, ranks)
 
 
 def _policy(variant: Variant, config: TrainConfig, ranks: Ranks) -> PolicyModel:

@@ -68,7 +68,7 @@ def test_distillation_of_one_file_trains_as_the_oracle_does():
         row = metrics_row(result.metrics, fates={}, reasons={}, declared=learner.algorithm.metrics)
         gaps = [s.scores[TEACHER][mask] - lp.numpy() for s, mask, lp in seen]
         assert row["teacher_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-5)
-    assert learner.step.num_updates == NUM_STEPS
+    assert learner.step.clocks.steps == NUM_STEPS
 
 
 def test_a_sample_without_the_teacher_s_scores_is_refused_by_name():

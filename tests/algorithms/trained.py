@@ -21,7 +21,7 @@ OPTIONS = {
 def make_learner(config):
     policy = PolicyModel(tiny_model(tied=True, dtype=torch.float64))
     ranks = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    return Learner.equip(policy, config, ranks)
+    return Learner(policy, config, ranks)
 
 
 def train(learner, samples, *, batch):

@@ -1,7 +1,6 @@
 """What becomes of exports on a disk that refuses them."""
 
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +22,7 @@ ALONE = SimpleNamespace(share=lambda work: work(), on_main=lambda work: work())
 @pytest.fixture
 def learner(tmp_path):
     tiny_model(tied=True).save_pretrained(tmp_path / "m")
-    made = make_learner(tmp_path / "run")
-    return replace(made, config=replace(made.config, model_name_or_path=str(tmp_path / "m")))
+    return make_learner(tmp_path / "run", model_name_or_path=str(tmp_path / "m"))
 
 
 def test_a_full_disk_costs_the_export_and_leaves_no_part_of_it(learner, tmp_path, caplog):

@@ -18,6 +18,7 @@ from async_grpo.run.announcements import Announcements
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.weights import Weights
 from async_grpo.training.fsdp import shard
+from async_grpo.training.schedule import Clocks
 from async_grpo.types import PublishReport, WeightsAck, canary_tokens
 from async_grpo.weight_sync.buckets import unpack_bucket
 from async_grpo.weight_sync.publisher import Publisher
@@ -90,7 +91,7 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
     )
     policy = PolicyModel(tiny_model(tied=tied))
     shard(policy, init_device_mesh("cpu", (dist.get_world_size(),)))
-    step = SimpleNamespace(num_updates=0)
+    step = SimpleNamespace(clocks=Clocks())
     learner = SimpleNamespace(config=config, device=torch.device("cpu"), policy=policy, step=step)
     world = World(error_nats=error_nats)
     reports, sent, forwards = [], [], []
@@ -106,7 +107,7 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
             with torch.no_grad():
                 for parameter in policy.parameters():
                     parameter.mul_(1.25)
-            step.num_updates += 1
+            step.clocks = step.clocks.after(8)
         weights.publish(batches)
         main.wait_announced()
         sent.append({n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)})

@@ -28,8 +28,7 @@ from async_grpo.training.fsdp import iter_full_tensors, shard
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.schedule import Scheduler
-from async_grpo.training.step import GradientStep, make_optimizer
+from async_grpo.training.step import GradientStep
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
 
 CONFIG = TrainConfig(
@@ -111,19 +110,9 @@ def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, **options):
 
 
 def equip(policy, config=CONFIG):
-    algorithm = find_algorithm(config)
-    optimizer = make_optimizer(policy, config)
+    step = GradientStep(policy, config, find_algorithm(config))
     gradients = []
-    optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
-    step = GradientStep(
-        policy,
-        optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
-        algorithm=algorithm,
-        chunk_size=config.chunk_size,
-        max_grad_norm=config.max_grad_norm,
-        defer_gradient_sync=config.defer_gradient_sync,
-    )
+    step.optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
     return step, policy, gradients
 
 

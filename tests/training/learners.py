@@ -1,45 +1,26 @@
 """A learner without a process group, and minibatches for it: one healthy, one empty, one bad."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from oracle import oracle_twin, random_samples, tiny_model
 
-from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.learner import Learner
-from async_grpo.training.replay import Replay
-from async_grpo.training.schedule import Scheduler
-from async_grpo.training.step import GradientStep, make_optimizer
 from async_grpo.types import Episode, Minibatch
 
 
 def make_learner(folder, **options):
     """One process, the tiny model, rank 3 by name; two steps a batch of two questions each."""
-    config = TrainConfig(
-        model_name_or_path="m",
-        data_path="d",
-        output_dir=str(folder),
-        batch_size=4,
-        train_minibatch_size=2,
-        trackers="",
-        **({"kl_coefficient": 0.1, "kl_estimator": "k2"} | options),
-    )
-    policy = PolicyModel(tiny_model(tied=True))
-    algorithm = find_algorithm(config)
-    optimizer = make_optimizer(policy, config)
-    step = GradientStep(
-        policy,
-        optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
-        algorithm=algorithm,
-        chunk_size=8,
-        max_grad_norm=1.0,
-    )
-    replay = Replay(str(folder), rank=3)
-    return Learner(config, algorithm, torch.device("cpu"), policy, step, replay)
+    small = {"batch_size": 4, "train_minibatch_size": 2, "loss_chunksize": 8, "trackers": ""}
+    penalty = {"kl_coefficient": 0.1, "kl_estimator": "k2"}
+    paths = {"model_name_or_path": "m", "data_path": "d", "output_dir": str(folder)}
+    config = TrainConfig(**small, **(penalty | paths | options))
+    ranks = SimpleNamespace(rank=3, device=torch.device("cpu"))
+    return Learner(PolicyModel(tiny_model(tied=True)), config, ranks)
 
 
 def make_minibatches():

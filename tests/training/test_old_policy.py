@@ -17,8 +17,7 @@ from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import reshard, shard
 from async_grpo.training.old_policy import BatchStart
-from async_grpo.training.schedule import Scheduler
-from async_grpo.training.step import GradientStep, make_optimizer
+from async_grpo.training.step import GradientStep
 
 CONFIG = TrainConfig(
     model_name_or_path="m",
@@ -29,22 +28,12 @@ CONFIG = TrainConfig(
     importance_correction="truncate",
     learning_rate=3e-2,
     allow_high_learning_rate=True,
+    loss_chunksize=5,
 )
 
 
 def equip(policy, config=CONFIG):
-    algorithm = find_algorithm(config)
-    optimizer = make_optimizer(policy, config)
-    return GradientStep(
-        policy,
-        optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
-        algorithm=algorithm,
-        chunk_size=5,
-        max_grad_norm=1.0,
-        batch_start=BatchStart(policy),
-        defer_gradient_sync=config.defer_gradient_sync,
-    )
+    return GradientStep(policy, config, find_algorithm(config))
 
 
 def gradients(policy):

@@ -1,103 +1,85 @@
 """What made a step impossible comes back from its file, and makes it impossible again."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import make_learner, make_minibatches
-from oracle import make_sample, sent
+from oracle import make_row, sample_of_rows, sent
 
 from async_grpo.errors import DataError
+from async_grpo.model.collate import collate
 from async_grpo.training.replay import MAX_FILES, Replay, load_minibatches, save_minibatches
 from async_grpo.training.step import NON_FINITE
-from async_grpo.types import EndOfStep, Episode, Minibatch, Verdict, VersionSpan, WeightsVersion
+from async_grpo.types import EndOfStep, Minibatch
 
 TOKENS = st.lists(st.integers(0, 63), min_size=1, max_size=6)
 
 
 @st.composite
-def samples(draw):
+def rows(draw):
     output = draw(TOKENS)
-    value = st.floats(width=32)
-    row = st.lists(value, min_size=len(output), max_size=len(output))
-    cut = draw(st.integers(0, len(output)))
-    versions = [WeightsVersion(draw(st.integers(0, 3)), draw(st.integers(0, 99))) for _ in "ab"]
-    sample = make_sample(
-        draw(TOKENS),
-        output,
-        mask=draw(st.lists(st.booleans(), min_size=len(output), max_size=len(output))),
-        behaviour=draw(row),
-        reference=draw(st.none() | row),
-        advantage=draw(st.floats()),
-        ordinal=draw(st.integers(0, 2**40)),
-    )
-    math_scores = {"teacher:math": np.ones((len(output), 2), np.float32)}
-    (row,) = sample.episode.rows
-    row = replace(
-        row,
-        logprobs=draw(st.sampled_from([row.logprobs, None])),
-        weights_versions=(
-            VersionSpan(versions[0], 0, cut),
-            VersionSpan(versions[1], cut, len(output)),
-        )[: draw(st.integers(1, 2))],
-    )
-    verdict = Verdict(
-        draw(st.sampled_from(["scored", "unscorable"])), draw(st.floats()), None, "", "", 0.0
-    )
+    behaviour = st.lists(st.floats(width=32), min_size=len(output), max_size=len(output))
+    mask = st.lists(st.booleans(), min_size=len(output), max_size=len(output))
+    row = make_row(draw(TOKENS), output, mask=draw(mask), behaviour=draw(behaviour))
+    return replace(row, logprobs=draw(st.sampled_from([row.logprobs, None])))
+
+
+@st.composite
+def samples(draw):
+    own = draw(st.lists(rows(), min_size=1, max_size=2))
+    length = sum(len(row.token_ids) for row in own)
+    advantages = st.floats() | st.floats(width=32).map(lambda x: np.full(length, x, np.float32))
     return replace(
-        sample,
+        sample_of_rows(own, reference=[draw(st.floats(width=32))] * length),
+        ordinal=draw(st.integers(0, 2**40)),
         index=draw(st.integers(0, 9)),
-        advantage=draw(st.sampled_from([sample.advantage, sample.episode.rows[0].logprobs])),
-        scores=sample.scores | draw(st.sampled_from([{}, math_scores])),
-        episode=Episode((row,)),
-        verdict=verdict,
-        row=draw(st.integers(0, 3)),
-        num_trained_elsewhere=draw(st.integers(0, 99)),
+        attempt=draw(st.integers(0, 9)),
+        advantage=draw(advantages),
     )
 
 
-MINIBATCHES = st.builds(Minibatch, st.integers(0, 9), st.lists(samples(), max_size=3).map(tuple))
+@st.composite
+def packed_minibatches(draw):
+    """Samples, and how they are packed."""
+    members = draw(st.lists(samples(), min_size=1, max_size=3))
+    if draw(st.booleans()):
+        two = {m: np.ones((len(m.scores["reference"]), 2), np.float32) for m in members}
+        members = [replace(m, scores=m.scores | {"teacher:math": two[m]}) for m in members]
+    packed = collate(members, aggregation="sample-mean", share_prompts=draw(st.booleans()))
+    return Minibatch(0, tuple(members)), packed
 
 
-def facts(sample):
-    """Everything that the loss reads of a sample, or that tells where it comes from."""
-    (row,) = sample.episode.rows
-    arrays = [
-        row.prompt_token_ids,
-        row.token_ids,
-        *([] if row.logprobs is None else [row.logprobs]),
-        row.loss_mask,
-        *([sample.advantage] if np.ndim(sample.advantage) else []),
-        *(values for _, values in sorted(sample.scores.items())),
-    ]
-    plain = [
-        sample.ordinal,
-        sample.index,
-        [] if np.ndim(sample.advantage) else np.float64(sample.advantage).tobytes(),
-        sorted(sample.scores),
-        np.float64(sample.verdict.reward).tobytes(),
-        sample.verdict.status,
-        row.weights_versions,
-        sample.row,
-        sample.num_trained_elsewhere,
-    ]
-    return plain, [(array.dtype, array.tolist()) for array in arrays]
+def facts(packed):
+    """All that model and loss read, through text, where NaN equals itself."""
+    values = {field.name: getattr(packed, field.name) for field in fields(packed)}
+    values |= values.pop("scores")
+    return {
+        name: (str(value.dtype), str(value.tolist())) if torch.is_tensor(value) else value
+        for name, value in values.items()
+    }
 
 
 @settings(max_examples=50, deadline=None)
-@given(minibatches=st.lists(MINIBATCHES, min_size=1, max_size=3))
-def test_a_file_gives_back_what_the_loss_reads(minibatches, tmp_path_factory):
+@given(kept=st.lists(packed_minibatches(), min_size=1, max_size=3))
+def test_a_file_gives_back_what_the_loss_reads(kept, tmp_path_factory):
     path = tmp_path_factory.mktemp("replay") / "kept.npz"
-    save_minibatches(path, minibatches)
+    save_minibatches(path, kept)
     loaded = load_minibatches(path)
-    assert [m.round_index for m in loaded] == [m.round_index for m in minibatches]
-    for got, expected in zip(loaded, minibatches, strict=True):
-        # Through text, where NaN equals itself.
-        assert str([facts(s) for s in got.samples]) == str([facts(s) for s in expected.samples])
+    assert [facts(packed) for packed in loaded] == [facts(packed) for _, packed in kept]
+    with np.load(path) as file:
+        for number, (minibatch, _) in enumerate(kept):
+            keys = [part.key for sample in minibatch.samples for part in sample.parts()]
+            assert file[f"{number}.keys"].tolist() == [list(key) for key in keys]
     assert [file.name for file in path.parent.iterdir()] == ["kept.npz"]
+
+
+def packed(minibatch):
+    return collate(minibatch.samples, aggregation="sample-mean")
 
 
 def end(batch, step_in_batch, minibatches):
@@ -118,9 +100,10 @@ def test_a_kept_minibatch_makes_the_step_not_finite_again(tmp_path):
     assert path.name == "step_6_rank_3.npz"
     again = make_learner(tmp_path / "again")
     (kept,) = load_minibatches(path)
-    assert [sample.ordinal for sample in kept.samples] == [2]
-    again.accumulate(kept)
-    result = again.update(end(2, 1, [kept]))
+    with np.load(path) as file:
+        assert file["0.keys"].tolist() == [[2, 0, 0, 0]]
+    again.step.accumulate(kept)
+    result = again.step.finish(3)
     assert (result.skipped, result.suspects) == (NON_FINITE, (0,))
     assert result.metrics["kl_sum"] == first.metrics["kl_sum"] == np.inf
 
@@ -129,13 +112,13 @@ def test_only_the_suspects_of_the_step_are_kept(tmp_path):
     replay = Replay(str(tmp_path), rank=0)
     good, filler, bad = make_minibatches()
     for minibatch in (good, bad):
-        replay.keep(minibatch)
+        replay.keep(minibatch, packed(minibatch))
     assert replay.end_step(1, suspects=()) is None
     for minibatch in (good, filler, bad):
-        replay.keep(minibatch)
+        replay.keep(minibatch, packed(minibatch))
     path = replay.end_step(2, suspects=(1, 2))
-    assert [len(minibatch.samples) for minibatch in load_minibatches(path)] == [1]
-    replay.keep(filler)
+    assert [kept.num_samples for kept in load_minibatches(path)] == [1]
+    replay.keep(filler, packed(filler))
     assert replay.end_step(3, suspects=(0,)) is None
     assert list((tmp_path / "non_finite").iterdir()) == [path]
 
@@ -145,7 +128,7 @@ def test_a_rank_keeps_a_bounded_number_of_files(tmp_path):
     bad = make_minibatches()[2]
     for step in range(MAX_FILES + 3):
         for replay in replays:
-            replay.keep(bad)
+            replay.keep(bad, packed(bad))
             replay.end_step(step, suspects=(0,))
     names = {path.name for path in (tmp_path / "non_finite").iterdir()}
     assert names == {f"step_{n}_rank_{rank}.npz" for n in range(MAX_FILES) for rank in (1, 11)}
@@ -154,7 +137,8 @@ def test_a_rank_keeps_a_bounded_number_of_files(tmp_path):
 def test_a_disk_that_refuses_costs_the_file_only(tmp_path, caplog):
     (tmp_path / "non_finite").write_text("in the way")
     replay = Replay(str(tmp_path), rank=0)
-    replay.keep(make_minibatches()[2])
+    bad = make_minibatches()[2]
+    replay.keep(bad, packed(bad))
     assert replay.end_step(1, suspects=(0,)) is None
     assert "step 1 could not be kept" in caplog.text
 
@@ -176,14 +160,14 @@ def test_nothing_is_unpickled(tmp_path):
 
 def test_a_torn_file_is_named(tmp_path):
     path = tmp_path / "torn.npz"
-    save_minibatches(path, make_minibatches())
+    save_minibatches(path, [(m, packed(m)) for m in make_minibatches()])
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DataError, match=r"torn\.npz"):
         load_minibatches(path)
 
 
-@pytest.mark.parametrize("columns", [{}, {"format": np.array(1)}, {"format": np.array([1, 1])}])
+@pytest.mark.parametrize("columns", [{}, {"format": np.array(2)}, {"format": np.array([1, 1])}])
 def test_another_format_is_refused(columns, tmp_path):
     np.savez(tmp_path / "foreign.npz", **columns)
-    with pytest.raises(DataError, match="format 2"):
+    with pytest.raises(DataError, match="format 3"):
         load_minibatches(tmp_path / "foreign.npz")

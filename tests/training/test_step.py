@@ -14,13 +14,8 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.schedule import Clocks, Scheduler
-from async_grpo.training.step import (
-    NO_SAMPLES,
-    NON_FINITE,
-    GradientStep,
-    make_optimizer,
-)
+from async_grpo.training.schedule import Clocks
+from async_grpo.training.step import NO_SAMPLES, NON_FINITE, GradientStep
 
 
 def make_config(**changes):
@@ -34,17 +29,8 @@ def make_config(**changes):
 
 
 def make_step(policy, config):
-    algorithm = find_algorithm(config)
-    optimizer = make_optimizer(policy, config)
-    step = GradientStep(
-        policy,
-        optimizer=optimizer,
-        scheduler=Scheduler(optimizer, config, samples_per_slot=algorithm.samples_per_slot),
-        algorithm=algorithm,
-        chunk_size=config.chunk_size,
-        max_grad_norm=config.max_grad_norm,
-    )
-    return step, optimizer
+    step = GradientStep(policy, config, find_algorithm(config))
+    return step, step.optimizer
 
 
 def batch(model, count=4, seed=0):
@@ -207,7 +193,7 @@ def test_skipped_steps_move_no_clock():
     taken = Clocks(steps=1, samples=4)
     assert [result.clocks for result in results] == [taken, taken, taken, Clocks(2, 8)]
     assert [results[0].learning_rate, results[3].learning_rate] == [1e-2 * 0.1, 1e-2 * 0.2]
-    assert step.num_updates == 2
+    assert step.clocks == Clocks(2, 8)
 
 
 def test_the_clock_of_samples_does_not_count_tokens():
