@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
 
 from async_grpo.errors import ModelError
 from async_grpo.model.encoding import encoding_hash
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
 # Any of them holds a vocabulary; tokenizer_config.json alone makes an empty tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
-METADATA = "__metadata__"  # in a safetensors header, beside the tensors
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 RESCALED_LOGITS = {  # option of a config: its neutral values
@@ -44,7 +45,6 @@ def check_model_folder(path: str) -> ModelFacts:
     check_files(folder)
     check_tokenizer_files(folder)
     config = read_config(folder)
-    check_architecture(config, path)
     tokenizer = _read_tokenizer(path)
     vocab_size = config.vocab_size
     if len(tokenizer) > vocab_size:
@@ -84,21 +84,12 @@ def check_files(folder: Path) -> None:
 def _check_length(file: Path) -> None:
     """Such a file says at its beginning how long it is: one that was cut off is shorter."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as weights:
-            header_size = int.from_bytes(weights.read(8), "little")
-            header = json.loads(weights.read(min(header_size, size)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
         raise ModelError(
-            f"{file} must be a safetensors file, but its header cannot be read ({error}): fetch it "
-            "again"
+            f"{file} must be a whole safetensors file, but: {error}: fetch it again"
         ) from None
-    needed = 8 + header_size + max(ends, default=0)
-    if size != needed:
-        raise ModelError(
-            f"{file} must have {needed} bytes, as its header says, got {size}: fetch it again"
-        )
 
 
 def check_tokenizer_files(folder: Path) -> None:
@@ -110,15 +101,18 @@ def check_tokenizer_files(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
+    """The config of an architecture that can be trained; ModelError for any other."""
     from transformers import AutoConfig  # here, because it takes seconds and `check_files` none
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ModelError(
-            f"config.json of {folder} must be one that transformers reads, but: {_first(error)}: "
-            "use a model that transformers supports without remote code"
+            f"config.json of {folder} must be one that transformers reads, but: "
+            f"{first_line(error)}: use a model that transformers supports without remote code"
         ) from error
+    _check_architecture(config, folder)
+    return config
 
 
 def _read_tokenizer(path: str) -> Any:
@@ -129,16 +123,16 @@ def _read_tokenizer(path: str) -> Any:
     except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
         raise ModelError(
             f"a model folder must hold its tokenizer, that of {path} cannot be read: "
-            f"{_first(error)}: copy the tokenizer's files into it"
+            f"{first_line(error)}: copy the tokenizer's files into it"
         ) from error
 
 
-def _first(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """The first line of a library's message: users get one sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")
 
 
-def check_architecture(config: PreTrainedConfig, path: str) -> None:
+def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known = set(_flat(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
@@ -150,11 +144,11 @@ def check_architecture(config: PreTrainedConfig, path: str) -> None:
             f"the model must be a causal language model, got {architectures} in {path}: "
             "use a text generation model"
         )
-    experts = {name: getattr(config, name, None) for name in EXPERTS}
-    if any(isinstance(count, int) and count > 1 for count in experts.values()):
+    counts = {name: getattr(config, name, None) or 0 for name in EXPERTS}
+    if experts := {name: count for name, count in counts.items() if count > 1}:
         raise ModelError(
-            f"mixture-of-experts models cannot be trained yet, {path} has experts "
-            f"{ {name: count for name, count in experts.items() if count} }: use a dense model"
+            f"mixture-of-experts models cannot be trained yet, {path} has experts {experts}: use a "
+            "dense model"
         )
     for name, neutral in RESCALED_LOGITS.items():
         if getattr(config, name, None) not in neutral:
@@ -179,19 +173,22 @@ def stated_positions(folder: Path) -> int | None:
         config = json.loads((folder / "config.json").read_text())
     except ValueError:  # whoever reads the whole of it says what is wrong
         return None
-    stated = [config.get(name) for name in POSITIONS] if isinstance(config, dict) else []
-    return next((value for value in stated if isinstance(value, int) and value > 0), None)
+    return _positions(config.get) if isinstance(config, dict) else None
+
+
+def _positions(look_up: Callable[[str], object]) -> int | None:
+    values = map(look_up, POSITIONS)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _max_positions(config: PreTrainedConfig, path: str) -> int:
-    for name in POSITIONS:
-        value = getattr(config, name, None)
-        if value:
-            return int(value)
-    raise ModelError(
-        f"config.json of {path} must say the longest sequence, it has no max_position_embeddings: "
-        "add it"
-    )
+    positions = _positions(lambda name: getattr(config, name, None))
+    if positions is None:
+        raise ModelError(
+            f"config.json of {path} must say the longest sequence, it has no "
+            "max_position_embeddings: add it"
+        )
+    return positions
 
 
 def _stop_token_ids(

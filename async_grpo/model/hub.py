@@ -6,12 +6,15 @@ HF_HUB_OFFLINE. It is imported for such names only.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError, ModelError
+from async_grpo.model.folder import first_line
 
 logger = logging.getLogger(__name__)
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
@@ -63,13 +66,15 @@ def _snapshot(model: str, revision: str) -> str:
     )
 
     hub = constants.ENDPOINT
+    download = functools.partial(
+        snapshot_download, model, revision=revision,
+        allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED],
+    )  # fmt: skip
     try:
         # snapshot_download would ask the same, and wait for minutes where nobody answers.
         HfApi().model_info(model, revision=revision, timeout=deadlines.HUB_ANSWER_S)
         logger.info("asking %s for the model %s", hub, model)
-        return snapshot_download(
-            model, revision=revision, allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED]
-        )
+        return download()
     except GatedRepoError as error:
         raise ModelError(
             f"{hub} gives {model} only to those who accepted its terms: accept them there, and set "
@@ -87,19 +92,15 @@ def _snapshot(model: str, revision: str) -> str:
         ) from error
     except (HTTPError, OSError) as error:
         offline = isinstance(error, OfflineModeIsEnabled)
-        reason = "HF_HUB_OFFLINE is set" if offline else _first_line(error)
-        return _cached(model, revision, f"{hub} cannot be asked for it ({reason})")
+        reason = "HF_HUB_OFFLINE is set" if offline else first_line(error)
+        return _cached(download, model, f"{hub} cannot be asked for it ({reason})")
 
 
-def _cached(model: str, revision: str, why: str) -> str:
-    from huggingface_hub import snapshot_download
+def _cached(download: Callable[..., str], model: str, why: str) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(
-            model, revision=revision, local_files_only=True,
-            allow_patterns=[*NEEDED], ignore_patterns=[*NOT_NEEDED],
-        )  # fmt: skip
+        folder = download(local_files_only=True)
     except LocalEntryNotFoundError as error:
         raise ModelError(
             f"{model!r} is no folder here, nor a model in Hugging Face's cache, and {why}: correct "
@@ -107,7 +108,3 @@ def _cached(model: str, revision: str, why: str) -> str:
         ) from error
     logger.info("model %s is taken from the cache: %s", model, why)
     return folder
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

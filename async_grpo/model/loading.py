@@ -10,17 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from async_grpo.errors import ModelError
 from async_grpo.model.attention import PACKED
-from async_grpo.model.folder import (
-    ModelFacts,
-    check_architecture,
-    check_files,
-    check_model_folder,
-    read_config,
-)
+from async_grpo.model.folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.probe import check_packing
-
-__all__ = ["ModelFacts", "check_model_folder", "load_policy"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +25,6 @@ def load_policy(path: str, *, attention: str, dtype: torch.dtype) -> PolicyModel
     folder = Path(path)
     check_files(folder)
     config = read_config(folder)
-    check_architecture(config, path)
     _switch_off_dropout(config)
     model, report = AutoModelForCausalLM.from_pretrained(
         folder,

@@ -52,20 +52,14 @@ class Scorer:
 
         All of them are checked before any is changed: a refused set leaves the old weights whole.
         """
-        received = dict(tensors)
-        expected = dict(hf_named_parameters(self._policy))
-        if received.keys() != expected.keys():
-            missing = sorted(expected.keys() - received.keys())
-            surplus = sorted(received.keys() - expected.keys())
+        received, own = dict(tensors), dict(hf_named_parameters(self._policy))
+        sent, held = ({name: tuple(t.shape) for name, t in of.items()} for of in (received, own))
+        if differing := sorted({name for name, _ in sent.items() ^ held.items()}):
+            name = differing[0]
             raise WeightSyncError(
-                f"weights for {self.facts.path} lack {missing[:3]} and have unknown {surplus[:3]}: "
-                "start the worker with the model that is trained"
+                f"weights must be those of {self.facts.path} by name and shape, {len(differing)} "
+                f"are not, first {name}: {held.get(name)} here, {sent.get(name)} sent; start the "
+                "worker with the model that is trained"
             )
-        for name, parameter in expected.items():
-            if received[name].shape != parameter.shape:
-                raise WeightSyncError(
-                    f"{name} must have shape {tuple(parameter.shape)}, got "
-                    f"{tuple(received[name].shape)}: start the worker with the trained model"
-                )
-        for name, parameter in expected.items():
+        for name, parameter in own.items():
             parameter.copy_(received[name])

@@ -19,23 +19,22 @@ def weights(tmp_path):
 
 
 def test_weights_that_were_cut_off_are_refused_by_name(weights):
-    size = weights.stat().st_size
-    os.truncate(weights, size - 1)
-    with pytest.raises(ModelError) as refused:
+    os.truncate(weights, weights.stat().st_size - 1)
+    sentence = f"{weights} must be a whole safetensors file, but: .* not fully covered: fetch it"
+    with pytest.raises(ModelError, match=sentence):
         check_files(weights.parent)
-    assert str(refused.value) == (
-        f"{weights} must have {size} bytes, as its header says, got {size - 1}: fetch it again"
-    )
 
 
 @pytest.mark.parametrize("kept", [0, 7, 8, 20])
 def test_weights_without_their_header_are_refused_by_name(weights, kept):
     os.truncate(weights, kept)
-    with pytest.raises(ModelError, match=f"{weights} must be a safetensors file, but its header"):
+    with pytest.raises(
+        ModelError, match=f"{weights} must be a whole safetensors file, but: .* header"
+    ):
         check_files(weights.parent)
 
 
 def test_a_page_that_was_saved_in_place_of_weights_is_refused_by_name(weights):
     weights.write_text("<!DOCTYPE html><title>Not found</title>")
-    with pytest.raises(ModelError, match=f"{weights} must be a safetensors file"):
+    with pytest.raises(ModelError, match=f"{weights} must be a whole safetensors file"):
         check_files(weights.parent)

@@ -10,8 +10,8 @@ from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from async_grpo.errors import ModelError
-from async_grpo.model.folder import stated_positions
-from async_grpo.model.loading import check_model_folder, load_policy
+from async_grpo.model.folder import check_model_folder, stated_positions
+from async_grpo.model.loading import load_policy
 
 
 def save_tokenizer(folder, size=60):

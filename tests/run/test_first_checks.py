@@ -45,7 +45,7 @@ MISTAKES = {
     "model": ({"model_name_or_path": "/no/model"}, "the model must be a Hugging Face folder on"),
     "weights": (
         {"model_name_or_path": "{model}"},
-        "{model}/model.safetensors must be a safetensors file, but its header cannot be read",
+        "{model}/model.safetensors must be a whole safetensors file, but: ",
     ),
     "data": ({"data_path": "/no.jsonl"}, "--data-path must be an existing file or folder, got"),
     "evaluation": ({"eval_data_path": "/no.jsonl"}, "--eval-data-path must be an existing file "),
