@@ -5,20 +5,18 @@ from contextlib import contextmanager
 from async_grpo.checkpoint import disk
 
 OPERATIONS = (
-    "make_folder", "write", "sync", "rename", "remove", "remove_folder",
-    "entries", "read", "sha256",
+    "make_tree", "remove_tree", "write", "sync", "rename", "entries", "read", "sha256",
 )  # fmt: skip
 
 
 class Disk:
     """The system's own: a test overrides what its disk does otherwise."""
 
-    make_folder = staticmethod(disk.make_folder)
+    make_tree = staticmethod(disk.make_tree)
+    remove_tree = staticmethod(disk.remove_tree)
     write = staticmethod(disk.write)
     sync = staticmethod(disk.sync)
     rename = staticmethod(disk.rename)
-    remove = staticmethod(disk.remove)
-    remove_folder = staticmethod(disk.remove_folder)
     entries = staticmethod(disk.entries)
     read = staticmethod(disk.read)
     sha256 = staticmethod(disk.sha256)

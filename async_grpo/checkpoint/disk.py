@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from async_grpo import files
+from async_grpo.files import sync
+
+__all__ = ["entries", "make_tree", "read", "remove_tree", "rename", "sha256", "sync", "write"]
 
 HASHING_THREADS = 4  # hashing runs outside Python's lock
 Kind = Literal["file", "folder", "other"]  # other: links, sockets, devices
 
 
-def make_folder(path: Path) -> None:
-    """Its parent must exist, it must not."""
-    os.mkdir(path)
+def make_tree(folder: Path) -> None:
+    """A folder and those above it, where they are missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove_tree(folder: Path) -> None:
+    """A folder and all that lies in it; links are not followed."""
+    shutil.rmtree(folder)
 
 
 def write(path: Path, content: bytes) -> None:
@@ -32,30 +39,15 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def sync(path: Path) -> None:
-    """Return once a file's bytes, or a folder's names, would survive a power cut."""
-    files.sync(path)
-
-
 def rename(old: Path, new: Path) -> None:
     """In one step, within a folder; `new` does not exist, or is a file like `old`."""
     os.rename(old, new)
 
 
-def remove(path: Path) -> None:
-    """A file or a link."""
-    os.unlink(path)
-
-
-def remove_folder(path: Path) -> None:
-    """An empty one."""
-    os.rmdir(path)
-
-
 def entries(folder: Path) -> dict[str, Kind]:
     """What lies in a folder, by name; links are not followed."""
     with os.scandir(folder) as found:
-        return {entry.name: _kind(entry.stat(follow_symlinks=False)) for entry in found}
+        return {entry.name: _kind(entry) for entry in found}
 
 
 def read(path: Path) -> bytes:
@@ -69,27 +61,6 @@ def sha256(paths: Sequence[Path]) -> list[str]:
         return list(pool.map(_sha256, paths))
 
 
-def make_tree(folder: Path) -> None:
-    """A folder and those above it that are missing."""
-    try:
-        make_folder(folder)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        make_tree(folder.parent)
-        make_folder(folder)
-
-
-def remove_tree(folder: Path) -> None:
-    """A folder and all that lies in it."""
-    for name, kind in entries(folder).items():
-        if kind == "folder":
-            remove_tree(folder / name)
-        else:
-            remove(folder / name)
-    remove_folder(folder)
-
-
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         if hasattr(os, "posix_fadvise"):  # drop the system's own copy
@@ -97,7 +68,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _kind(status: os.stat_result) -> Kind:
-    if stat.S_ISDIR(status.st_mode):
+def _kind(entry: os.DirEntry[str]) -> Kind:
+    if entry.is_dir(follow_symlinks=False):
         return "folder"
-    return "file" if stat.S_ISREG(status.st_mode) else "other"
+    return "file" if entry.is_file(follow_symlinks=False) else "other"

@@ -31,14 +31,8 @@ from itertools import chain, count
 from pathlib import Path
 
 from async_grpo.checkpoint import disk
-from async_grpo.checkpoint.manifest import (
-    MANIFEST_NAME,
-    MARKER_NAME,
-    Manifest,
-    check_names,
-    to_json,
-)
-from async_grpo.checkpoint.reader import hash_files, read_checkpoint, read_manifest, tree
+from async_grpo.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, to_json
+from async_grpo.checkpoint.reader import file_names, hash_files, read_checkpoint, read_manifest
 from async_grpo.errors import CheckpointError
 
 __all__ = ["CheckpointFolder", "Newest", "read_checkpoint"]
@@ -90,7 +84,7 @@ class CheckpointFolder:
             self._make_root()
             self._clean()
             temporary = self._root / f".{self._free_name(batches)}.partial"
-            disk.make_folder(temporary)
+            disk.make_tree(temporary)
         return temporary
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
@@ -109,11 +103,11 @@ class CheckpointFolder:
                 folder = final
                 disk.sync(self._root)
                 self._mark(final, text)
-                verified = read_checkpoint(final)
+                read_checkpoint(final)
             except BaseException:
                 self.abandon(folder)
                 raise
-        self._rotate(final, verified)
+        self._rotate(final, manifest.batches)
         return final
 
     def abandon(self, temporary: Path) -> None:
@@ -144,15 +138,13 @@ class CheckpointFolder:
 
     def _seal(self, temporary: Path, manifest: Manifest) -> bytes:
         """All that the folder holds, on disk before it gets its name; the text of its manifest."""
-        files, folders = tree(temporary)
-        check_names(files)
-        for name in files:
+        names = file_names(temporary)
+        for name in names:
             disk.sync(temporary / name)
-        hashes = hash_files(temporary, files)
+        hashes = hash_files(temporary, names)
         text = to_json(replace(manifest, files=hashes, saved_at_ns=self._next_time()))
         self._write_synced(temporary / MANIFEST_NAME, text)
-        for name in [*reversed(folders), "."]:
-            disk.sync(temporary / name)
+        disk.sync(temporary)
         return text
 
     def _mark(self, final: Path, text: bytes) -> None:
@@ -165,25 +157,25 @@ class CheckpointFolder:
         disk.write(path, content)
         disk.sync(path)
 
-    def _rotate(self, newest: Path, verified: Manifest) -> None:
+    def _rotate(self, newest: Path, batches: int) -> None:
         """Remove what exceeds `keep`. A disk that refuses costs space, not the save."""
         try:
-            for path in self._surplus(newest, verified):
+            for path in self._surplus(newest, batches):
                 self._remove(path)
         except OSError as error:
             logger.warning("an old checkpoint in %s could not be removed: %s", self._root, error)
 
-    def _surplus(self, newest: Path, verified: Manifest) -> list[Path]:
+    def _surplus(self, newest: Path, batches: int) -> list[Path]:
         """Kept beside the newest: earlier batches, the latest save first, then futures undone.
 
         Damaged ones go when there are enough good ones.
         """
         saved = self._saved()
         others = [item for item in saved.sound if item[1] != newest]
-        others.sort(key=lambda item: (item[0].batches >= verified.batches, *_age(item)))
+        others.sort(key=lambda item: (item[0].batches >= batches, *_age(item)))
         num_kept = self._keep - 1
         surplus = [path for _, path in others[num_kept:]]
-        damaged = [p for p, _ in saved.damaged if p != newest and self._is_ours(p)]
+        damaged = [path for path, _ in saved.damaged if path != newest]
         return surplus + (damaged if len(others) >= num_kept else [])
 
     def _next_time(self) -> int:
@@ -207,14 +199,6 @@ class CheckpointFolder:
         for path in self._saved().unfinished:
             self._remove(path)
 
-    def _is_unfinished(self, folder: Path) -> bool:
-        names = disk.entries(folder)
-        return MANIFEST_NAME in names and MARKER_NAME not in names
-
-    def _is_ours(self, folder: Path) -> bool:
-        """Got its name from a commit, which gives it to folders with a manifest only."""
-        return MANIFEST_NAME in disk.entries(folder)
-
     def _make_root(self) -> None:
         """Its name and those above it, which the run may have just made, are on disk too."""
         disk.make_tree(self._root)
@@ -229,12 +213,15 @@ class CheckpointFolder:
                 saved.untouchable.append((path, f"{path} must be a folder, is a file or a link"))
                 continue
             try:
-                if self._is_unfinished(path):
+                names = disk.entries(path)
+                if MANIFEST_NAME in names and MARKER_NAME not in names:
                     saved.unfinished.append(path)
                 else:
                     saved.sound.append((read_manifest(path), path))
             except CheckpointError as error:
-                saved.damaged.append((path, str(error)))
+                # A commit gives its name to folders with a manifest only: others are not ours.
+                is_ours = MANIFEST_NAME in names
+                (saved.damaged if is_ours else saved.untouchable).append((path, str(error)))
             except OSError as error:
                 saved.untouchable.append((path, f"{path} must be readable: {error}"))
         return saved

@@ -26,8 +26,7 @@ def read_checkpoint(folder: Path) -> Manifest:
     """
     try:
         manifest = read_manifest(folder)
-        files, _ = tree(folder)
-        _check_complete(folder, manifest, {*files} - {MANIFEST_NAME, MARKER_NAME})
+        _check_complete(folder, manifest)
         found = hash_files(folder, sorted(manifest.files))
     except OSError as error:
         raise CheckpointError(f"{folder} must be readable: {error}; {REMEDY}") from error
@@ -57,24 +56,16 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def tree(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of files and of folders below one, relative to it; a folder stands before its own.
+def file_names(folder: Path) -> list[str]:
+    """What lies in the folder of a checkpoint.
 
     Raises:
-        CheckpointError: there is a link or something else that is neither.
+        CheckpointError: there is something else than files.
     """
-    files: list[str] = []
-    folders: list[str] = []
-    for name, kind in sorted(disk.entries(folder).items()):
-        if kind == "other":
-            raise CheckpointError(f"{folder / name} must be a file or a folder, is neither")
-        if kind == "file":
-            files.append(name)
-        else:
-            inner_files, inner_folders = tree(folder / name)
-            files += [f"{name}/{inner}" for inner in inner_files]
-            folders += [name, *(f"{name}/{inner}" for inner in inner_folders)]
-    return files, folders
+    kinds = disk.entries(folder)
+    if others := sorted(name for name, kind in kinds.items() if kind != "file"):
+        raise CheckpointError(f"{folder / others[0]} must be a file, is a folder or a link")
+    return sorted(kinds)
 
 
 def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
@@ -82,7 +73,9 @@ def hash_files(folder: Path, names: Sequence[str]) -> dict[str, str]:
     return dict(zip(names, disk.sha256([folder / name for name in names]), strict=True))
 
 
-def _check_complete(folder: Path, manifest: Manifest, found: set[str]) -> None:
+def _check_complete(folder: Path, manifest: Manifest) -> None:
+    """Nothing is read that does not lie in the folder itself, whatever the manifest names."""
+    found = {*file_names(folder)} - {MANIFEST_NAME, MARKER_NAME}
     if missing := sorted(manifest.files.keys() - found):
         raise CheckpointError(f"{folder} must hold {missing[0]}, which is missing: {REMEDY}")
     if foreign := sorted(found - manifest.files.keys()):

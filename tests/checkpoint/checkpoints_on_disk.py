@@ -6,6 +6,7 @@ from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.manifest import Manifest
 
 SHARD = "model-00001.safetensors"
+REFERENCE = "reference_1_00001.safetensors"
 
 
 def save(root, batches, *, keep=2, content=b"weights", disk=None):
@@ -13,8 +14,7 @@ def save(root, batches, *, keep=2, content=b"weights", disk=None):
     with used(disk or Disk()):
         temporary = folder.begin(batches)
         (temporary / SHARD).write_bytes(content)
-        (temporary / "reference").mkdir()
-        (temporary / "reference" / SHARD).write_bytes(b"reference")
+        (temporary / REFERENCE).write_bytes(b"reference")
         return folder.commit(temporary, a_manifest(batches))
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from checkpoints_on_disk import SHARD, newest, save
+from checkpoints_on_disk import REFERENCE, SHARD, newest, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +32,7 @@ def short(path):
 
 
 def missing(path):
-    (path / "reference" / SHARD).unlink()
+    (path / REFERENCE).unlink()
 
 
 def no_manifest(path):
@@ -46,6 +46,10 @@ def no_marker(path):
 
 def foreign_file(path):
     (path / "more.safetensors").write_bytes(b"")
+
+
+def foreign_folder(path):
+    (path / "more").mkdir()
 
 
 def linked_shard(path):
@@ -75,14 +79,15 @@ REASONS = {
     flipped: f"batch_2/{SHARD} must have the sha256 {hashlib.sha256(b'weights').hexdigest()}, "
     f"which was written, got {hashlib.sha256(b'weighty').hexdigest()}",
     short: f"batch_2/{SHARD} must have the sha256",
-    missing: f"batch_2 must hold reference/{SHARD}, which is missing",
+    missing: f"batch_2 must hold {REFERENCE}, which is missing",
     no_marker: "batch_2 must hold manifest.json, without it is no checkpoint",
     no_manifest: "batch_2 must hold manifest.json, without it is no checkpoint",
     foreign_file: "batch_2 must hold only the files of its manifest.json, got more.safetensors",
-    linked_shard: f"batch_2/{SHARD} must be a file or a folder, is neither",
+    foreign_folder: "batch_2/more must be a file, is a folder or a link",
+    linked_shard: f"batch_2/{SHARD} must be a file, is a folder or a link",
     linked_folder: "batch_2 must be a folder, is a file or a link",
     later_format: "reads, got 2: resume with async-grpo '9.1.0', which wrote it",
-    leads_outside: f"must name files within the checkpoint, got '../batch_1/{SHARD}'",
+    leads_outside: f"batch_2 must hold ../batch_1/{SHARD}, which is missing",
     edited_manifest: "batch_2/manifest.json must have the sha256",
 }
 
@@ -101,11 +106,24 @@ def test_a_checkpoint_that_is_not_as_written_is_passed_over_with_the_reason(tmp_
     assert good.exists()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["", "/etc/passwd", "..", "../x", "a/../../x", "a/./x", "a//x", "a/", "./x", "a\\..\\x", "a\0",
+     "manifest.json", "COMMITTED"],
+)  # fmt: skip
+def test_nothing_is_read_outside_of_the_checkpoint_whatever_its_manifest_names(tmp_path, name):
+    path = save(tmp_path, 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    rewrite_manifest(path, files=files | {name: "0" * 64})
+    with pytest.raises(CheckpointError, match=r"batch_1 must hold .*, which is missing"):
+        read_checkpoint(path)
+
+
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_no_flipped_bit_goes_unseen(tmp_path_factory, data):
     path = save(tmp_path_factory.mktemp("flips"), 1)
-    file = path / data.draw(st.sampled_from([SHARD, f"reference/{SHARD}", "manifest.json"]))
+    file = path / data.draw(st.sampled_from([SHARD, REFERENCE, "manifest.json"]))
     content = bytearray(file.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     file.write_bytes(content)

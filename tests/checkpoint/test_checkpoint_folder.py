@@ -5,7 +5,7 @@ import hashlib
 import os
 
 import pytest
-from checkpoints_on_disk import SHARD, a_manifest, names, newest, save
+from checkpoints_on_disk import REFERENCE, SHARD, a_manifest, names, newest, save
 from replaced_disk import Disk, used
 
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
@@ -15,12 +15,12 @@ from async_grpo.errors import CheckpointError
 
 def test_a_checkpoint_holds_its_shards_their_hashes_and_a_marker_with_the_manifest_s(tmp_path):
     path = save(tmp_path / "checkpoints", 12)
-    assert names(path) == ["COMMITTED", "manifest.json", SHARD, "reference"]
+    assert names(path) == ["COMMITTED", "manifest.json", SHARD, REFERENCE]
     manifest = read_checkpoint(path)
     assert (path.name, manifest.batches, manifest.state) == ("batch_12", 12, {"rng": [1]})
     assert manifest.files == {
         SHARD: hashlib.sha256(b"weights").hexdigest(),
-        f"reference/{SHARD}": hashlib.sha256(b"reference").hexdigest(),
+        REFERENCE: hashlib.sha256(b"reference").hexdigest(),
     }
     text = (path / "manifest.json").read_bytes()
     assert (path / "COMMITTED").read_text() == hashlib.sha256(text).hexdigest()

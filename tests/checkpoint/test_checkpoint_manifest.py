@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo import __version__
-from async_grpo.checkpoint.manifest import Manifest, check_names, from_json, to_json
+from async_grpo.checkpoint.manifest import Manifest, from_json, to_json
 from async_grpo.errors import CheckpointError
 
 words = st.text('aé"\n\0\u2028😀', max_size=5)
@@ -27,7 +27,7 @@ def content(**changes):
 def test_what_is_written_is_read(batches, world_size, config, state):
     manifest = Manifest(
         batches=batches, world_size=world_size, config=config, hashes={"data": "d"}, state=state,
-        files={"a/b": "0" * 64}, saved_at_ns=7,
+        files={"a": "0" * 64}, saved_at_ns=7,
     )  # fmt: skip
     assert from_json(to_json(manifest)) == manifest
 
@@ -38,32 +38,17 @@ def test_values_that_json_lacks_and_broken_text_survive_too():
     assert from_json(to_json(manifest)).state == state
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("batches", -1, "batches in manifest.json must be a whole number"),
-        ("batches", True, "whole number"),
-        ("batches", 1.0, "whole number"),
-        ("world_size", 0, "world_size in manifest.json must be a whole number"),
-        ("state", [], "state in manifest.json must be an object"),
-        ("hashes", {"model": 1}, "hashes.model in manifest.json must be a string"),
-        ("files", {"a": "0" * 63}, "files.a in manifest.json must be a sha256"),
-        ("files", {"a": "G" * 64}, "files.a in manifest.json must be a sha256"),
-        ("extra", 1, "missing or unknown: 'extra'"),
-        ("format", "1", "must have format 1"),
-        ("format", True, "must have format 1"),
-        ("format", 2, f"which async-grpo {__version__} reads, got 2: resume with async-grpo"),
-    ],
-)
-def test_a_manifest_that_is_not_as_written_is_refused_by_name(name, value, rule):
-    with pytest.raises(CheckpointError, match=rule):
-        from_json(json.dumps(content(**{name: value})).encode())
+@pytest.mark.parametrize("written", ["1", 2, None])
+def test_a_manifest_of_another_format_names_the_release_that_wrote_it(written):
+    rule = f"must have format 1, which async-grpo {__version__} reads, got {written!r}: resume with"
+    with pytest.raises(CheckpointError, match=f"{rule} async-grpo '9.1.0', which wrote it"):
+        from_json(json.dumps(content(format=written, release="9.1.0")).encode())
 
 
 def test_a_manifest_that_lacks_something_is_refused_by_name():
     lacking = content()
     del lacking["state"]
-    with pytest.raises(CheckpointError, match="missing or unknown: 'state'"):
+    with pytest.raises(CheckpointError, match=r"must be one of a checkpoint: KeyError\('state'\)"):
         from_json(json.dumps(lacking).encode())
 
 
@@ -71,19 +56,3 @@ def test_a_manifest_that_lacks_something_is_refused_by_name():
 def test_anything_but_an_object_in_json_is_refused(text):
     with pytest.raises(CheckpointError, match=r"manifest\.json must"):
         from_json(text)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", "/etc/passwd", "..", "../x", "a/../../x", "a/./x", "a//x", "a/", "./x", "a\\..\\x", "a\0",
-     "manifest.json", "COMMITTED"],
-)  # fmt: skip
-def test_a_name_that_leads_outside_the_checkpoint_is_refused(name):
-    with pytest.raises(CheckpointError, match="must name files within the checkpoint"):
-        check_names([name])
-    with pytest.raises(CheckpointError, match="must name files within the checkpoint"):
-        from_json(json.dumps(content(files={name: "0" * 64})).encode())
-
-
-def test_names_in_folders_are_fine():
-    check_names(["a", "reference/model-00001-of-00002.safetensors", "..a", "a..b/.c"])

@@ -36,6 +36,7 @@ def test_a_tree_goes_without_what_its_links_lead_to(tmp_path):
     (kept / "file").write_bytes(b"")
     disk.make_tree(tmp_path / "a" / "b" / "c")
     disk.make_tree(tmp_path / "a" / "b" / "c")
+    disk.write(tmp_path / "a" / "b" / "file", b"")
     (tmp_path / "a" / "b" / "folder").symlink_to(kept)
     (tmp_path / "a" / "file").symlink_to(kept / "file")
     disk.remove_tree(tmp_path / "a")

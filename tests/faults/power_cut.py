@@ -7,6 +7,7 @@ have reached the platter, in any order, files torn at any byte or full of zeros.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -76,6 +77,18 @@ class MemoryDisk:
         self._now.folders[number] = {}
         self._now.folders[folder][path.name] = number
         self.log.append(Operation("make_folder", path, folder, path.name, number))
+
+    def make_tree(self, folder: Path) -> None:
+        """A folder at a time."""
+        for path in [*reversed(folder.parents), folder][1:]:
+            with contextlib.suppress(FileExistsError):
+                self.make_folder(path)
+
+    def remove_tree(self, folder: Path) -> None:
+        """What lies in a folder goes before it."""
+        for name, kind in self.entries(folder).items():
+            (self.remove_tree if kind == "folder" else self.remove)(folder / name)
+        self.remove_folder(folder)
 
     def write(self, path: Path, content: bytes) -> None:
         folder, number = self._place_for(path), next(self._numbers)

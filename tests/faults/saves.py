@@ -13,7 +13,7 @@ from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.errors import CheckpointError
 
 KEEP = 2
-NAMES = ("model-00001.safetensors", "reference/model-00001.safetensors")
+NAMES = ("model-00001.safetensors", "reference_1_00001.safetensors")
 
 
 def save(
@@ -27,7 +27,6 @@ def save(
 def _save(disk: Any, number: int, batches: int, *, folder: CheckpointFolder, size: int) -> Path:
     temporary = folder.begin(batches)
     try:
-        disk.make_folder(temporary / "reference")
         for name, content in shards(number, size=size).items():
             disk.write(temporary / name, content)
     except OSError as error:

@@ -31,9 +31,17 @@ class RecordingDisk(Disk):
     def __init__(self, top):
         self.top, self.log = top, []
 
-    def make_folder(self, path):
-        self._note("make_folder", path)
-        super().make_folder(path)
+    def make_tree(self, folder):
+        for path in [*reversed(folder.parents), folder]:
+            if not path.exists():
+                self._note("make_folder", path)
+        super().make_tree(folder)
+
+    def remove_tree(self, folder):
+        for name in super().entries(folder):
+            self._note("remove", folder / name)
+        self._note("remove_folder", folder)
+        super().remove_tree(folder)
 
     def write(self, path, content):
         self._note("write", path)
@@ -47,16 +55,8 @@ class RecordingDisk(Disk):
         self._note("rename", old, new.name)
         super().rename(old, new)
 
-    def remove(self, path):
-        self._note("remove", path)
-        super().remove(path)
-
-    def remove_folder(self, path):
-        self._note("remove_folder", path)
-        super().remove_folder(path)
-
     def _note(self, kind, path, new_name=""):
-        if path.is_relative_to(self.top) and not (kind == "make_folder" and path.exists()):
+        if path.is_relative_to(self.top):
             self.log.append((kind, path.relative_to(self.top), new_name))
 
 
