@@ -41,7 +41,7 @@ def export_hf(policy: PolicyModel, *, source_folder: str, target: str) -> str:
     """
     tensors = iter_full_tensors(policy)
     reason = [""]
-    if _is_writer():
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             _write(tensors, Path(source_folder), Path(target))
         except (OSError, CheckpointError) as error:
@@ -60,14 +60,13 @@ def _write(tensors: Iterable[tuple[str, Tensor]], source: Path, goal: Path) -> N
         temporary.mkdir(parents=True)
         _copy_descriptions(source, temporary)
         _write_weights(tensors, temporary, dtype=_stored_dtype(source))
-        _sync_to_disk(temporary)
-        _replace_folder(temporary, goal)
+        for path in [*temporary.iterdir(), temporary]:
+            sync(path)
+        shutil.rmtree(goal, ignore_errors=True)
+        temporary.rename(goal)
+        sync(goal.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # the next file may need its room
-
-
-def _is_writer() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _stored_dtype(source: Path) -> torch.dtype:
@@ -99,31 +98,13 @@ def _write_weights(
         (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def _sync_to_disk(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        sync(path)
-
-
-def _replace_folder(new: Path, goal: Path) -> None:
-    """Rename `new` to `goal`; what stood there is moved aside first and then removed."""
-    old = goal.with_name(f".{goal.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if goal.exists():
-        goal.rename(old)
-    new.rename(goal)
-    sync(goal.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 class Exports:
     """Writes `hf_format/samples_N/` every `--min-samples-per-checkpoint` samples and at the end."""
 
-    def __init__(
-        self, config: TrainConfig, learner: Learner, *, doing: Callable[[str], None]
-    ) -> None:
+    def __init__(self, learner: Learner, *, doing: Callable[[str], None]) -> None:
         """`doing` is told what takes time."""
         self._doing = doing
-        self._config = config
+        self._config = learner.config
         self._learner = learner
         self._num_samples = 0
         self._last_export = -1
@@ -193,7 +174,7 @@ def export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
         return
     learner = Learner.build(config, ranks)
     restore_learner(learner, start)
-    exports = Exports(config, learner, doing=logger.info)
+    exports = Exports(learner, doing=logger.info)
     exports.restore({**state, "last_export": -1})
     exports.export()
     ranks.on_main(lambda: exports.check_last(is_saved=True))

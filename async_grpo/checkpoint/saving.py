@@ -16,11 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -31,10 +30,10 @@ from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.references import save_references
 from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.checkpoint.tensors import Tensors, save_tensors, staged_tensors
-from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
+from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep, WeightsSnapshot
 
 if TYPE_CHECKING:
@@ -48,12 +47,14 @@ References = Callable[[int], tuple[WeightsSnapshot, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A run between two batches: all of it that is neither tensors nor files."""
+    """A run between two batches: all of it that is neither tensors nor files; rank 0's counts."""
 
-    batches: int
-    num_updates: int  # of the parameters
-    state: Mapping[str, Any]
+    manifest: Manifest  # but for hashes
     references: tuple[WeightsSnapshot, ...]
+
+    @property
+    def batches(self) -> int:
+        return self.manifest.batches
 
 
 class Checkpoints:
@@ -61,17 +62,16 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: TrainConfig,
         learner: Learner,
         ranks: Ranks,
         *,
         exports: Exports,
         report: Report | NoReport,
         hashes: Future[Mapping[str, str]] | None,
-        references: References = lambda _: (),
+        references: References,
     ) -> None:
         """`hashes` is rank 0's. `references`: what to save of a moved reference."""
-        self._config = config
+        self._config = config = learner.config
         self._learner = learner
         self._ranks = ranks
         self._exports = exports
@@ -83,9 +83,7 @@ class Checkpoints:
         )
         timeout = timedelta(seconds=deadlines.CHECKPOINT_S)
         # The threads' own: collectives of the training loop must not meet theirs.
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
-        )
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._last: _Cut | None = None
         self._saved = -1  # batches in the latest checkpoint that was begun
         self._running: Future[None] | None = None
@@ -108,7 +106,7 @@ class Checkpoints:
         """Collective, at the end of a run that is done or was asked to stop."""
         if self._last is None or self._last.batches == self._saved:
             return
-        if self._learner.step.clocks.steps != self._last.num_updates:
+        if self._learner.step.clocks != Clocks(**self._last.manifest.state["clocks"]):
             logger.info(
                 "batch %d has begun to move the policy: the run will go on from its last "
                 "checkpoint, and do this batch again",
@@ -123,7 +121,7 @@ class Checkpoints:
             return
         try:
             self._running.result(deadlines.CHECKPOINT_S)
-        except FutureTimeoutError:
+        except TimeoutError:
             logger.error("the checkpoint was not written within %g s", deadlines.CHECKPOINT_S)
 
     @property
@@ -132,11 +130,7 @@ class Checkpoints:
         return self._last is not None and self._last.batches == self._committed
 
     def _cut(self, end: EndOfStep) -> _Cut:
-        batches = end.batch + 1
-        num_updates = self._learner.step.clocks.steps
-        if not self._ranks.is_main:
-            return _Cut(batches, num_updates, {}, ())
-        references = self._references(batches)
+        references = self._references(end.batch + 1)
         state = {
             "clocks": dataclasses.asdict(self._learner.step.clocks),
             "report": self._report.state(),
@@ -144,7 +138,14 @@ class Checkpoints:
             "resume": dataclasses.asdict(end.resume) if end.resume else None,
             "references": [snapshot.version.batches for snapshot in references],
         }
-        return _Cut(batches, num_updates, state, references)
+        manifest = Manifest(
+            batches=end.batch + 1,
+            world_size=self._ranks.world_size,
+            config=dataclasses.asdict(self._config),
+            hashes={},
+            state=state,
+        )
+        return _Cut(manifest, references)
 
     def _save(self, cut: _Cut) -> None:
         started = time.monotonic()
@@ -154,8 +155,7 @@ class Checkpoints:
         if self._ranks.agree(int(is_busy)):
             self._failed(cut, "the one before it is still being written")
             return
-        step = self._learner.step
-        tensors = staged_tensors(self._learner.policy, step.optimizer, step.clocks)
+        tensors = staged_tensors(self._learner)
         self._saved = cut.batches
         self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
         self._report.checkpointing(time.monotonic() - started)
@@ -164,7 +164,9 @@ class Checkpoints:
         """All ranks, in their threads; whatever goes wrong ends here."""
         temporary: Path | None = None
         try:
-            temporary = self._begin(cut)
+            temporary = self._ranks.share(
+                lambda: self._folder.begin(cut.batches), group=self._group
+            )
             save_tensors(tensors, temporary, group=self._group)
             if self._ranks.is_main:
                 save_references(cut.references, temporary)
@@ -175,29 +177,9 @@ class Checkpoints:
                 self._folder.abandon(temporary)
             self._failed(cut, f"{error}" if isinstance(error, CheckpointError) else repr(error))
 
-    def _begin(self, cut: _Cut) -> Path:
-        """The temporary folder that rank 0 made; its failure is every rank's."""
-        answer: list[str] = ["", ""]  # folder, error
-        if self._ranks.is_main:
-            try:
-                answer[0] = str(self._folder.begin(cut.batches))
-            except (CheckpointError, OSError) as error:
-                answer[1] = str(error)
-        if self._group is not None:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        if answer[1]:
-            raise CheckpointError(answer[1])
-        return Path(answer[0])
-
     def _commit(self, cut: _Cut, temporary: Path) -> None:
-        manifest = Manifest(
-            batches=cut.batches,
-            world_size=self._ranks.world_size,
-            config=dataclasses.asdict(self._config),
-            hashes=self._hashes.result() if self._hashes else {},
-            state=cut.state,
-        )
-        path = self._folder.commit(temporary, manifest)
+        hashes = self._hashes.result() if self._hashes else {}
+        path = self._folder.commit(temporary, dataclasses.replace(cut.manifest, hashes=hashes))
         self._committed = cut.batches
         logger.info("saved %s", path)
 

@@ -24,14 +24,12 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from async_grpo.checkpoint.resume import Start
 from async_grpo.errors import CheckpointError
-from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.policy import hf_named_parameters
 from async_grpo.training.fsdp import reshard
 from async_grpo.training.learner import Learner
-from async_grpo.training.schedule import Clocks
 
 FILE_BYTES = 1 << 30  # one file's worth of shards is serialised in memory at a time
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -39,15 +37,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, Tensor]
 
 
-def staged_tensors(policy: PolicyModel, optimizer: Optimizer, clocks: Clocks) -> Tensors:
+def staged_tensors(learner: Learner) -> Tensors:
     """A copy in this host's memory of all that a checkpoint holds of this rank; no collectives."""
-    reshard(policy)
-    mesh = _host_mesh()
-    tensors = _named_state(policy, optimizer, clocks)
+    reshard(learner.policy)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = _named_state(learner)
     return {name: _staged(tensor, mesh) for name, tensor in tensors.items()} | _random_states()
 
 
-def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup | None) -> None:
+def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup) -> None:
     """Write this rank's shards of staged tensors; collective over `group`, a host's backend.
 
     Raises `CheckpointError` on every rank when any rank could not write its own.
@@ -56,7 +54,7 @@ def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup | N
         str(folder), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True
     )
     try:
-        dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"shards could not be written: {_cause(error)}") from None
 
@@ -64,52 +62,29 @@ def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup | N
 def restore_learner(learner: Learner, start: Start) -> None:
     """Collective: go on from a checkpoint, whatever number of ranks has saved it.
 
-    Raises `CheckpointError` on every rank when one cannot read it.
+    Random states are restored when that number is ours too. Raises `CheckpointError` on every rank
+    when any rank could not read its own.
     """
     assert start.folder and start.manifest
-    load_tensors(
-        start.folder,
-        learner.policy,
-        learner.step.optimizer,
-        start.clocks,
-        world_size=start.manifest.world_size,
-    )
+    reshard(learner.policy)
     learner.step.clocks = start.clocks
-
-
-def load_tensors(
-    folder: Path,
-    policy: PolicyModel,
-    optimizer: Optimizer,
-    clocks: Clocks,
-    *,
-    world_size: int,
-) -> None:
-    """Put a checkpoint's tensors in place; collective, for any number of ranks.
-
-    `world_size` is that of the run that saved: random states are restored when it is ours too.
-    Raises `CheckpointError` on every rank when any rank could not read its own.
-    """
-    reshard(policy)
-    if clocks.steps:
-        _begin_moments(optimizer, clocks)
-    tensors = _named_state(policy, optimizer, clocks)
-    random_states = _random_states() if world_size == _world_size() else {}
+    if start.clocks.steps:
+        _begin_moments(learner)
+    saved_by_as_many = start.manifest.world_size == dist.get_world_size()
+    random_states = _random_states() if saved_by_as_many else {}
+    reader = HuggingFaceStorageReader(str(start.folder))
     try:
-        dcp.load(
-            tensors | random_states,
-            storage_reader=HuggingFaceStorageReader(str(folder)),
-            no_dist=not dist.is_initialized(),
-        )
+        dcp.load(_named_state(learner) | random_states, storage_reader=reader)
     except CheckpointException as error:
-        raise CheckpointError(f"{folder} could not be read: {_cause(error)}") from None
+        raise CheckpointError(f"{start.folder} could not be read: {_cause(error)}") from None
     _set_random_states(random_states)
 
 
-def _named_state(policy: PolicyModel, optimizer: Optimizer, clocks: Clocks) -> Tensors:
+def _named_state(learner: Learner) -> Tensors:
     """The trained state itself, not a copy."""
-    named = dict(hf_named_parameters(policy))
+    named = dict(hf_named_parameters(learner.policy))
     tensors = {f"policy.{name}": parameter.detach() for name, parameter in named.items()}
+    optimizer, clocks = learner.step.optimizer, learner.step.clocks
     if not clocks.steps:
         return tensors  # AdamW makes its moments with its first step
     trained = {name: p for name, p in named.items() if p.requires_grad}
@@ -121,19 +96,18 @@ def _named_state(policy: PolicyModel, optimizer: Optimizer, clocks: Clocks) -> T
     return tensors
 
 
-def _begin_moments(optimizer: Optimizer, clocks: Clocks) -> None:
-    """AdamW's state as its first step would make it, after `clocks.steps` of them."""
-    for group in optimizer.param_groups:
+def _begin_moments(learner: Learner) -> None:
+    """AdamW's state as its first step would make it, after as many as the clock says."""
+    num_steps = float(learner.step.clocks.steps)
+    for group in learner.step.optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.tensor(
-                    float(clocks.steps), dtype=torch.float32, device=parameter.device
-                ),
+            learner.step.optimizer.state[parameter] = {
+                "step": torch.tensor(num_steps, dtype=torch.float32, device=parameter.device),
                 **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
             }
 
 
-def _staged(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+def _staged(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """The same tensor, or shard of one, in this host's memory."""
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True).contiguous()
@@ -148,21 +122,18 @@ def _staged(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     )
 
 
-def _host_mesh() -> DeviceMesh | None:
-    return init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
-
-
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """File of each tensor, from 1, so that no file of a rank exceeds `FILE_BYTES` by much.
 
     Rank 0's answer serves all ranks, so it names their random states too.
     """
-    numbers = {name: 1 for rank in range(_world_size()) for name in _random_names(rank)}
+    world_size = dist.get_world_size()
+    numbers = {name: 1 for rank in range(world_size) for name in _random_names(rank)}
     number, size_bytes = 1, 0
     for name, tensor in tensors.items():
         if name in numbers:
             continue
-        own_bytes = tensor.numel() * tensor.element_size() // _world_size()
+        own_bytes = tensor.numel() * tensor.element_size() // world_size
         if size_bytes and size_bytes + own_bytes > FILE_BYTES:
             number, size_bytes = number + 1, 0
         numbers[name] = number
@@ -176,7 +147,7 @@ def _random_names(rank: int) -> tuple[str, str]:
 
 def _random_states() -> Tensors:
     """This rank's generators, under names that are its own."""
-    on_cpu, on_cuda = _random_names(dist.get_rank() if dist.is_initialized() else 0)
+    on_cpu, on_cuda = _random_names(dist.get_rank())
     states = {on_cpu: torch.get_rng_state()}
     if torch.cuda.is_available():
         states[on_cuda] = torch.cuda.get_rng_state()
@@ -189,10 +160,6 @@ def _set_random_states(states: Mapping[str, Tensor]) -> None:
             torch.set_rng_state(state)
         else:
             torch.cuda.set_rng_state(state)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _cause(error: CheckpointException) -> str:

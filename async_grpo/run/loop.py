@@ -86,10 +86,9 @@ def train(
     stop: Event,
 ) -> None:
     """Train from `start` to the last batch, or until all ranks have agreed to stop."""
-    config = learner.config
-    exports = Exports(config, learner, doing=report.doing)
+    exports = Exports(learner, doing=report.doing)
     checkpoints = Checkpoints(
-        config, learner, ranks, exports=exports, report=report, hashes=hashes,
+        learner, ranks, exports=exports, report=report, hashes=hashes,
         references=data.references_to_save,
     )  # fmt: skip
     if start.folder:
@@ -104,7 +103,7 @@ def train(
         record.trained(end.batch + 1)
         report.publishing(data.publish(end.batch + 1))
         exports.export_if_due()
-        if evaluation_is_due(config, end.batch + 1):
+        if evaluation_is_due(learner.config, end.batch + 1):
             data.evaluate()
         checkpoints.batch_ended(end)
 

@@ -74,10 +74,13 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def on_main(self, prepare: Callable[[], T]) -> T | None:
+    def on_main(
+        self, prepare: Callable[[], T], *, group: dist.ProcessGroup | None = None
+    ) -> T | None:
         """What `prepare` returns on rank 0, where alone it runs; None on the other ranks.
 
-        An error for the user that it raises is raised on every rank.
+        An error for the user that it raises is raised on every rank. A thread has a `group` of its
+        own.
         """
         result: T | None = None
         error: AsyncGrpoError | None = None
@@ -87,17 +90,17 @@ class Ranks:
             except AsyncGrpoError as raised:
                 error = raised
         message = [str(error) if error else None]
-        dist.broadcast_object_list(message, src=0)
+        dist.broadcast_object_list(message, src=0, group=group)
         if error is not None:
             raise error
         if message[0] is not None:
             raise AsyncGrpoError(message[0])
         return result
 
-    def share(self, prepare: Callable[[], T]) -> T:
+    def share(self, prepare: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
         """What `prepare` returns on rank 0, where alone it runs, on every rank; errors likewise."""
-        result = [self.on_main(prepare)]
-        dist.broadcast_object_list(result, src=0)
+        result = [self.on_main(prepare, group=group)]
+        dist.broadcast_object_list(result, src=0, group=group)
         return cast(T, result[0])
 
     def agree(self, urgency: int) -> int:

@@ -9,15 +9,17 @@ from oracle import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from async_grpo.checkpoint.tensors import load_tensors, save_tensors, staged_tensors
+from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.resume import Start
+from async_grpo.checkpoint.tensors import restore_learner, save_tensors, staged_tensors
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import shard
+from async_grpo.training.learner import Learner
+from async_grpo.training.ranks import Ranks
 from async_grpo.training.schedule import Clocks
-from async_grpo.training.step import make_optimizer
 
-CLOCKS = Clocks(steps=3, samples=12)
 SAVES = {
     "tied": {"tied": True},
     "untied": {"tied": False},
@@ -26,31 +28,34 @@ SAVES = {
 
 
 def make(seed, *, tied):
-    """A sharded policy of random weights, with biases of one and of three numbers, and AdamW."""
+    """A learner of random weights, with biases of one and of three numbers."""
     torch.manual_seed(seed)
     model = tiny_model(tied=tied)
     model.register_parameter("one", torch.nn.Parameter(torch.zeros(1)))
     model.register_parameter("three", torch.nn.Parameter(torch.zeros(3)))
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter))
-    policy = shard(PolicyModel(model), init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     config = TrainConfig(model_name_or_path="m", data_path="d", learning_rate=1e-2)
-    return policy, make_optimizer(policy, config)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh)
+    return Learner(shard(PolicyModel(model), mesh), config, ranks)
 
 
-def train(policy, optimizer, *, steps):
+def train(learner, *, steps):
     """Updates with gradients that do not depend on the ranks."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
-        for parameter in policy.parameters():
+        for parameter in learner.policy.parameters():
             whole = torch.randn(parameter.shape, generator=generator)
             parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-        optimizer.step()
+        learner.step.optimizer.step()
+        learner.step.clocks = learner.step.clocks.after(4)
 
 
-def whole(policy, optimizer):
+def whole(learner):
     """Parameters and moments, gathered."""
-    named = dict(hf_named_parameters(policy))
+    optimizer = learner.step.optimizer
+    named = dict(hf_named_parameters(learner.policy))
     tensors = {name: p.detach().full_tensor().clone() for name, p in named.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
         for name, parameter in named.items():
@@ -62,12 +67,12 @@ def whole(policy, optimizer):
 
 def save(rank, *, checkpoint, tied, steps=3):
     """The state when it was staged; training goes on before it is written."""
-    policy, optimizer = make(0, tied=tied)
-    train(policy, optimizer, steps=steps)
+    learner = make(0, tied=tied)
+    train(learner, steps=steps)
     torch.manual_seed(100 + rank)
-    state = whole(policy, optimizer)
-    staged = staged_tensors(policy, optimizer, Clocks(steps, 4 * steps))
-    train(policy, optimizer, steps=1)
+    state = whole(learner)
+    staged = staged_tensors(learner)
+    train(learner, steps=1)
     group = dist.new_group(backend="gloo")
     save_tensors(staged, Path(checkpoint), group=group)
     return state, torch.rand(3) if rank >= 0 else None
@@ -75,21 +80,28 @@ def save(rank, *, checkpoint, tied, steps=3):
 
 def load(rank, *, checkpoint, tied, saved_by, steps=3):
     """The state after loading into another policy, and this rank's next random numbers."""
-    policy, optimizer = make(7, tied=tied)
-    train(policy, optimizer, steps=2)
-    optimizer.state.clear()
-    load_tensors(Path(checkpoint), policy, optimizer, Clocks(steps, 4 * steps), world_size=saved_by)
-    return whole(policy, optimizer), torch.rand(3)
+    learner = make(7, tied=tied)
+    train(learner, steps=2)
+    learner.step.optimizer.state.clear()
+    restore_learner(learner, start_at(checkpoint, saved_by=saved_by, steps=steps))
+    assert learner.step.clocks == Clocks(steps, 4 * steps)
+    return whole(learner), torch.rand(3)
+
+
+def start_at(checkpoint, *, saved_by, steps=3):
+    state = {"clocks": {"steps": steps, "samples": 4 * steps}}
+    manifest = Manifest(batches=steps, world_size=saved_by, config={}, hashes={}, state=state)
+    return Start(Path(checkpoint), manifest)
 
 
 def load_and_fail(rank, *, checkpoint, unreadable_on):
     """The error that this rank gets when one rank cannot read."""
-    policy, optimizer = make(7, tied=True)
+    learner = make(7, tied=True)
     if rank == unreadable_on:
         checkpoint = os.path.join(checkpoint, "nothing")
         os.makedirs(checkpoint, exist_ok=True)
     try:
-        load_tensors(Path(checkpoint), policy, optimizer, CLOCKS, world_size=2)
+        restore_learner(learner, start_at(checkpoint, saved_by=2))
     except CheckpointError as error:
         return str(error)
     return ""
@@ -97,8 +109,7 @@ def load_and_fail(rank, *, checkpoint, unreadable_on):
 
 def save_and_fail(rank, *, checkpoint, full_on):
     """The error that this rank gets when one rank's disk is full."""
-    policy, optimizer = make(0, tied=True)
-    staged = staged_tensors(policy, optimizer, Clocks())
+    staged = staged_tensors(make(0, tied=True))
     if rank == full_on:
         checkpoint = "/dev/full/no"
     try:

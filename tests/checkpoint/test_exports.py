@@ -26,7 +26,7 @@ def learner(tmp_path):
 
 
 def test_a_full_disk_costs_the_export_and_leaves_no_part_of_it(learner, tmp_path, caplog):
-    exports = Exports(learner.config, learner, doing=lambda words: None)
+    exports = Exports(learner, doing=lambda words: None)
     exports.count(END)
     with no_file_beyond(10_000):
         exports.export()
@@ -40,7 +40,7 @@ def test_a_full_disk_costs_the_export_and_leaves_no_part_of_it(learner, tmp_path
 
 
 def test_a_model_that_is_nowhere_at_the_end_is_an_error(learner, caplog):
-    exports = Exports(learner.config, learner, doing=lambda words: None)
+    exports = Exports(learner, doing=lambda words: None)
     exports.check_last(is_saved=False)  # nothing was refused
     with no_file_beyond(10_000):
         exports.export()
