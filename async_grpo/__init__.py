@@ -8,7 +8,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                      run/announcements.begin ─▶ controller/controller.publish ─▶
                      controller/registry.publish ─▶ rollout/worker.load_weights of every worker
     may be used    controller/controller.published ─▶ batching/batcher.published
-                     ─▶ batching/admission.start:  the staleness window moves
+                     ─▶ batching/admission.start: the staleness window moves
     a question     ─▶ batching/batcher._run_slot, one a question ─▶ batching/records.draw
     its episodes   ─▶ batching/pipeline.run ─▶ batching/pipeline.play; each worker is asked by
                    batching/pipeline._leased ─▶ controller/registry.lease ─▶ controller/leases.call

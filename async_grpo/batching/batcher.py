@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -109,11 +109,12 @@ class ExperienceBatcher:
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._sent = [Tally()] * plan.num_ranks  # of the current step
         self._failures_in_a_row = 0
-        # Open batches that have a graded group; of a batch that has begun before, nobody knows.
-        self._graded = {first.batch} if first.step_in_batch else set[int]()
-        self._ungraded: dict[int, SlotFailed] = {}  # the first failure of others
-        self._slots: set[asyncio.Task[None]] = set()
-        self._pump: asyncio.Task[None] | None = None
+        # By open batch: why it has no graded group so far; None: it has one, or may have had one
+        # before the cut that the run goes on from.
+        self._ungraded: dict[int, SlotFailed | None] = {}
+        if first.step_in_batch:
+            self._ungraded[first.batch] = None
+        self._tasks: set[asyncio.Task[None]] = set()  # slots, and what sends rounds
         self._news = asyncio.Event()  # a round may go out that could not before
         self._newest: WeightsVersion | None = None
         self._log = SampleLog(
@@ -124,19 +125,19 @@ class ExperienceBatcher:
 
     async def published(self, version: WeightsVersion) -> None:
         """Weights are out: the staleness window moves, and slots start."""
+        if self._newest is None:
+            self._begin(self._send_rounds(), name="rounds")
         self._newest = version
         await self._pipeline.published(version)
         if version.batches > self._window.batches_published:
             self._window.batch_published(version.batches)
         for ordinal in self._window.start():
-            step = self._admit(ordinal)
-            slot = asyncio.create_task(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
-            self._slots.add(slot)
-            slot.add_done_callback(self._slots.discard)
-            slot.add_done_callback(self._stop_on_failure)
-        if self._pump is None:
-            self._pump = asyncio.create_task(self._send_rounds(), name="rounds")
-            self._pump.add_done_callback(self._stop_on_failure)
+            step = self._window.step_of(ordinal)
+            self._unsettled.setdefault(step, self._plan.config.questions_per_step)
+            if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
+                num_samples = self._plan.config.samples_per_question
+                self._ledger.admit(ordinal, num_samples=num_samples, step=step)
+            self._begin(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
 
     async def next_item(self, rank: int, index: int) -> StreamItem:
         """Item `index` of a rank's stream; asking for it again gives it again."""
@@ -150,7 +151,7 @@ class ExperienceBatcher:
     def close(self, error: Exception) -> None:
         """End all work; every rank that asks for an item gets `error`."""
         self._outbox.fail(error)
-        for task in (*self._slots, *([self._pump] if self._pump else [])):
+        for task in self._tasks:
             task.cancel()
 
     async def evaluate(self) -> EvaluationResult:
@@ -181,14 +182,11 @@ class ExperienceBatcher:
             warnings=self._pipeline.grading.warnings,
         )
 
-    def _admit(self, ordinal: int) -> StepKey:
-        """Begin to account for a slot; its step."""
-        step = self._window.step_of(ordinal)
-        num_samples = self._plan.config.samples_per_question
-        if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
-            self._ledger.admit(ordinal, num_samples=num_samples, step=step)
-        self._unsettled.setdefault(step, self._plan.config.questions_per_step)
-        return step
+    def _begin(self, work: Coroutine[None, None, None], *, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._stop_on_failure)
 
     async def _run_slot(self, ordinal: int, step: StepKey) -> None:
         try:
@@ -254,9 +252,9 @@ class ExperienceBatcher:
 
     def _receive(self, group: Group, step: StepKey) -> None:
         self._failures_in_a_row = 0
-        self._graded.add(step.batch)
-        for sample in group.samples:
-            self._ledger.receive_tokens(sample.episode.num_sampled_tokens)
+        self._ungraded[step.batch] = None
+        num_tokens = sum(sample.episode.num_sampled_tokens for sample in group.samples)
+        self._ledger.output_tokens += num_tokens
         self._sums.add(step, group, batch=step.batch)
 
     def _replace(self, group: Group, step: StepKey) -> None:
@@ -295,9 +293,8 @@ class ExperienceBatcher:
         if any(step.batch == batch for step in self._unsettled):
             return
         failure = self._ungraded.pop(batch, None)
-        if failure is not None and batch not in self._graded:
+        if failure is not None:
             raise WorkerError(nothing_graded(f"batch {batch + 1}", failure))
-        self._graded.discard(batch)
 
     async def _send_rounds(self) -> None:
         while True:

@@ -147,10 +147,6 @@ class Ledger:
             self._open[ordinal] = _Slot(key, size, FATES.index("discarded"))
         self._steps[key] = _Step(sizes, Fates(Counter(), samples, reasons))
 
-    def receive_tokens(self, num_tokens: int) -> None:
-        """Output tokens arrived from a worker."""
-        self.output_tokens += num_tokens
-
     def close_step(self, step: StepKey) -> tuple[dict[str, int], dict[str, int]]:
         """The samples of a step by fate, all fates named, and by "fate: reason"; forgets it.
 

@@ -70,16 +70,9 @@ class Controller:
     Every call of a run names it with its epoch; one of another raises `RunLost` at once.
     """
 
-    def __init__(
-        self,
-        code: str,
-        *,
-        ping_interval_s: float = deadlines.PING_S,
-        kill: Callable[[Any], None] = ray.kill,
-    ) -> None:
+    def __init__(self, code: str, *, kill: Callable[[Any], None] = ray.kill) -> None:
         """`code`: the hash of the package that this process runs."""
         self._code = code
-        self._ping_interval_s = ping_interval_s
         self._kill = kill
         self._registries: dict[str, WorkerRegistry] = {}
         # Neither lease nor epoch is ever that of an earlier controller.
@@ -258,10 +251,7 @@ class Controller:
         """The registry of a role; raises `ConfigError` when there is no such role."""
         if role not in self._registries:
             self._registries[role] = WorkerRegistry(
-                role_of(role),
-                lease_ids=self._lease_ids,
-                ping_interval_s=self._ping_interval_s,
-                kill=self._kill,
+                role_of(role), lease_ids=self._lease_ids, kill=self._kill
             )
         return self._registries[role]
 

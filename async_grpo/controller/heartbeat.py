@@ -7,7 +7,6 @@ its process ends the call at once, and a process that is frozen lets its lease r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 # A deadline is counted in ticks instead of measured: a controller that was itself frozen, or
 # starved of its CPU, finds the answers that came meanwhile before it has counted another tick.
 TICKS = 10
-GONE_INTERVAL_S = 1.0
-GONE_TRIES = 2  # the network may fail once
+GONE_PAUSES_S = (1.0, 0.0)  # after each try: the network may fail once
 
 
 class Loss(NamedTuple):
@@ -64,15 +62,14 @@ async def until_lost(
 
 async def until_gone(call: Callable[[], Awaitable[object]], *, who: str) -> str:
     """Why the process that a `call` which never returns was made to has ended, once it has."""
-    for _ in range(GONE_TRIES - 1):
-        with contextlib.suppress(AsyncGrpoError):
+    reason = f"{who} has ended"
+    for pause_s in GONE_PAUSES_S:
+        try:
             await cluster.call(call(), timeout_s=None, who=who)
-        await asyncio.sleep(GONE_INTERVAL_S)
-    try:
-        await cluster.call(call(), timeout_s=None, who=who)
-    except AsyncGrpoError as error:
-        return str(error)
-    return f"{who} has ended"
+        except AsyncGrpoError as error:
+            reason = str(error)
+        await asyncio.sleep(pause_s)
+    return reason
 
 
 async def in_ticks(awaited: asyncio.Future[Any], *, limit_s: float) -> bool:

@@ -51,7 +51,6 @@ class WorkerRegistry:
         *,
         lease_ids: Iterator[int] | None = None,
         ping_interval_s: float = deadlines.PING_S,
-        patience_s: float = deadlines.LATE_LOADS_S,
         kill: Callable[[Any], None] = ray.kill,
     ) -> None:
         """`lease_ids` are unique among all registries; `kill` ends the process of a handle."""
@@ -63,9 +62,7 @@ class WorkerRegistry:
         self._line = WaitingLine(try_acquire=self._try_acquire, release=self._release)
         self._members: dict[str, Member] = {}
         self.num_tokens = 0  # that workers have made, by their pulses
-        self._updates = Updates(
-            role.name, serves=self._serves, fence=self._fence, patience_s=patience_s
-        )
+        self._updates = Updates(role.name, serves=self._serves, fence=self._fence)
         self.history = History()
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -86,8 +83,20 @@ class WorkerRegistry:
         end, when the worker is lost, or no token comes for the lease for `timeout_s`.
         """
         lease = self._try_acquire(cost, version, prefer)
-        if lease is None:
-            lease = await self._wait(cost, version, prefer, timeout_s=timeout_s, moves=moves)
+        try:
+            if lease is None:
+                lease = await self._line.wait(
+                    cost,
+                    version,
+                    prefer,
+                    timeout_s=timeout_s,
+                    moves=lambda: (self.num_tokens, moves()),
+                )
+        except TimeoutError:
+            raise NoWorkerError(
+                f"no {self._role.name} worker was free within {timeout_s:g} s for weights "
+                f"{version}: {self._describe()}"
+            ) from None
         if lease.is_valid:
             watch = self._members[lease.worker_id].watch
             watch.granted(lease.lease_id, limit_s=timeout_s)
@@ -184,29 +193,6 @@ class WorkerRegistry:
             if self._role.loads_weights:
                 self._balancer.set_version(worker_id, None)
         self.history.note("run ended")
-
-    async def _wait(
-        self,
-        cost: float,
-        version: WeightsVersion | None,
-        prefer: str | None,
-        *,
-        timeout_s: float,
-        moves: Callable[[], object],
-    ) -> Lease:
-        try:
-            return await self._line.wait(
-                cost,
-                version,
-                prefer,
-                timeout_s=timeout_s,
-                moves=lambda: (self.num_tokens, moves()),
-            )
-        except TimeoutError:
-            raise NoWorkerError(
-                f"no {self._role.name} worker was free within {timeout_s:g} s for weights "
-                f"{version}: {self._describe()}"
-            ) from None
 
     def _try_acquire(
         self, cost: float, version: WeightsVersion | None, prefer: str | None

@@ -47,13 +47,11 @@ class Updates:
         *,
         serves: Callable[[str, WeightsVersion], None],
         fence: Callable[[str, LossCause, str], None],
-        patience_s: float = deadlines.LATE_LOADS_S,
     ) -> None:
         """`serves` is told of a worker that has loaded the snapshot, `fence` of one that cannot."""
         self._role = role
         self._serves = serves
         self._fence = fence
-        self._patience_s = patience_s
         self._loads: set[asyncio.Task[WeightsAck | str]] = set()
         self.snapshot: WeightsSnapshot | None = None
 
@@ -66,10 +64,14 @@ class Updates:
         serves later.
         """
         self.snapshot = snapshot
-        loads = {
-            worker_id: self._begin(member, snapshot, timeout_s)
-            for worker_id, member in members.items()
-        }
+        loads = {}
+        for worker_id, member in members.items():
+            load = asyncio.create_task(
+                self._load(member, snapshot, timeout_s), name=f"load-{snapshot.version}-{worker_id}"
+            )
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
+            loads[worker_id] = load
         await self._until_enough(loads.values())
         outcomes = {name: load.result() for name, load in loads.items() if load.done()}
         return PublishReport(
@@ -106,17 +108,6 @@ class Updates:
                 loaded = snapshot.version
         return loaded if self.snapshot is not None else None
 
-    def _begin(
-        self, member: Member, snapshot: WeightsSnapshot, timeout_s: float
-    ) -> asyncio.Task[WeightsAck | str]:
-        load = asyncio.create_task(
-            self._load(member, snapshot, timeout_s),
-            name=f"load-{snapshot.version}-{member.info.worker_id}",
-        )
-        self._loads.add(load)
-        load.add_done_callback(self._loads.discard)
-        return load
-
     async def _load(
         self, member: Member, snapshot: WeightsSnapshot, timeout_s: float
     ) -> WeightsAck | str:
@@ -146,7 +137,7 @@ class Updates:
         while pending and not any(_is_served(load) for load in loads):
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if pending:
-            await asyncio.wait(pending, timeout=self._patience_s + clock() - started)
+            await asyncio.wait(pending, timeout=deadlines.LATE_LOADS_S + clock() - started)
 
     def _forget(self, snapshot: WeightsSnapshot) -> None:
         if self.snapshot is snapshot:

@@ -25,22 +25,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.25
+NUM_TRIES = round(deadlines.OTHER_REWARDS_GONE_S / POLL_INTERVAL_S) + 1
 
 
 class VerifierTerms:
     """One a controller; it looks at who uses the rewards at the moment."""
 
     def __init__(
-        self,
-        *,
-        pools: Callable[[], Sequence[Member]],
-        trainer: Callable[[], str],
-        patience_s: float = deadlines.OTHER_REWARDS_GONE_S,
+        self, *, pools: Callable[[], Sequence[Member]], trainer: Callable[[], str]
     ) -> None:
         """`pools` are the registered ones. `trainer`: of the run; empty when there is none."""
         self._pools = pools
         self._trainer = trainer
-        self._patience_s = patience_s
         self._rewards: Rewards | None = None  # of the first pool that was admitted
         self._admitting: dict[str, WorkerInfo] = {}  # not members yet
         self._told: dict[str, int] = {}  # processes, by worker id
@@ -56,24 +52,20 @@ class VerifierTerms:
         if info.rewards is None:
             yield
             return
-        for _ in range(round(self._patience_s / POLL_INTERVAL_S)):
-            if not self._differs(info.rewards):
+        for tries_left in reversed(range(NUM_TRIES)):
+            try:
+                self._require_equal(info.rewards)
                 break
+            except ConfigError:
+                if not tries_left:
+                    raise
             await asyncio.sleep(POLL_INTERVAL_S)
-        self._require_equal(info.rewards)
         self._rewards = info.rewards
         self._admitting[info.worker_id] = info
         try:
             yield
         finally:
             del self._admitting[info.worker_id]
-
-    def _differs(self, rewards: Rewards) -> bool:
-        try:
-            self._require_equal(rewards)
-        except ConfigError:
-            return True
-        return False
 
     def _require_equal(self, rewards: Rewards) -> None:
         infos = [*self._admitting.values(), *(pool.info for pool in self._pools())]

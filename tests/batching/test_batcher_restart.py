@@ -95,7 +95,7 @@ class Trainer:
         self.kills.pop()
         self.num_restarts += 1
         dead, self.running.batcher = self.running.batcher, Dead()
-        tasks = [*dead._slots, *([dead._pump] if dead._pump else [])]
+        tasks = list(dead._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

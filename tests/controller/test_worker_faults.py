@@ -7,6 +7,7 @@ import pytest
 from faulty_workers import PHASES, V0, V1, V2, Scene, now_s
 from scripted import run
 
+from async_grpo import deadlines
 from async_grpo.controller.heartbeat import TICKS
 from async_grpo.errors import LeaseLost, LossCause, NoWorkerError, ProcessLostError, WorkerError
 
@@ -248,9 +249,11 @@ def test_a_worker_that_is_ten_times_slower_is_kept_and_given_less():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", PHASES)
-def test_an_update_that_fails_at_one_worker_holds_up_no_other(phase, kind):
+def test_an_update_that_fails_at_one_worker_holds_up_no_other(phase, kind, monkeypatch):
+    monkeypatch.setattr(deadlines, "LATE_LOADS_S", 10.0)
+
     async def scenario():
-        scene, first, second = await two_workers(patience_s=10.0)
+        scene, first, second = await two_workers()
         lease = await lease_on(scene, "first")
         first.fault = (phase, kind)
         started = now_s()
@@ -279,9 +282,11 @@ def test_an_update_that_fails_at_one_worker_holds_up_no_other(phase, kind):
     run(scenario())
 
 
-def test_who_needs_long_for_an_update_gets_work_when_it_has_it():
+def test_who_needs_long_for_an_update_gets_work_when_it_has_it(monkeypatch):
+    monkeypatch.setattr(deadlines, "LATE_LOADS_S", 10.0)
+
     async def scenario():
-        scene, first, _ = await two_workers(patience_s=10.0)
+        scene, first, _ = await two_workers()
         first.phase_s = 5.0
         started = now_s()
         report = await scene.publish(V1)
