@@ -317,8 +317,7 @@ class Ranks:
         asked = self._ask()
         while num_batches:
             await asyncio.sleep(0)
-            for rank in self._ranks:
-                controller.hungry.remote(run, rank, self._index)
+            controller.hungry.remote(run, self._index)
             items = await asyncio.gather(*asked)
             self._index += 1
             asked = self._ask()

@@ -143,9 +143,9 @@ class ExperienceBatcher:
         """Item `index` of a rank's stream; asking for it again gives it again."""
         return await self._outbox.take(rank, index)
 
-    async def hungry(self, rank: int, index: int) -> None:
-        """The rank has nothing left to compute while it waits for item `index`."""
-        self._outbox.mark_hungry(rank, index)
+    async def hungry(self, index: int) -> None:
+        """The ranks have nothing left to compute while they wait for item `index`."""
+        self._outbox.mark_hungry(index)
         self._news.set()
 
     def close(self, error: Exception) -> None:

@@ -1,6 +1,6 @@
 """Items on their way to the ranks: each taken once by every rank, kept until all have it.
 
-A rank asks for item i+1 while it computes item i; it says that it is hungry when it has run dry.
+A rank asks for item i+1 while it computes item i; rank 0 says when the ranks have run dry.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Outbox:
         self._next = 0  # index of the item that is formed next
         self._asked = [-1] * num_ranks  # the latest index that each rank asked for
         self._num_asking = 0  # ranks that have asked for the next item
-        self._hungry: set[int] = set()  # indices that a rank stands still for
+        self._hungry: set[int] = set()  # indices that the ranks stand still for
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()  # another one after each change
         self._demand = asyncio.Event()
@@ -32,7 +32,7 @@ class Outbox:
 
     @property
     def is_hungry(self) -> bool:
-        """At least one rank stands still until the next item comes."""
+        """The ranks stand still until the next item comes."""
         return self._next in self._hungry
 
     async def take(self, rank: int, index: int) -> StreamItem:
@@ -44,7 +44,7 @@ class Outbox:
             raise self._failure.with_traceback(None)  # every rank would add its own to it
         return self._items[index][rank]
 
-    def mark_hungry(self, rank: int, index: int) -> None:
+    def mark_hungry(self, index: int) -> None:
         if index >= self._next:
             self._hungry.add(index)
 

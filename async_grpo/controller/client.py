@@ -32,8 +32,8 @@ class RunClient:
     def next_item(self, rank: int, index: int) -> Any:
         return self.controller.next_item.remote(self.run, rank, index)
 
-    def hungry(self, rank: int, index: int) -> Any:
-        return self.controller.hungry.remote(self.run, rank, index)
+    def hungry(self, index: int) -> Any:
+        return self.controller.hungry.remote(self.run, index)
 
     def status(self) -> Any:
         return self.controller.status.remote(self.run)

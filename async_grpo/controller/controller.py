@@ -203,9 +203,9 @@ class Controller:
         """Item `index` of a rank's stream; asking for it again gives it again."""
         return await self._current(run).batcher.next_item(rank, index)
 
-    async def hungry(self, run: RunId, rank: int, index: int) -> None:
-        """The rank has nothing left to compute while it waits for item `index`."""
-        await self._current(run).batcher.hungry(rank, index)
+    async def hungry(self, run: RunId, index: int) -> None:
+        """The ranks have nothing left to compute while they wait for item `index`."""
+        await self._current(run).batcher.hungry(index)
 
     async def evaluate(self, run: RunId) -> EvaluationResult:
         """Sample and grade the held-out questions with the published weights."""

@@ -78,9 +78,9 @@ class RankStream(Iterator[StreamItem]):
     def _take_next(self) -> tuple[StreamItem | None, int]:
         """The next item, or none when this rank was asked to stop or has lost the controller."""
         reference = self._next
-        if not ray.wait([reference], timeout=0)[0]:
-            # Only now is this rank idle: the controller may send a round that is not full.
-            self.client.hungry(self._rank, self._index)
+        if self._rank == 0 and not ray.wait([reference], timeout=0)[0]:
+            # Only now are the ranks idle, which go in step: a round may go out that is not full.
+            self.client.hungry(self._index)
         try:
             item = self._wait_while_it_moves(reference)
         except (ProcessLostError, ClusterError) as error:  # its process, or what its node held

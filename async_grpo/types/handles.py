@@ -83,7 +83,7 @@ class ControllerHandle(Protocol):
     publish: Remote[[RunId, WeightsSnapshot, tuple[str, ...], float], dict[str, PublishReport]]
     published: Remote[[RunId, WeightsVersion], None]
     next_item: Remote[[RunId, int, int], StreamItem]
-    hungry: Remote[[RunId, int, int], None]
+    hungry: Remote[[RunId, int], None]
     evaluate: Remote[[RunId], EvaluationResult]
     status: Remote[[RunId], PipelineStatus]
     abort: Remote[[RunId, str], None]

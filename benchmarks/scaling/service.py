@@ -123,7 +123,7 @@ class _Service:
         while True:
             await asyncio.sleep(0)
             if not asked.done():
-                self._outbox.mark_hungry(0, index)
+                self._outbox.mark_hungry(index)
             await asked
             formed, index = self._formed.pop(index), index + 1
             asked = asyncio.ensure_future(self._outbox.take(0, index))

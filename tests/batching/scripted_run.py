@@ -180,8 +180,8 @@ class Run:
         asked = asyncio.ensure_future(self.batcher.next_item(rank, 0))
         while True:
             await asyncio.sleep(0)
-            if not asked.done():
-                await self.batcher.hungry(rank, len(items))
+            if rank == 0 and not asked.done():
+                await self.batcher.hungry(len(items))
             items.append(await asked)
             asked = asyncio.ensure_future(self.batcher.next_item(rank, len(items)))
             if isinstance(items[-1], Minibatch):

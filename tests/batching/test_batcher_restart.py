@@ -52,8 +52,7 @@ class Trainer:
         index, ranks = 0, range(self.script.num_ranks)
         while len(self.steps) < len(self.script.steps):
             batcher = self.running.batcher
-            for rank in ranks:
-                await batcher.hungry(rank, index)
+            await batcher.hungry(index)
             asked = asyncio.gather(*(batcher.next_item(rank, index) for rank in ranks))
             if not await self.comes_before_death(asked):
                 await self.restart()

@@ -97,7 +97,7 @@ class Long(Run):
     async def rank(self, rank):
         index = 0
         while True:
-            await self.batcher.hungry(rank, index)
+            await self.batcher.hungry(index)
             item = await self.batcher.next_item(rank, index)
             index += 1
             if not isinstance(item, EndOfStep) or not item.is_last_of_batch:

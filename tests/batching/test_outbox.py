@@ -100,13 +100,13 @@ def test_waiting_for_demand_ends_with_the_demand():
 def test_hunger_counts_for_the_item_that_is_formed_next():
     async def scenario():
         outbox = Outbox(2)
-        outbox.mark_hungry(1, 0)
+        outbox.mark_hungry(0)
         seen = [outbox.is_hungry]
         outbox.put(numbered(0, 2))
         seen.append(outbox.is_hungry)
-        outbox.mark_hungry(0, 0)  # it came too late
+        outbox.mark_hungry(0)  # it came too late
         seen.append(outbox.is_hungry)
-        outbox.mark_hungry(0, 1)
+        outbox.mark_hungry(1)
         seen.append(outbox.is_hungry)
         return seen
 

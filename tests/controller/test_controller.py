@@ -123,7 +123,7 @@ CALLS = {
     "publish": (WeightsSnapshot(WeightsVersion(5, 0), ()), (GENERATION,), 60.0),
     "published": (WeightsVersion(5, 0),),
     "next_item": (0, 0),
-    "hungry": (0, 0),
+    "hungry": (0,),
     "evaluate": (),
     "status": (),
     "abort": ("because",),

@@ -35,7 +35,7 @@ class Controller:
     async def next_item(self, run, rank, index):
         await asyncio.sleep(600)
 
-    async def hungry(self, run, rank, index):
+    async def hungry(self, run, index):
         pass
 
 

@@ -138,7 +138,7 @@ class Trainer:
         while num_batches < NUM_BATCHES:
             call = self._controller.next_item.remote(self.run, 0, index)
             while not ray.wait([call], timeout=0.1)[0]:
-                self._controller.hungry.remote(self.run, 0, index)
+                self._controller.hungry.remote(self.run, index)
                 self._controller.heard.remote(self.run)
             item = get(call)
             yield item

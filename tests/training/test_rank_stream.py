@@ -27,7 +27,7 @@ class ScriptedClient:
     def next_item(self, rank, index):
         return "next_item", rank, index
 
-    def hungry(self, rank, index):
+    def hungry(self, index):
         self.hungry_at.append(index)
 
     def status(self):
@@ -110,3 +110,11 @@ def test_the_rank_that_sees_its_run_lost_says_of_what(monkeypatch, error):
     monkeypatch.setattr(stream.cluster, "wait", killed)
     with pytest.raises(RunLost, match="running low on memory"):
         next(items)
+
+
+def test_rank_0_says_for_all_that_they_have_nothing_to_train(monkeypatch):
+    for rank in (0, 1):
+        client = ScriptedClient(monkeypatch, delay=0, answers=[])
+        items = stream.RankStream(client, rank=rank, stall_timeout_s=0.001)
+        next(items), next(items)
+        assert client.hungry_at == ([0, 1] if rank == 0 else [])
