@@ -61,7 +61,6 @@ GRADERS_LOADED_S = 60.0  # of the user's functions, which import what they like
 SHARE_TAKEN_S = 120.0  # by a pool, whose verifier processes are started meanwhile
 CONFINED_S = 60.0  # of a first confined process, which shows that confinement works
 JAIL_TRIED_S = 30.0  # of a first program in a jail
-JAIL_ENDED_S = 10.0  # of one that was killed
 
 # A run at the controller.
 BEGIN_RUN_S = 120.0  # while another run may still be ending

@@ -40,7 +40,7 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("RANKS_START_S", "CHECKPOINT_S"),
         ("GRADER_ENDED_S", "GRADER_SILENCE_S"),
         ("GRADER_SILENCE_S", "GRADERS_LOADED_S"),
-        ("JAIL_ENDED_S", "JAIL_TRIED_S"),
+        ("GRADER_ENDED_S", "JAIL_TRIED_S"),
         ("JAIL_TRIED_S", "GRADERS_LOADED_S"),  # a server tries one while it starts
         ("OTHERS_ENDED_S", "RANKS_LEAVING_S"),
         ("RANKS_LEAVING_S", "RANKS_ENDED_S"),

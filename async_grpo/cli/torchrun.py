@@ -51,7 +51,7 @@ def end_with_agent() -> None:
     A launcher that is killed sends nothing itself.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
-        namespaces.die_with_parent(signal.SIGTERM)
+        namespaces.prctl(namespaces.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

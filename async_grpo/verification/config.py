@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
-from async_grpo.types import Rewards
+if TYPE_CHECKING:
+    from async_grpo.types import Rewards
+
+
+NOBODY = 65534
+MAX_PROCESSES = 64  # of one request, itself included
+MAX_OPEN_FILES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +34,8 @@ class VerifierConfig:
 
     def rewards(self, *, num_cores: int) -> Rewards:
         """What a pool on a node of so many cores registers with."""
+        from async_grpo.types import Rewards  # which holds arrays: fork servers stay small
+
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in self.sources.items()}
         return Rewards(self.reward_names, self.registry, hashes, self.num_verifiers, num_cores)
 
@@ -51,3 +60,14 @@ class VerifierConfig:
     @property
     def memory_limit(self) -> str:
         return f"--verifier-memory-mib {self.memory_mib}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Isolation:
+    """What surrounds the requests of one fork server."""
+
+    confined: bool
+    network: bool
+    uid: int | None = None  # that requests change to; None: they stay what they are
+    seen_as: int = NOBODY  # the user's number inside a request
+    scratch_mib: int = 0  # of an own, empty /dev/shm for each request; 0: no file can be written

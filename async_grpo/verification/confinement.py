@@ -16,16 +16,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from async_grpo import deadlines
+from async_grpo.verification.config import NOBODY, Isolation
 
-NOBODY = 65534
 TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
 SWITCH = "ASYNC_GRPO_VERIFIER_NAMESPACES"  # 0: do without
-MAX_PROCESSES = 64  # of one request, itself included
-MAX_OPEN_FILES = 1024
 SERVER = ("-P", "-m", "async_grpo.verification.fork_server")
 
 ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME
@@ -37,17 +35,6 @@ CREDENTIALS = """.ray .ssh .gnupg .aws .azure .config/gcloud .kube .docker .netr
     .config/gh .pypirc .npmrc .cache/huggingface/token .cache/huggingface/stored_tokens
     .config/wandb .config/openai""".split()  # noqa: SIM905
 CREDENTIAL_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN_PATH")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Isolation:
-    """What surrounds the requests of one fork server."""
-
-    confined: bool
-    network: bool
-    uid: int | None = None  # that requests change to; None: they stay what they are
-    seen_as: int = NOBODY  # the user's number inside a request
-    scratch_mib: int = 0  # of an own, empty /dev/shm for each request; 0: no file can be written
 
 
 def isolation(*, shipped: bool, network: bool, scratch_mib: int) -> Isolation:

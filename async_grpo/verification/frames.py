@@ -1,4 +1,4 @@
-"""Messages between the pool and its verifier processes: plain JSON behind its length.
+"""Messages between the pool and its fork servers: plain JSON behind its length.
 
 Nothing is unpickled: what a text has taken over may send any bytes, and they stay bytes.
 """
@@ -11,32 +11,26 @@ import struct
 from typing import Any
 
 LENGTH = struct.Struct("!I")
-MAX_TASK_BYTES = 256 << 20
+MAX_BYTES = 256 << 20  # of a message
 MAX_ANSWERS_BYTES = 1 << 20  # of one child
-MAX_REPORT_BYTES = 8 << 20  # holds as many answers, each byte of them escaped
 
 
 class FrameError(Exception):
     """Bytes that are no message, or one beyond its bound."""
 
 
-def encode(message: object, *, max_bytes: int) -> bytes:
-    """The message as bytes to send; raises FrameError for what JSON cannot hold."""
+def encode(message: object) -> bytes:
+    """The message as bytes to send; raises FrameError for what JSON or a frame cannot hold."""
     try:
-        body = json.dumps(message, allow_nan=True, separators=(",", ":")).encode("ascii")
+        body = json.dumps(message, separators=(",", ":")).encode("ascii")
     except (TypeError, ValueError, RecursionError) as error:
         raise FrameError(f"{type(error).__name__}: {error}") from error
-    if len(body) > max_bytes:
-        raise FrameError(f"{len(body)} bytes, at most {max_bytes} may be sent")
-    return LENGTH.pack(len(body)) + body
+    return LENGTH.pack(_bounded(len(body))) + body
 
 
-def length_of(head: bytes, *, max_bytes: int) -> int:
+def length_of(head: bytes) -> int:
     """The length that a frame announces; raises FrameError beyond the bound."""
-    (length,) = LENGTH.unpack(head)
-    if length > max_bytes:
-        raise FrameError(f"{length} bytes announced, at most {max_bytes} may come")
-    return int(length)
+    return _bounded(*LENGTH.unpack(head))
 
 
 def decode(body: bytes | str) -> Any:
@@ -47,21 +41,21 @@ def decode(body: bytes | str) -> Any:
         raise FrameError(f"{type(error).__name__}: {error}") from error
 
 
-def receive(connection: socket.socket, *, max_bytes: int) -> Any:
-    """The next message.
-
-    Raises EOFError when the other end is closed, FrameError for no message of at most `max_bytes`.
-    """
-    length = length_of(_receive_exactly(connection, LENGTH.size), max_bytes=max_bytes)
-    return decode(_receive_exactly(connection, length))
+def receive(connection: socket.socket) -> Any:
+    """The next message; raises EOFError when the other end is closed."""
+    return decode(
+        _receive_exactly(connection, length_of(_receive_exactly(connection, LENGTH.size)))
+    )
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    chunks: list[bytes] = []
-    while size:
-        chunk = connection.recv(min(size, 1 << 20))
-        if not chunk:
-            raise EOFError
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)
+    data = connection.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _bounded(length: int) -> int:
+    if length > MAX_BYTES:
+        raise FrameError(f"{length} bytes, at most {MAX_BYTES} may be sent")
+    return length

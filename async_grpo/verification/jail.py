@@ -1,8 +1,8 @@
 """The program that generated code runs in, in a confinement that holds Python's library alone.
 
 Its memory holds nothing but the code: no expected results, no environment, no descriptors of the
-verifier. It opens standard input with its orders and the code; what follows there is the code's
-input. `jailer` passes this text to `python -c`: inside there is no file of the package.
+verifier. `jailer` passes this text to `python -c`, for tests of functions with that of `jail_calls`
+behind it: inside there is no file of the package.
 """
 
 import json
@@ -11,22 +11,25 @@ import resource
 import sys
 
 IS_SET_UP = b"\x01"
-CALL = "\nmain(role, code, peer)\n"
 
 
-def main() -> None:
-    """Set up everything, tell so on standard error, and become the code."""
-    orders, code = json.loads(_read_block()), _read_block().decode("utf-8", "surrogatepass")
-    _limit(orders)
+def take_orders() -> tuple[dict, str]:  # no `typing`: a run is milliseconds
+    """Limit this process, tell so on standard error, and return the orders and the code."""
+    orders = json.loads(sys.argv[1])
+    with open(orders["code"], encoding="utf-8", errors="surrogatepass", newline="") as file:
+        code = file.read()
+    for kind, limit in orders["limits"]:
+        resource.setrlimit(kind, (limit, limit))
     os.write(2, IS_SET_UP)
     os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
-    names: dict[str, object] = {"__name__": "__main__"}
+    return orders, code
+
+
+def become_program() -> None:
+    """Run the code as a program; standard input is its own."""
+    _, code = take_orders()
     try:
-        if orders["calls"]:  # the text of `jail_calls`
-            names |= orders | {"__name__": "calls", "code": code}
-            exec(compile(orders["calls"] + CALL, "calls", "exec"), names)
-        else:
-            exec(compile(code, "program", "exec"), names)
+        exec(compile(code, "program", "exec"), {"__name__": "__main__"})
     except SystemExit as leaving:
         _flush_and_exit(leaving.code)
     except BaseException:  # the process boundary: whatever the code does is one exit code
@@ -39,38 +42,3 @@ def _flush_and_exit(code: object) -> None:
         sys.stdout.flush()
     finally:
         os._exit(code if isinstance(code, int) and 0 <= code < 256 else int(code is not None))
-
-
-def _limit(orders: dict) -> None:  # no `typing`: a run is milliseconds
-    for kind, limit in (
-        (resource.RLIMIT_AS, orders["memory_mib"] << 20),
-        (resource.RLIMIT_CPU, orders["cpu_s"]),
-        (resource.RLIMIT_FSIZE, orders["files_mib"] << 20),
-        (resource.RLIMIT_NPROC, orders["processes"]),  # of this namespace's user; not for root
-        (resource.RLIMIT_NOFILE, orders["open_files"]),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        if kind == resource.RLIMIT_NPROC and not orders["confined"]:
-            continue  # it would count everything that the user runs
-        _, hard = resource.getrlimit(kind)
-        allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        resource.setrlimit(kind, (allowed, allowed))
-
-
-def _read_block() -> bytes:
-    """A length in eight digits and as many bytes, unbuffered: what follows is not ours."""
-    return _read_exactly(int(_read_exactly(8)))
-
-
-def _read_exactly(size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = os.read(0, min(size - len(data), 1 << 16))
-        if not chunk:
-            raise EOFError("the orders are incomplete")
-        data += chunk
-    return data
-
-
-if __name__ == "__main__":
-    main()

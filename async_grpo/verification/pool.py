@@ -44,7 +44,6 @@ class PoolStatus:
     done: Mapping[str, int]  # samples, by Verdict.status
     events: Mapping[str, int]  # attempts that were accidents, and how they were mended: see Sandbox
     num_processes: int  # its share of the global number
-    num_up: int  # slots that have a process
     is_confined: bool  # verifier processes live in namespaces of their own
 
 
@@ -137,6 +136,5 @@ class VerifierPool:
             dict(self._done),
             sandbox.events,
             self._num_processes,
-            sandbox.num_up,
             sandbox.is_confined,
         )

@@ -18,7 +18,8 @@ from async_grpo.types import Verdict
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.confinement import why_unconfined
 from async_grpo.verification.server import GraderServer
-from async_grpo.verification.verdict import Outcome, best_verdict, is_settled, settle
+from async_grpo.verification.tasks import Outcome
+from async_grpo.verification.verdict import best_verdict, is_settled, settle
 
 logger = logging.getLogger(__name__)
 PATIENCE_S = 0.5  # a request that takes longer makes room for another
@@ -55,12 +56,6 @@ class Sandbox:
         return dict(seen)
 
     @property
-    def num_up(self) -> int:
-        """Requests that can be graded at a time."""
-        is_up = bool(self._servers) and all(server.is_up for server in self._servers.values())
-        return self._num_processes * is_up
-
-    @property
     def is_confined(self) -> bool:
         """Whether requests run in namespaces of their own."""
         return all(server.isolation.confined for server in self._servers.values())
@@ -91,7 +86,7 @@ class Sandbox:
         for name in set(names) - set(server.shipped):
             del self._servers[name]
         if not server.shipped:
-            await server.close()
+            server.close()
         return server.shipped
 
     async def _start_server(self, names: tuple[str, ...], *, shipped: bool) -> GraderServer:
@@ -124,7 +119,8 @@ class Sandbox:
 
     async def close(self) -> None:
         """End every process; nothing can be graded afterwards."""
-        await asyncio.gather(*(server.close() for server in set(self._servers.values())))
+        for server in set(self._servers.values()):
+            server.close()
 
     async def _outcomes(self, samples: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
         """By adapter, and sample."""
@@ -136,9 +132,12 @@ class Sandbox:
         size = self._piece(name)
         pieces = [samples[start : start + size] for start in range(0, len(samples), size)]
         graded = await asyncio.gather(*(self._first_attempts(name, piece) for piece in pieces))
-        firsts = [outcome for outcomes in graded for outcome in outcomes]
-        pairs = zip(samples, firsts, strict=True)
-        return await asyncio.gather(*(self._settled(name, *pair) for pair in pairs))
+        outcomes = [outcome for of_piece in graded for outcome in of_piece]
+        failed = [n for n, outcome in enumerate(outcomes) if not outcome.is_graded]
+        again = (self._settled(name, samples[n], outcomes[n]) for n in failed)
+        for n, outcome in zip(failed, await asyncio.gather(*again), strict=True):
+            outcomes[n] = outcome
+        return outcomes
 
     def _piece(self, name: str) -> int:
         """Samples for one process: many of a quick adapter, one of a slow one."""
@@ -162,8 +161,6 @@ class Sandbox:
             has_overrun = any(attempt.status == "overrun" for attempt in attempts)
             control = self._controls.get(name) if has_overrun else None
             attempts.append(await self._attempt(name, sample, control))
-        if attempts[-1].status in ("scored", "unscorable"):
-            self._controls.setdefault(name, sample)
         return settle(attempts)
 
     async def _attempt(
@@ -173,24 +170,28 @@ class Sandbox:
 
         When it fails now, the sample is not to blame.
         """
-        if control is None:
-            return (await self._ask(name, [sample]))[0]
-        outcome = (await self._ask(name, [control]))[0]
-        if outcome.status not in ("scored", "unscorable"):
-            reason = f"{outcome.reason}, on a sample that it has graded before"
-            status: Literal["lost", "error"] = "lost" if outcome.status == "lost" else "error"
-            return replace(outcome, status=status, reason=reason)
-        return replace((await self._ask(name, [sample]))[0], is_checked=True)
+        if control is not None:
+            (outcome,) = await self._ask(name, [control])
+            if not outcome.is_graded:
+                reason = f"{outcome.reason}, on a sample that it has graded before"
+                status: Literal["lost", "error"] = "lost" if outcome.status == "lost" else "error"
+                return replace(outcome, status=status, reason=reason)
+        (outcome,) = await self._ask(name, [sample])
+        return replace(outcome, is_checked=control is not None)
 
     async def _ask(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
         async with self._late_places:
             await self._places.acquire()
             late = asyncio.get_running_loop().call_later(PATIENCE_S, self._places.release)
             try:
-                return await self._servers[name].ask(name, samples)
+                outcomes = await self._servers[name].ask(name, samples)
             finally:
                 if late.when() <= asyncio.get_running_loop().time():
                     self._events["late"] += 1
                 else:
                     late.cancel()
                     self._places.release()
+        for sample, outcome in zip(samples, outcomes, strict=False):  # it may have ended early
+            if outcome.is_graded:
+                self._controls.setdefault(name, sample)
+        return outcomes

@@ -18,8 +18,8 @@ from async_grpo.errors import ConfigError, WorkerError
 from async_grpo.verification import confinement, frames
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.frames import FrameError
-from async_grpo.verification.tasks import encode_request, read_answers
-from async_grpo.verification.verdict import Outcome, classify_end, lost
+from async_grpo.verification.tasks import Outcome, encode_request, read_answers
+from async_grpo.verification.verdict import classify_end, lost
 
 ACCIDENTS = ("overrun", "error", "lost")
 
@@ -79,14 +79,12 @@ class GraderServer:
         except WorkerError as error:
             return [lost(name, str(error))]
         tasks = {secrets.token_hex(16): sample for sample in samples}
+        task_ids = list(tasks)
         try:
             data = encode_request(name, tasks)
-        except FrameError as error:
-            if len(samples) > 1:
-                return await self.ask(name, samples[:1])
-            reason = f"the sample cannot be sent: {error}"
+        except FrameError as error:  # too large: each will be tried again alone
+            reason = f"the samples cannot be sent: {error}"
             return [Outcome(name, "error", reason=reason, cause="end")]
-        task_ids = list(tasks)
         report = await self._report_of(task_ids[0], data)
         said, has_failed = report.get("answers", ""), report.get("exit_code") != 0
         if has_failed:
@@ -98,8 +96,8 @@ class GraderServer:
         self.events.update(o.status for o in outcomes if o.status in ACCIDENTS)
         return outcomes
 
-    async def close(self) -> None:
-        """End the server with everything below it."""
+    def close(self) -> None:
+        """End the server with everything below it; it cannot be started again."""
         self._is_closed = True
         self._end()
 
@@ -123,9 +121,10 @@ class GraderServer:
         ours, theirs = socket.socketpair()
         with theirs:
             command = confinement.server_command(self.isolation)
+            scratch = {"TMPDIR": "/dev/shm"} if self.isolation.scratch_mib else {}
             self._process = subprocess.Popen(  # noqa: ASYNC220 - it ends with the thread that began it
                 [*command, str(theirs.fileno())],
-                env=self._environment(),
+                env=confinement.environment(os.environ, names=self._extra) | scratch,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -134,13 +133,9 @@ class GraderServer:
         self._connection = ours
         reader, self._writer = await asyncio.open_connection(sock=ours)
         orders = {"config": asdict(self._config), "isolation": asdict(self.isolation)}
-        self._writer.write(frames.encode(orders, max_bytes=frames.MAX_TASK_BYTES))
+        self._writer.write(frames.encode(orders))
         await self._await_adapters(reader)
         self._reports = asyncio.create_task(self._hear(reader), name="verifier reports")
-
-    def _environment(self) -> dict[str, str]:
-        variables = confinement.environment(os.environ, names=self._extra)
-        return variables | ({"TMPDIR": "/dev/shm"} if self.isolation.scratch_mib else {})
 
     async def _await_adapters(self, reader: asyncio.StreamReader) -> None:
         try:
@@ -196,5 +191,5 @@ class GraderServer:
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
     head = await reader.readexactly(frames.LENGTH.size)
-    length = frames.length_of(head, max_bytes=frames.MAX_REPORT_BYTES)
+    length = frames.length_of(head)
     return frames.decode(await reader.readexactly(length))

@@ -9,18 +9,46 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from async_grpo.verification.frames import MAX_TASK_BYTES, FrameError, decode, encode
-from async_grpo.verification.verdict import Outcome
+from async_grpo.verification.frames import FrameError, decode, encode
+
+if TYPE_CHECKING:
+    from async_grpo.types import FailureCause
 
 MAX_REASON_CHARACTERS = 500
-ANSWER_KEYS = {"id", "status", "reward", "format_reward", "reason", "max_reward", "cause", "place"}
-ANSWER_STATUS = ("scored", "unscorable", "overrun", "error")
-ANSWER_CAUSES = ("", "exception", "connection", "overrun")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one adapter did with one output, at one attempt.
+
+    `overrun`: it used more time, memory, stack, files or processes than a verification may.
+    `error`: the adapter failed. `lost`: its process was ended from outside.
+    """
+
+    adapter: str
+    status: Literal["scored", "unscorable", "overrun", "error", "lost"]
+    reward: float = 0.0
+    format_reward: float | None = None
+    reason: str = ""
+    max_reward: float = 1.0
+    cause: FailureCause = ""
+    place: str = ""  # of an exception: its type and the user's line
+    is_checked: bool = False  # a control sample had been graded in time just before
+
+    @property
+    def is_graded(self) -> bool:
+        return self.status in ("scored", "unscorable")
+
+
+def overrun(adapter: str, reason: str) -> Outcome:
+    """The adapter has reached a limit."""
+    return Outcome(adapter, "overrun", reason=reason, cause="overrun")
 
 
 def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -29,13 +57,13 @@ def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     Arrays become lists, dates and decimals text.
 
     >>> portable({"nums": (1, 2), "picture": object()})
-    ({'nums': (1, 2)}, {'picture': 'object'})
+    ({'nums': [1, 2]}, {'picture': 'object'})
     """
     plain: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for name, value in sample.items():
         try:
-            plain[str(name)] = _plain(value)
+            plain[str(name)] = json.loads(json.dumps(value, default=_substitute))
         except (TypeError, ValueError, RecursionError):
             left_out[str(name)] = type(value).__name__
     return plain, left_out
@@ -50,24 +78,15 @@ def encode_request(adapter: str, samples: Mapping[str, Mapping[str, Any]]) -> by
     message: dict[str, Any] = {"id": next(iter(samples)), "adapter": adapter}
     try:
         plain: list[Any] = [(task_id, sample, {}) for task_id, sample in samples.items()]
-        return encode(message | {"tasks": plain}, max_bytes=MAX_TASK_BYTES)
+        return encode(message | {"tasks": plain})
     except FrameError:
         made = [(task_id, *portable(sample)) for task_id, sample in samples.items()]
-        return encode(message | {"tasks": made}, max_bytes=MAX_TASK_BYTES)
+        return encode(message | {"tasks": made})
 
 
 def encode_answer(task_id: str, outcome: Outcome) -> bytes:
     """An outcome as the line that answers a task."""
-    answer = {
-        "id": task_id,
-        "status": outcome.status,
-        "reward": outcome.reward,
-        "format_reward": outcome.format_reward,
-        "reason": outcome.reason[:MAX_REASON_CHARACTERS],
-        "max_reward": outcome.max_reward,
-        "cause": outcome.cause,
-        "place": outcome.place[:MAX_REASON_CHARACTERS],
-    }
+    answer = {"id": task_id} | {name: getattr(outcome, name) for name in ANSWERS}
     return json.dumps(answer).encode("ascii") + b"\n"
 
 
@@ -92,50 +111,34 @@ def read_answers(said: str, *, task_ids: Sequence[str], adapter: str) -> list[Ou
 
 def read_answer(message: Any, *, task_id: str, adapter: str) -> Outcome:
     """The outcome in an answer; raises FrameError for anything else."""
-    if not isinstance(message, dict) or set(message) != ANSWER_KEYS:
+    if not isinstance(message, dict) or set(message) != {"id", *ANSWERS}:
         raise FrameError("not the entries of an answer")
     if message["id"] != task_id:
         raise FrameError("an answer to another task")
-    if message["status"] not in ANSWER_STATUS or message["cause"] not in ANSWER_CAUSES:
-        raise FrameError("an unknown status or cause")
-    given = message["format_reward"]
-    return Outcome(
-        adapter,
-        message["status"],
-        reward=_finite(message["reward"]),
-        format_reward=None if given is None else _finite(given),
-        reason=_short_text(message["reason"]),
-        max_reward=_finite(message["max_reward"]),
-        cause=message["cause"],
-        place=_short_text(message["place"]),
-    )
+    for name, is_right in ANSWERS.items():
+        if not is_right(message[name]):
+            raise FrameError(f"a {name} that is none")
+    return Outcome(adapter, **{name: message[name] for name in ANSWERS})
 
 
-def _short_text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > MAX_REASON_CHARACTERS:
-        raise FrameError("a reason that is no short text")
-    return value
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
-def _finite(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FrameError("a reward that is no number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise FrameError("a reward that is not finite")
-    return number
+def _is_short_text(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_REASON_CHARACTERS
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON can hold it; most columns are plain as they come."""
-    try:
-        json.dumps(value)
-    except TypeError:
-        value = json.loads(json.dumps(value, default=_substitute))
-    return value
+# What a child says of a task, and what of it is believed: never that it was lost, for example.
+ANSWERS: Mapping[str, Callable[[Any], bool]] = {
+    "status": lambda value: value in ("scored", "unscorable", "overrun", "error"),
+    "reward": _is_finite,
+    "format_reward": lambda value: value is None or _is_finite(value),
+    "reason": _is_short_text,
+    "max_reward": _is_finite,
+    "cause": lambda value: value in ("", "exception", "connection", "overrun"),
+    "place": _is_short_text,
+}
 
 
 def _substitute(value: Any) -> Any:

@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from async_grpo.types import FailureCause, Verdict, VerdictStatus
-from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.confinement import MAX_PROCESSES
+from async_grpo.types import Verdict, VerdictStatus
+from async_grpo.verification.config import MAX_PROCESSES, VerifierConfig
+from async_grpo.verification.tasks import Outcome, overrun
 
 NUM_ATTEMPTS = 2  # of an overrun or an error
 MAX_LOST = 4  # attempts whose process was taken away, which says nothing of the text
 CPU_SHARE = 0.9  # of the time limit: killed after so much, the kernel's limit was reached
 MEMORY_SHARE = 0.5  # of its limit; killed with so much, the system had to make room
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one adapter did with one output, at one attempt.
-
-    `overrun`: it used more time, memory, stack, files or processes than a verification may.
-    `error`: the adapter failed. `lost`: its process was ended from outside.
-    """
-
-    adapter: str
-    status: Literal["scored", "unscorable", "overrun", "error", "lost"]
-    reward: float = 0.0
-    format_reward: float | None = None
-    reason: str = ""
-    max_reward: float = 1.0
-    cause: FailureCause = ""
-    place: str = ""  # of an exception: its type and the user's line
-    is_checked: bool = False  # a control sample had been graded in time just before
-
-
-def overrun(adapter: str, reason: str) -> Outcome:
-    """The adapter has reached a limit."""
-    return Outcome(adapter, "overrun", reason=reason, cause="overrun")
 
 
 def lost(adapter: str, reason: str) -> Outcome:
@@ -81,7 +56,7 @@ def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig
 
 def is_settled(attempts: Sequence[Outcome]) -> bool:
     """Whether another attempt could tell more."""
-    if attempts and attempts[-1].status in ("scored", "unscorable"):
+    if attempts and attempts[-1].is_graded:
         return True
     num_lost = sum(attempt.status == "lost" for attempt in attempts)
     return len(attempts) - num_lost >= NUM_ATTEMPTS or num_lost >= MAX_LOST
@@ -95,7 +70,7 @@ def settle(attempts: Sequence[Outcome]) -> Outcome:
     verification has failed.
     """
     last = attempts[-1]
-    if last.status in ("scored", "unscorable", "error"):
+    if last.is_graded or last.status == "error":
         return last
     told = [attempt for attempt in attempts if attempt.status != "lost"]
     repeated = len(told) >= NUM_ATTEMPTS and all(attempt.status == "overrun" for attempt in told)

@@ -6,124 +6,76 @@ Nothing but plain records leaves the child, see `tasks`.
 from __future__ import annotations
 
 import errno
-import http.client
 import inspect
 import math
 import os
 import resource
-import socket
-import ssl
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import ConfigError
-from async_grpo.types import FailureCause
 from async_grpo.verification.adapters import Adapter, load_adapters
-from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.confinement import MAX_OPEN_FILES, MAX_PROCESSES
+from async_grpo.verification.config import MAX_OPEN_FILES, MAX_PROCESSES, VerifierConfig
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, encode_answer
-from async_grpo.verification.verdict import Outcome, overrun
+from async_grpo.verification.namespaces import limit
+from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, Outcome, encode_answer, overrun
+
+if TYPE_CHECKING:  # a fork server holds no arrays: a fork costs what its parent holds
+    from async_grpo.types import FailureCause
 
 SHIPPED = "async_grpo.verification.graders.shipped"
 MAX_LOAD_ERROR_CHARACTERS = 4000
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
-CONNECTION_ERRORS = (
-    ConnectionError,
-    TimeoutError,
-    socket.gaierror,
-    ssl.SSLError,
-    http.client.HTTPException,
-)
 CONNECTION_ERRNOS = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 )
 # Whose exceptions tell of somebody else's machine; they need not be installed here.
 CLIENT_LIBRARIES = frozenset(
-    {"aiohttp", "anthropic", "httpcore", "httpx", "openai", "requests", "urllib", "urllib3"}
+    {"aiohttp", "anthropic", "http", "httpcore", "httpx", "openai", "requests", "socket", "ssl"}
+    | {"urllib", "urllib3"}
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Verifier:
-    """The adapters of a fork server, or why they cannot be had."""
+def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
+    """The adapters of a fork server, and what it tells its pool of them.
 
-    config: VerifierConfig
-    adapters: Mapping[str, Adapter]
-    load_error: str = ""
-
-    @classmethod
-    def load(cls, config: VerifierConfig) -> Verifier:
-        """Import the adapters within the limits that they work in; the server keeps those."""
-        _limit(config)
-        os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
-        try:
-            adapters = load_adapters(config)
-            return cls(config, adapters)
-        except ConfigError as error:
-            return cls(config, {}, str(error)[:MAX_LOAD_ERROR_CHARACTERS])
-
-    @property
-    def shipped(self) -> list[str]:
-        """The adapters that are ours as we ship them; without importing those, which takes long."""
-        ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
-        return [name for name, adapter in self.adapters.items() if adapter in ours]
-
-    @property
-    def greeting(self) -> dict[str, Any]:
-        """What the pool is told."""
-        return {"load_error": self.load_error, "shipped": self.shipped}
-
-    def grade(self, request: Mapping[str, Any]) -> Iterator[bytes]:
-        """Run an adapter on samples of one group, in a child: the answers as its pipe carries them.
-
-        A child ends early when all that it has done took as long as one sample may.
-        """
-        _limit_work(self.config)
-        name, ends_at = request["adapter"], time.monotonic() + self.config.timeout_s
-        for task_id, sample, left_out in request["tasks"]:
-            outcome = run_adapter(name, self.adapters[name], sample, self.config, left_out=left_out)
-            yield encode_answer(task_id, outcome)
-            if time.monotonic() > ends_at:
-                return
-
-
-def read_config(message: Mapping[str, Any]) -> VerifierConfig:
-    """The configuration as it went over the pipe: JSON knows lists only."""
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in message.items()}
-    return VerifierConfig(**values)
-
-
-def _limit(config: VerifierConfig) -> None:
-    _set_limit(resource.RLIMIT_AS, config.memory_mib << 20)
-    _set_limit(resource.RLIMIT_FSIZE, config.file_mib << 20)
-    _set_limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
-    _set_limit(resource.RLIMIT_CORE, 0)
-
-
-def _limit_work(config: VerifierConfig) -> None:
-    """Of one child. Soft and hard limit are one: a namespace's first process ignores SIGXCPU.
-
-    A hard limit cannot be raised for the next sample. So this one is for a child that is on its
-    last sample when its time is up, and the server limits each sample.
-
-    In a user namespace processes and threads are counted for this request alone; elsewhere they
-    would be those of the whole user, and the server counts instead.
+    They are imported within the limits that they work in, which the server keeps.
     """
-    _set_limit(resource.RLIMIT_CPU, math.ceil(2 * config.timeout_s) + 1)  # it is counted roughly
-    if os.getpid() == 1:
-        _set_limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)
+    limit(resource.RLIMIT_AS, config.memory_mib << 20)
+    limit(resource.RLIMIT_FSIZE, config.file_mib << 20)
+    limit(resource.RLIMIT_CORE, 0)
+    os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
+    try:
+        adapters = load_adapters(config)
+    except ConfigError as error:
+        return {}, {"load_error": str(error)[:MAX_LOAD_ERROR_CHARACTERS]}
+    # Ours are known without importing them, which takes long.
+    ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
+    shipped = [name for name, adapter in adapters.items() if adapter in ours]
+    return adapters, {"load_error": "", "shipped": shipped}
 
 
-def _set_limit(kind: int, limit: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    allowed = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(kind, (allowed, allowed))
+def grade(
+    adapters: Mapping[str, Adapter], config: VerifierConfig, request: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """Run an adapter on samples of one group, in a child: the answers as its pipe carries them.
+
+    A child ends early when all that it has done took as long as one sample may.
+    """
+    # A hard limit, for a namespace's first process ignores SIGXCPU, cannot be raised for the next
+    # sample: it is for a child that is on its last one, and the server limits each sample.
+    limit(resource.RLIMIT_CPU, math.ceil(2 * config.timeout_s) + 1)  # it is counted roughly
+    limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+    name, ends_at = request["adapter"], time.monotonic() + config.timeout_s
+    for task_id, sample, left_out in request["tasks"]:
+        outcome = run_adapter(name, adapters[name], sample, config, left_out=left_out)
+        yield encode_answer(task_id, outcome)
+        if time.monotonic() > ends_at:
+            return
 
 
 def run_adapter(
@@ -152,7 +104,7 @@ def run_adapter(
         line = _line(error, adapter)
         room = MAX_REASON_CHARACTERS - len(line) - 3
         reason = f"{_explain(error, sample, left_out)[:room]} [{line}]"
-        place = f"{type(error).__name__} {line}"
+        place = f"{type(error).__name__} {line}"[:MAX_REASON_CHARACTERS]
         return Outcome(name, "error", reason=reason, cause=cause_of(error), place=place)
 
 
@@ -164,8 +116,10 @@ def cause_of(error: BaseException) -> FailureCause:
     """
     while True:
         is_network = isinstance(error, OSError) and error.errno in CONNECTION_ERRNOS
-        library = type(error).__module__.partition(".")[0]
-        if is_network or isinstance(error, CONNECTION_ERRORS) or library in CLIENT_LIBRARIES:
+        libraries = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+        if is_network or isinstance(error, (ConnectionError, TimeoutError)):
+            return "connection"
+        if libraries & CLIENT_LIBRARIES:
             return "connection"
         if error.__cause__ is None:
             return "exception"

@@ -23,13 +23,12 @@ def jail():
         pytest.skip(f"this system allows no jail: {jailer.what_is_missing()}")
 
 
-def run(code, given=b"", *, within_s=LONG_S, **limits):
+def run(code, given=b"", *, within_s=LONG_S, cpu_s=20):
     return jailer.run_program(
         code,
         given,
         deadline=time.monotonic() + within_s,
-        cpu_s=limits.pop("cpu_s", 20),
-        limits=jailer.JailLimits(**limits),
+        cpu_s=cpu_s,
     )
 
 
@@ -111,10 +110,10 @@ for descriptor in range(64):
 os._exit(0)
 """
 FORGED_FRAME = """
-import os, json, struct
-body = json.dumps({"value": {"int": hex(1)}, "passed": True}).encode()
+import os, json
+body = json.dumps({"value": 1, "passed": True}).encode()
 for descriptor in range(3, 64):
-    try: os.write(descriptor, struct.pack("!I", len(body)) + body)
+    try: os.write(descriptor, body + b"\n")
     except OSError: pass
 def f(*a): return 0
 """

@@ -2,6 +2,7 @@ import socket
 
 import pytest
 
+from async_grpo.verification import frames
 from async_grpo.verification.frames import FrameError, encode, receive
 
 
@@ -17,14 +18,14 @@ def ends():
 )
 def test_what_is_sent_is_received(ends, message):
     ours, theirs = ends
-    ours.sendall(encode(message, max_bytes=1 << 20))
-    assert receive(theirs, max_bytes=1 << 20) == message
+    ours.sendall(encode(message))
+    assert receive(theirs) == message
 
 
 def test_two_messages_stay_two(ends):
     ours, theirs = ends
-    ours.sendall(encode(1, max_bytes=99) + encode(2, max_bytes=99))
-    assert [receive(theirs, max_bytes=99) for _ in range(2)] == [1, 2]
+    ours.sendall(encode(1) + encode(2))
+    assert [receive(theirs) for _ in range(2)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -39,31 +40,34 @@ def test_two_messages_stay_two(ends):
         b"\x00\x00\x20\x00" + b"9" * 8192,
     ],
 )
-def test_bytes_that_are_no_message_are_refused(ends, data):
+def test_bytes_that_are_no_message_are_refused(ends, data, monkeypatch):
+    monkeypatch.setattr(frames, "MAX_BYTES", 60_000)
     ours, theirs = ends
     ours.sendall(data)
     with pytest.raises(FrameError):
-        receive(theirs, max_bytes=60_000)
+        receive(theirs)
 
 
-def test_nothing_is_read_beyond_the_bound(ends):
+def test_nothing_is_read_beyond_the_bound(ends, monkeypatch):
     ours, theirs = ends
-    ours.sendall(encode("x" * 100, max_bytes=200))
-    with pytest.raises(FrameError, match="102 bytes announced, at most 50"):
-        receive(theirs, max_bytes=50)
+    ours.sendall(encode("x" * 100))
+    monkeypatch.setattr(frames, "MAX_BYTES", 50)
+    with pytest.raises(FrameError, match="102 bytes, at most 50"):
+        receive(theirs)
 
 
 def test_a_message_that_stops_halfway_is_the_end(ends):
     ours, theirs = ends
-    ours.sendall(encode("x" * 100, max_bytes=200)[:50])
+    ours.sendall(encode("x" * 100)[:50])
     ours.close()
     with pytest.raises(EOFError):
-        receive(theirs, max_bytes=200)
+        receive(theirs)
 
 
-def test_values_that_json_cannot_hold_are_refused():
+def test_values_that_no_frame_can_hold_are_refused(monkeypatch):
     for value in (object(), {1, 2}, 10**5000):
         with pytest.raises(FrameError):
-            encode(value, max_bytes=1 << 20)
+            encode(value)
+    monkeypatch.setattr(frames, "MAX_BYTES", 10)
     with pytest.raises(FrameError, match="at most 10"):
-        encode("x" * 20, max_bytes=10)
+        encode("x" * 20)

@@ -97,15 +97,19 @@ def test_a_sample_that_raises_is_tried_again_alone_and_its_process_goes_on(adapt
 def test_each_answer_begins_the_limits_of_a_sample_anew():
     config = VerifierConfig(reward_names=(), timeout_s=10.0)
     ours, theirs = os.pipe()
-    now, clock = time.monotonic(), time.CLOCK_PROCESS_CPUTIME_ID
+    os.set_blocking(ours, False)
+    now, here = time.monotonic(), os.getpid()
     for spent, limit in (({"sample_since": now - 31.0}, "time"), ({"cpu_s": -11.0}, "processor")):
-        child = _Child("7", ours, clock, ends_at=now + 40.0, **spent)
+        child = _Child("7", here, ours, ends_at=now + 40.0, **spent)
         assert child.reached(config) == limit
         os.write(theirs, b"half of an answer, ")
-        assert child.read() and child.reached(config) == limit
+        child.read()
+        assert child.reached(config) == limit
         os.write(theirs, b"and the rest\n")
-        assert child.read() and child.reached(config) == ""
-    assert _Child("7", ours, clock, ends_at=now).reached(config) == "time"
+        child.read()
+        assert child.reached(config) == ""
+        assert child.answers == b"half of an answer, and the rest\n"
+    assert _Child("7", here, ours, ends_at=now).reached(config) == "time"
 
 
 def test_a_process_takes_no_more_of_a_group_than_a_sample_may_take(adapter):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from verifier_processes import REPOSITORY, sandbox
 
-from async_grpo.verification.confinement import NOBODY, why_unconfined
+from async_grpo.verification.config import NOBODY
+from async_grpo.verification.confinement import why_unconfined
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +40,7 @@ async def main():
     for name, code in json.load(sys.stdin).items():
         (outcome,) = await server.ask(sys.argv[1], [{"code": code}])
         rewards[name] = [outcome.status, outcome.reward]
-    await server.close()
+    server.close()
     print(json.dumps({"confined": server.isolation.confined, "rewards": rewards}))
 
 asyncio.run(main())

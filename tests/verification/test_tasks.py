@@ -7,13 +7,13 @@ import pytest
 
 from async_grpo.verification.frames import FrameError, decode
 from async_grpo.verification.tasks import (
+    Outcome,
     encode_answer,
     encode_request,
     portable,
     read_answer,
     read_answers,
 )
-from async_grpo.verification.verdict import Outcome
 
 GOOD = {
     "id": "7",

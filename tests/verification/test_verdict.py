@@ -3,9 +3,9 @@ import signal
 import pytest
 
 from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.tasks import Outcome
 from async_grpo.verification.verdict import (
     MAX_LOST,
-    Outcome,
     best_verdict,
     classify_end,
     is_settled,

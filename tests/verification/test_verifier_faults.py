@@ -135,7 +135,7 @@ async def observe(box: Sandbox, trial: Trial, before: int) -> None:
     while accidents(box) == before:  # noqa: ASYNC110 - the pool has no event for either
         await asyncio.sleep(0.001)
     detected = time.perf_counter()
-    while box.num_up < NUM_SLOTS:  # noqa: ASYNC110
+    while not all(server.is_up for server in box._servers.values()):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     trial.detected_s.append(detected - started)
     trial.recovered_s.append(time.perf_counter() - detected)

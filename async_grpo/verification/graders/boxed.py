@@ -38,7 +38,7 @@ class UnscorableError(Exception):
 
     def __init__(self, reason: str, *, format_reward: float | None = None) -> None:
         super().__init__(reason)
-        self.format_reward = format_reward
+        self.format_reward = None if format_reward is None else float(format_reward)
 
 
 def boxes(text: str) -> Iterator[tuple[int, int, int]]:

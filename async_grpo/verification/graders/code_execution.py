@@ -18,12 +18,12 @@ from typing import Any
 
 from async_grpo.verification import jail_calls
 from async_grpo.verification.graders.boxed import UnscorableError
-from async_grpo.verification.jailer import RunResult, run_program, run_tests
+from async_grpo.verification.jailer import run_program, run_tests
 
 FENCE = re.compile(r"^```[ \t]*([\w+-]*)[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 PYTHON = {"", "python", "py", "python3"}
-MAX_SECONDS_A_TEST = 6.0
+MAX_SECONDS_A_TEST = 6
 MAX_CODE_CHARACTERS = 200_000
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # set by `verifier`
 DEFAULT_BUDGET_S = 10.0
@@ -54,7 +54,10 @@ def grade_code(output: str, columns: Mapping[str, Any], *, budget_s: float | Non
     budget_s = SHARE_OF_TIMEOUT * whole_s if budget_s is None else budget_s
     deadline = time.monotonic() + budget_s
     return float(
-        all(_passes_case(program, *case, deadline=deadline) for case in tests.cases)
+        all(
+            time.monotonic() < deadline and _passes_case(program, *case, deadline=deadline)
+            for case in tests.cases
+        )
         and (not tests.checks or _passes_checks(program, tests, deadline=deadline))
     )
 
@@ -113,47 +116,30 @@ def same_output(given: str, expected: str) -> bool:
 
 
 def _passes_case(program: str, given: str, expected: str, *, deadline: float) -> bool:
-    result = _within(
-        deadline,
-        lambda until: run_program(
-            program, given.encode("utf-8", "replace"), deadline=until, cpu_s=_cpu_s()
-        ),
+    standard_input = given.encode("utf-8", "replace")
+    result = run_program(
+        program, standard_input, deadline=_until(deadline), cpu_s=MAX_SECONDS_A_TEST
     )
-    if result is None or result.ending != "ended":
-        return False
-    return same_output(result.output.decode("utf-8", "replace"), expected)
+    output = result.output.decode("utf-8", "replace")
+    return result.ending == "ended" and same_output(output, expected)
 
 
 def _passes_checks(program: str, tests: CodeTests, *, deadline: float) -> bool:
-    result = _within(
-        deadline,
-        lambda until: run_tests(
-            program,
-            tests.checks,
-            setup=tests.setup,
-            defines=tests.defines,
-            deadline=until,
-            cpu_s=_cpu_s(),
-        ),
+    result = run_tests(
+        program,
+        tests.checks,
+        setup=tests.setup,
+        defines=tests.defines,
+        deadline=_until(deadline),
+        cpu_s=MAX_SECONDS_A_TEST,
     )
-    if result is None or result.ending != "ended":
-        return False
-    if result.output.startswith(jail_calls.UNABLE):
+    if result.ending == "ended" and result.output.startswith(jail_calls.UNABLE):
         raise ValueError(f"a test cannot be run: {result.output.decode('utf-8', 'replace')}")
-    return result.output.startswith(jail_calls.PASSED)
+    return result.ending == "ended" and result.output.startswith(jail_calls.PASSED)
 
 
-def _within(deadline: float, run: Any) -> RunResult | None:
-    """One run within its own and the whole budget; None when nothing of that is left."""
-    now = time.monotonic()
-    if now >= deadline:
-        return None
-    result: RunResult = run(min(deadline, now + MAX_SECONDS_A_TEST))
-    return result
-
-
-def _cpu_s() -> int:
-    return math.ceil(MAX_SECONDS_A_TEST)
+def _until(deadline: float) -> float:
+    return min(deadline, time.monotonic() + MAX_SECONDS_A_TEST)
 
 
 def _read_apps(tests: Mapping[str, Any], setup: str) -> CodeTests:

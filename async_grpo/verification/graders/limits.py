@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 import unicodedata
 
-from async_grpo.verification.graders.mathd import clean
+from async_grpo.verification.graders.mathd import clean, is_too_long
 
-MAX_CHARACTERS = 1000
 MAX_DEPTH = 20  # of brackets
 MAX_DIGITS = 200  # in a row
 MAX_VARIABLES = 2  # that the expected answer does not have
@@ -75,7 +74,7 @@ def cost(given: str, *, expected: str) -> str:
     >>> cost("9^{9^{9}}", expected="5"), cost(r"\frac{1}{2}", expected="5")
     ('a tower of powers', '')
     """
-    if len(given) > max(MAX_CHARACTERS, 2 * len(expected)):
+    if is_too_long(given, expected=expected):
         return f"an answer of {len(given)} characters"
     if any(_is_unprintable(character) for character in given):
         return "control characters"

@@ -1,4 +1,7 @@
-"""The shipped rewards as adapters: without network, and without a file that they could write."""
+"""The shipped rewards as adapters: without network, and without a file that they could write.
+
+A fork costs what its server holds, so each adapter imports its libraries when a server prepares it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,8 @@ from typing import Any
 
 from async_grpo.verification.graders.answers import without_prompt
 from async_grpo.verification.graders.boxed import UnscorableError
-from async_grpo.verification.graders.code_execution import grade_code
 from async_grpo.verification.graders.countdown import grade_countdown
-from async_grpo.verification.graders.library import math_verify_reward
 from async_grpo.verification.graders.mathd import mathd_reward
-from async_grpo.verification.graders.symbolic import sympy_reward
-from async_grpo.verification.jailer import require_jail
 
 FORMS = (
     "12", "-3", "0.75", "1,234", "3.5%", r"\frac{3}{4}", r"-\frac{17}{12}", r"\sqrt{5}+2",
@@ -33,11 +32,15 @@ def mathd(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
 
 def sympy(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     r"""The last \boxed{} is the answer, as mathematics."""
+    from async_grpo.verification.graders.symbolic import sympy_reward
+
     return {"reward": sympy_reward(_said(sample), sample["answer"])}
 
 
 def math_verify(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     """The math-verify library finds the answer in the output."""
+    from async_grpo.verification.graders.library import math_verify_reward
+
     return {"reward": math_verify_reward(_said(sample), sample["answer"])}
 
 
@@ -50,11 +53,13 @@ def countdown(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
 
 def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     """The last fenced block of Python passes all tests of the question: docs/verification.md."""
+    from async_grpo.verification.graders.code_execution import grade_code
+
     return {"reward": grade_code(sample["output"], sample)}
 
 
 @functools.cache
-def warm_up(grade: Callable[[str, str], float]) -> None:
+def warm_up(grade: Callable[[str, str], Any]) -> None:
     """Have a parser of mathematics build its tables, which forked requests then share.
 
     They grow with every form of answer that is met: 20 to 80 ms for the first of its kind.
@@ -70,9 +75,21 @@ def _said(sample: dict[str, Any]) -> str:
     return without_prompt(sample["output"], sample.get("input") or "")
 
 
-math_verify.prepare = functools.partial(warm_up, math_verify_reward)  # type: ignore[attr-defined]
-sympy.prepare = functools.partial(warm_up, sympy_reward)  # type: ignore[attr-defined]
-code_execution.prepare = require_jail  # type: ignore[attr-defined]  # or the run ends at its start
+def _prepare_mathematics(adapter: Callable[[dict[str, Any]], Any]) -> None:
+    warm_up(lambda output, answer: adapter({"output": output, "answer": answer}))
+
+
+def _prepare_code_execution() -> None:
+    """Raise `ConfigError` where programs cannot be confined: the run ends at its start."""
+    import async_grpo.verification.graders.code_execution  # noqa: F401 - out of a child's reach
+    from async_grpo.verification.jailer import require_jail
+
+    require_jail()
+
+
+for _adapter in (math_verify, sympy):
+    _adapter.prepare = functools.partial(_prepare_mathematics, _adapter)  # type: ignore[attr-defined]
+code_execution.prepare = _prepare_code_execution  # type: ignore[attr-defined]
 
 SHIPPED = {
     "mathd": mathd,

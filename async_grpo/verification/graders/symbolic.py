@@ -30,6 +30,9 @@ def sympy_reward(output: str, answer: object) -> float:
 
     Raises `UnscorableError` without a `\boxed{}` or when its content takes too long to compute,
     ValueError without an answer to compare with.
+
+    >>> sympy_reward(r"\boxed{\frac{\sqrt{8}}{2}}", r"\sqrt 2")
+    1.0
     """
     expected, given = ground_truth(answer), require_boxed(output)
     if cannot_be(given, expected=expected):
@@ -40,21 +43,10 @@ def sympy_reward(output: str, answer: object) -> float:
         raise UnscorableError(f"not computed: {reason}")
     if is_word(expected) or not is_worked_out(given, expected=expected):
         return 0.0
-    return float(is_equal(given, expected))
-
-
-def is_equal(given: str, expected: str) -> bool:
-    r"""Whether two answers are the same value, or the same text up to spelling.
-
-    >>> is_equal(r"\frac{\sqrt{8}}{2}", r"\sqrt 2")
-    True
-    """
-    if normalise(given) == normalise(expected):
-        return True
     try:
-        return _same(parse_expression(clean(given)), parse_expression(clean(expected)))
+        return float(_same(parse_expression(clean(given)), parse_expression(clean(expected))))
     except NotMathError:
-        return False
+        return 0.0
 
 
 def _same(left: Any, right: Any) -> bool:
