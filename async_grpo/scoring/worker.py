@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from async_grpo import cluster, deadlines
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.roles import REFERENCE, role_of
-from async_grpo.scoring.coalescer import Coalescer
+from async_grpo.scoring.coalesce import take_forward
 from async_grpo.types import (
     LogprobRequest,
     Pulse,
@@ -51,15 +51,14 @@ class _Output:
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.token_ids)
 
-    def answer(self, scores: Scores) -> None:
+    def answer(self, result: Scores | Exception) -> None:
         """Deliver, unless the caller has gone."""
-        if not self.scores.done():
-            self.scores.set_result(scores)
-
-    def fail(self, error: Exception) -> None:
-        """Deliver an error, unless the caller has gone."""
-        if not self.scores.done():
-            self.scores.set_exception(error)
+        if self.scores.done():
+            return
+        if isinstance(result, Exception):
+            self.scores.set_exception(result)
+        else:
+            self.scores.set_result(result)
 
 
 class LogprobWorker:
@@ -96,9 +95,7 @@ class LogprobWorker:
         self._temperature = temperature
         self._lease_s = lease_s
         self._version = None if role_of(role).loads_weights else OWN_WEIGHTS
-        self._line = Coalescer(max_tokens)
-        self._waiting: dict[int, _Output] = {}
-        self._ids = itertools.count()
+        self._line: list[_Output] = []  # in order of arrival
         self._unanswered: set[int] = set()  # leases
         self._num_tokens = 0  # scored
         self._model = asyncio.Lock()  # one forward or one change of weights at a time
@@ -137,10 +134,7 @@ class LogprobWorker:
             StaleAnswerError: the weights asked for are not the ones served.
         """
         outputs = self._outputs(request)
-        for output in outputs:
-            output_id = next(self._ids)
-            self._line.add(output_id, num_tokens=output.num_tokens, version=output.version)
-            self._waiting[output_id] = output
+        self._line += outputs
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve(), name="logprob-forwards")
         self._unanswered.add(request.lease_id)
@@ -175,28 +169,27 @@ class LogprobWorker:
 
     async def abort_all(self) -> None:
         """Forget waiting requests, for a caller that is gone."""
-        for output_id in list(self._waiting):
-            if self._line.discard(output_id):
-                self._waiting.pop(output_id).fail(WorkerError("the request was aborted"))
+        for output in self._line:
+            output.answer(WorkerError("the request was aborted"))
+        self._line.clear()
 
     async def _serve(self) -> None:
         """Run forward passes until the queue is empty; a request starts it if it does not run."""
         async with self._model:
-            while batch := self._line.next_batch(idle=True):
-                taken = [self._waiting.pop(output_id) for output_id in batch]
+            while taken := take_forward(self._line, max_tokens=self._max_tokens):
                 outputs = [output for output in taken if not output.scores.done()]
                 if not outputs:  # their callers have gone
                     continue
+                results: Sequence[Scores | Exception]
                 try:
-                    scores = await asyncio.to_thread(self._score, outputs)
-                except StaleAnswerError as error:
-                    _fail(outputs, error)
-                except Exception as error:  # the boundary of the model: each caller hears of it
-                    _fail(outputs, WorkerError(f"{type(error).__name__}: {error}"))
-                else:
+                    results = await asyncio.to_thread(self._score, outputs)
                     self._num_tokens += sum(output.num_tokens for output in outputs)
-                    for output, logprobs in zip(outputs, scores, strict=True):
-                        output.answer(logprobs)
+                except StaleAnswerError as error:
+                    results = [error] * len(outputs)
+                except Exception as error:  # the boundary of the model: each caller hears of it
+                    results = [WorkerError(f"{type(error).__name__}: {error}")] * len(outputs)
+                for output, result in zip(outputs, results, strict=True):
+                    output.answer(result)
 
     def _score(self, outputs: Sequence[_Output]) -> list[Scores]:
         """One forward; the versions are compared here, for weights may change while one waits."""
@@ -225,17 +218,6 @@ class LogprobWorker:
         version = OWN_WEIGHTS if request.version is None else request.version
         new_future = asyncio.get_running_loop().create_future
         return [
-            _Output(
-                prompt,
-                token_ids,
-                request.temperature,
-                version,
-                new_future(),
-            )
+            _Output(prompt, token_ids, request.temperature, version, new_future())
             for prompt, token_ids in rows
         ]
-
-
-def _fail(outputs: Sequence[_Output], error: Exception) -> None:
-    for output in outputs:
-        output.fail(error)
