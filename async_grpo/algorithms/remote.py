@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from async_grpo import cluster, deadlines
 from async_grpo.algorithms.base import Algorithm, GroupRules, LocalRules
-from async_grpo.algorithms.find import check_source, find_algorithm, is_shipped, source_hash
+from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import WorkerError
 from async_grpo.types import Group
+from async_grpo.user_code import UserCode
 
 T = TypeVar("T")
 
@@ -30,10 +29,9 @@ T = TypeVar("T")
 class RulesProcess:
     """Runs the user's code, and names the line of it that fails."""
 
-    def __init__(self, config: TrainConfig, sha256: str) -> None:
-        check_source(config.algorithm, sha256)
-        self._name = config.algorithm
-        self._rules = LocalRules(find_algorithm(config))
+    def __init__(self, config: TrainConfig, code: UserCode) -> None:
+        self._code = code
+        self._rules = LocalRules(find_algorithm(config, code))
 
     async def finish_group(self, group: Group) -> Group:
         return await self._told_apart(self._rules.finish_group, group)
@@ -45,9 +43,10 @@ class RulesProcess:
         try:
             return await method(argument)
         except Exception as error:  # the user's own code may raise anything
+            line = self._code.line_in(traceback.extract_tb(error.__traceback__))
             raise WorkerError(
-                f"--algorithm {self._name} raised {type(error).__name__}: {error} "
-                f"({_line_of(error, self._name.partition(':')[0])}): correct it"
+                f"--algorithm {self._code.name} raised {type(error).__name__}: {error} ({line}): "
+                "correct it"
             ) from None
 
 
@@ -72,32 +71,15 @@ class RemoteRules:
 
 def start_rules(config: TrainConfig) -> GroupRules:
     """The rules of the run's algorithm: in the controller where it is shipped, else beside it."""
-    algorithm = find_algorithm(config)
-    if is_shipped(config.algorithm):
+    code = users_algorithm(config)
+    algorithm = find_algorithm(config, code)
+    if code is None:
         return LocalRules(algorithm)
     import ray
 
-    options = ray.remote(RulesProcess).options(
+    process = ray.remote(RulesProcess).options(
         num_cpus=0,
         enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
-        scheduling_strategy=cluster.on_this_node(),  # whose file it is
+        scheduling_strategy=cluster.on_this_node(),  # which has what the code imports
     )
-    process = options.remote(_with_whole_path(config), source_hash(config.algorithm))
-    return RemoteRules(process, algorithm)
-
-
-def _with_whole_path(config: TrainConfig) -> TrainConfig:
-    """An actor has a working directory of its own."""
-    place, _, attribute = config.algorithm.partition(":")
-    if not place.endswith(".py"):
-        return config
-    return replace(config, algorithm=f"{Path(place).absolute()}:{attribute}")
-
-
-def _line_of(error: Exception, place: str) -> str:
-    """The last line of the user's file that was running; the last of all where it was none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ends = (place, place.replace(".", "/") + ".py")
-    own = [frame for frame in frames if frame.filename.endswith(ends)]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}, {frame.line}"
+    return RemoteRules(process.remote(config, code), algorithm)

@@ -43,6 +43,8 @@ from async_grpo.types import (
     Sample,
     StreamItem,
     Tally,
+    Verdict,
+    VerificationRequest,
     WeightsVersion,
     tally,
     without_texts,
@@ -159,6 +161,10 @@ class ExperienceBatcher:
         if self._newest is None:
             raise WorkerError("weights must be published before an evaluation")
         return await evaluate(self._plan, self._pipeline, version=self._newest)
+
+    async def verdicts(self, outputs: tuple[VerificationRequest, ...]) -> tuple[Verdict, ...]:
+        """What the run's rewards say of outputs that an environment asks about."""
+        return await self._pipeline.grading.verdicts(outputs)
 
     def status(self) -> PipelineStatus:
         """What every stage is doing right now."""

@@ -31,6 +31,9 @@ class SlotFailed(WorkerError):
         super().__init__(message)
         self.stage = stage
 
+    def __reduce__(self) -> tuple[type[SlotFailed], tuple[str, str]]:
+        return type(self), (self.stage, str(self))
+
 
 class Progress:
     """What has moved, and what is in the way: shared by the stages of a pipeline."""

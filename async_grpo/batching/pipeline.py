@@ -25,7 +25,6 @@ from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFail
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.stages import StageClock
 from async_grpo.environments.base import EpisodeFailed
-from async_grpo.environments.single_turn import episodes_of
 from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.types import (
@@ -158,9 +157,21 @@ class SlotPipeline:
         slot = request.ordinal if slot is None else slot
         if self._episodes_request is not None:
             asked = self._episodes_request(question, request, oldest)
-            return await self._play_elsewhere(asked, slot, on_discard)
-        turns = await self._generate(request, oldest=oldest, slot=slot, on_discard=on_discard)
-        return episodes_of(question, turns), await self._graded(request.ordinal, question, turns)
+            episodes, verdicts = await self._play_elsewhere(asked, slot, on_discard)
+        else:
+            turns = await self._generate(request, oldest=oldest, slot=slot, on_discard=on_discard)
+            episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
+            with self._in_stage("verifying", len(turns)):
+                verdicts = await self.grading.verdicts(
+                    tuple(
+                        VerificationRequest(request.ordinal, index, question, turn)
+                        for index, turn in enumerate(turns)
+                    )
+                )
+        for verdict in verdicts:
+            if verdict.status == "error":
+                raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
+        return episodes, verdicts
 
     async def _play_elsewhere(
         self, request: EpisodesRequest, slot: Hashable, on_discard: OnDiscard
@@ -182,9 +193,6 @@ class SlotPipeline:
                 )
             except EpisodeFailed as error:
                 raise SlotFailed(f"{ENVIRONMENT}: {error.failure}", str(error)) from error
-        for verdict in played.verdicts:
-            if verdict.status == "error":
-                raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
         return played.episodes, played.verdicts
 
     async def _generate(
@@ -219,17 +227,6 @@ class SlotPipeline:
             except DeadlineError as error:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
         return turns
-
-    async def _graded(
-        self, ordinal: int, question: Question, completions: tuple[Turn, ...]
-    ) -> tuple[Verdict, ...]:
-        """A verdict for each completion; an error of the verifiers loses the whole group."""
-        requests = tuple(
-            VerificationRequest(ordinal, index, question, completion)
-            for index, completion in enumerate(completions)
-        )
-        with self._in_stage("verifying", len(requests)):
-            return await self.grading.verdicts(requests)
 
     async def _with_scores(
         self, group: Group, *, before_advantages: bool, temperature: float, version: WeightsVersion

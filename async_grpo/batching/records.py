@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import (
-    EnvironmentSource,
     EpisodesRequest,
     GenerationRequest,
     Question,
@@ -19,6 +18,7 @@ from async_grpo.types import (
     SamplingContract,
     WeightsVersion,
 )
+from async_grpo.user_code import UserCode
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
@@ -52,7 +52,7 @@ class BatcherPlan:
     rules: GroupRules  # the algorithm's, which finish groups
     attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
     resume: ResumePoint | None = None  # None: from the first question
-    environment: EnvironmentSource | None = None  # None: questions are answered once
+    environment: UserCode | None = None  # None: questions are answered once
     max_positions: int = sys.maxsize  # of the model, in tokens
     epoch: int = 0  # of the run: the controller says it when the run begins
 

@@ -9,99 +9,92 @@ unblocked by: their answers; an environment that asks for nothing for too long
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import traceback
-from collections.abc import Coroutine, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, Services
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.errors import AsyncGrpoError, DeadlineError
+from async_grpo.roles import GENERATION, VERIFIER
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
+    GenerationRequest,
+    GradingRequest,
     PlayedGroup,
     Question,
     RequestPulse,
     SamplingContract,
     Turn,
     Verdict,
+    VerificationRequest,
 )
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Ask = Callable[..., Awaitable[Any]]  # role, method, request, *, cost: the answer of a worker
 LOOK_INTERVAL_S = 1.0  # at environments that ask for nothing
 AFTER_LOSS_S = 1.0
 TRIES = 3  # of a turn whose engine was lost, and of an episode that failed
 MAX_REASON_CHARACTERS = 500
 
 
-class TurnServices(Services, Protocol):
-    """What an episode asks of others, and the turns that its policy asks for."""
-
-    async def generate(
-        self, request: EpisodesRequest, history: Any, sampling: SamplingContract, prefer: str
-    ) -> Turn:
-        """One turn, of weights that the group may have; if possible by the worker `prefer`."""
-
-
 class GroupPlay:
     """One request in play."""
 
-    def __init__(
-        self, environment: Environment, request: EpisodesRequest, services: TurnServices
-    ) -> None:
-        self._environment = environment
-        self._request = request
-        self._services = services
+    def __init__(self, request: EpisodesRequest, ask: Ask) -> None:
+        self.request = request
+        self._ask = ask
         self._policies: list[EpisodePolicy] = []
         self._members: list[_Member] = []
         self._pings = 0
 
-    def pulse(self) -> RequestPulse:
-        """How far the group is.
+    def pulse(self, *, is_held: bool = False) -> RequestPulse:
+        """How far the group is; `is_held`: user code keeps everybody from going on.
 
         A turn's tokens come when it ends. Until then its engine's own lease watches over it, and
         here every ping counts as progress.
         """
-        self._pings += any(member.asks for member in self._members)
+        self._pings += not is_held and any(member.asks for member in self._members)
         num_tokens = sum(policy.num_tokens for policy in self._policies)
         return RequestPulse(num_tokens + self._pings, is_waiting=False)
 
-    async def run(self) -> PlayedGroup:
+    async def run(self, environment: Environment) -> PlayedGroup:
         """Play and grade; the first failure that stays ends the group."""
+        ordinal = self.request.ordinal
         tasks = [
-            asyncio.create_task(self._episode(), name=f"episode-{self._request.ordinal}-{number}")
-            for number in range(self._request.num_samples)
+            asyncio.create_task(self._episode(environment), name=f"episode-{ordinal}-{number}")
+            for number in range(self.request.num_samples)
         ]
         try:
             episodes = tuple(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
-        return PlayedGroup(episodes, await self._verdicts(episodes))
+        return PlayedGroup(episodes, await self._verdicts(environment, episodes))
 
-    async def _episode(self) -> Episode:
+    async def _episode(self, environment: Environment) -> Episode:
         """One episode; what failed is played again, from its question."""
         for _ in range(TRIES - 1):
             try:
-                return await self._played()
+                return await self._played(environment)
             except EpisodeFailed as error:
-                logger.warning("an episode of question %d: %s", self._request.ordinal, error)
-        return await self._played()
+                logger.warning("an episode of question %d: %s", self.request.ordinal, error)
+        return await self._played(environment)
 
-    async def _played(self) -> Episode:
-        request, member = self._request, self._joined()
+    async def _played(self, environment: Environment) -> Episode:
+        request, member = self.request, self._joined()
         policy = EpisodePolicy(
-            partial(member.turn, request),
-            sampling=request.sampling,
-            max_row_tokens=request.max_row_tokens,
+            member.turn, sampling=request.sampling, max_row_tokens=request.max_row_tokens
         )
         self._policies.append(policy)
-        play = self._environment.play(request.question, policy, member)
+        play = environment.play(request.question, policy, member)
         try:
             episode = await self._unless_idle(play, member)
         except NoRoom as error:
@@ -115,9 +108,11 @@ class GroupPlay:
             raise self._failed(FailureClass.ENVIRONMENT, what)
         return episode
 
-    async def _verdicts(self, episodes: tuple[Episode, ...]) -> tuple[Verdict, ...]:
+    async def _verdicts(
+        self, environment: Environment, episodes: tuple[Episode, ...]
+    ) -> tuple[Verdict, ...]:
         member = self._joined()
-        grade = self._environment.grade(self._request.question, episodes, member)
+        grade = environment.grade(self.request.question, episodes, member)
         try:
             verdicts = tuple(await self._unless_idle(grade, member))
         except Exception as error:  # the user's own code may raise anything
@@ -128,7 +123,7 @@ class GroupPlay:
         return verdicts
 
     def _joined(self) -> _Member:
-        self._members.append(_Member(self._services))
+        self._members.append(_Member(self.request, self._ask))
         return self._members[-1]
 
     async def _unless_idle(self, work: Coroutine[Any, Any, T], member: _Member) -> T:
@@ -136,8 +131,10 @@ class GroupPlay:
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_INTERVAL_S))[0]:
-                if member.idle_s > self._request.idle_timeout_s:
-                    what = f"has asked for nothing for {member.idle_s:.0f} s, in {_line_of(task)}"
+                if member.idle_s > self.request.idle_timeout_s:
+                    stack = ((frame, frame.f_lineno) for frame in task.get_stack())
+                    line = self.request.environment.line_in(traceback.StackSummary.extract(stack))
+                    what = f"has asked for nothing for {member.idle_s:.0f} s, in {line}"
                     raise self._failed(FailureClass.DEADLINE, what)
             return task.result()
         finally:
@@ -147,22 +144,21 @@ class GroupPlay:
         """The error with the user's own line, as far down as it goes."""
         if isinstance(error, EpisodeFailed):
             return error
-        frames = traceback.extract_tb(error.__traceback__)
-        path = self._request.source.name.rpartition(":")[0]
-        last = next((f for f in reversed(frames) if f.filename == path), frames[-1])
-        return self._failed(failure, f"raised {error!r} at {last.filename}:{last.lineno}")
+        line = self.request.environment.line_in(traceback.extract_tb(error.__traceback__))
+        return self._failed(failure, f"raised {error!r} at {line}")
 
     def _failed(self, failure: FailureClass, what: str) -> EpisodeFailed:
         what = what[:MAX_REASON_CHARACTERS]
-        who = f"{self._request.source.name} of question {self._request.ordinal}"
+        who = f"{self.request.environment.name} of question {self.request.ordinal}"
         return EpisodeFailed(failure, f"environment {who} {what}")
 
 
 class _Member:
     """The services as one episode, or the grading, sees them; knows when it waits for none."""
 
-    def __init__(self, services: TurnServices) -> None:
-        self._services = services
+    def __init__(self, request: EpisodesRequest, ask: Ask) -> None:
+        self._request = request
+        self._ask = ask
         self.asks = 0  # unanswered
         self._idle_since_s = time.monotonic()
 
@@ -170,45 +166,48 @@ class _Member:
     def idle_s(self) -> float:
         return 0.0 if self.asks else time.monotonic() - self._idle_since_s
 
-    async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
+    async def ask(
+        self, role: str, method: str, request: Any, *, cost: float = 1.0, **where: Any
+    ) -> Any:
         """See `Services`."""
-        with self._asking():
-            return await self._services.verify(question, episodes)
-
-    async def ask(self, role: str, method: str, request: Any, *, cost: float = 1.0) -> Any:
-        """See `Services`."""
-        with self._asking():
-            return await self._services.ask(role, method, request, cost=cost)
-
-    async def turn(
-        self, request: EpisodesRequest, history: Any, sampling: SamplingContract, prefer: str
-    ) -> Turn:
-        """A turn; one whose engine was lost is sampled again by another."""
-        with self._asking():
-            for _ in range(TRIES - 1):
-                try:
-                    return await self._services.generate(request, history, sampling, prefer)
-                except AsyncGrpoError as error:
-                    logger.warning("a turn is sampled again: %s", error)
-                    await asyncio.sleep(AFTER_LOSS_S)
-            try:
-                return await self._services.generate(request, history, sampling, "")
-            except AsyncGrpoError as error:
-                is_late = isinstance(error, DeadlineError)
-                failure = FailureClass.DEADLINE if is_late else FailureClass.ENGINE
-                message = f"a turn failed {TRIES} times, the last time: {error}"
-                raise EpisodeFailed(failure, message) from error
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
         self.asks += 1
         try:
-            yield
+            return await self._ask(role, method, request, cost=cost, **where)
         finally:
             self.asks -= 1
             self._idle_since_s = time.monotonic()
 
+    async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
+        """See `Services`."""
+        outputs = tuple(
+            VerificationRequest(self._request.ordinal, index, question, episode.turns[-1])
+            for index, episode in enumerate(episodes)
+        )
+        asked = GradingRequest(outputs)
+        verdicts: tuple[Verdict, ...] = await self.ask(
+            VERIFIER, "verify", asked, cost=float(len(outputs))
+        )
+        return verdicts
 
-def _line_of(task: asyncio.Task[Any]) -> str:
-    stack = task.get_stack()
-    return f"{stack[-1].f_code.co_filename}:{stack[-1].f_lineno}" if stack else "no line"
+    async def turn(
+        self, history: NDArray[np.int32], sampling: SamplingContract, prefer: str
+    ) -> Turn:
+        """A turn, if possible by the worker `prefer`; one that was lost is sampled again."""
+        request = self._request
+        asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling)
+        where = {"version": request.oldest, "prefer": prefer or None}
+        turn: Turn
+        num_lost = 0
+        while True:
+            try:
+                (turn,) = await self.ask(GENERATION, "generate", asked, **where)
+                return turn
+            except AsyncGrpoError as error:
+                num_lost += 1
+                if num_lost == TRIES:
+                    is_late = isinstance(error, DeadlineError)
+                    failure = FailureClass.DEADLINE if is_late else FailureClass.ENGINE
+                    message = f"a turn failed {TRIES} times, the last time: {error}"
+                    raise EpisodeFailed(failure, message) from error
+                logger.warning("a turn is sampled again: %s", error)
+            await asyncio.sleep(AFTER_LOSS_S)

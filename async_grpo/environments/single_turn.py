@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from async_grpo.environments.base import Environment, Policy, Services
-from async_grpo.types import Episode, Question, Turn
+from async_grpo.types import Episode, Question
 
 
 class SingleTurn(Environment):
@@ -15,8 +13,3 @@ class SingleTurn(Environment):
         """The question, answered once."""
         await policy.sample(question.input_token_ids)
         return policy.episode()
-
-
-def episodes_of(question: Question, turns: Sequence[Turn]) -> tuple[Episode, ...]:
-    """What `SingleTurn` makes of the answers to one request."""
-    return tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)

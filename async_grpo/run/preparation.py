@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
-from async_grpo.algorithms.find import find_algorithm
+from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
@@ -28,7 +28,7 @@ from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.questions import load_questions
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import QuestionTable
-from async_grpo.environments.find import read_source
+from async_grpo.environments.find import users_environment
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.model.size import read_size
@@ -89,15 +89,23 @@ def hash_contents(
 ) -> Future[Mapping[str, str]]:
     """Hashes for the manifest of a checkpoint, taken meanwhile; at once where they must fit one."""
 
+    users = {
+        "algorithm": users_algorithm(config),
+        "environment": users_environment(config.environment),
+    }
+    of_code = {what: code.sha256 for what, code in users.items() if code}
+
     def work() -> Mapping[str, str]:
         model = hash_model(config.model_name_or_path)
         # "tokenizer" was its files' hash once: such checkpoints are held to model and data.
-        return {"model": model, "encoding": facts.tokenizer_hash, "data": hash_data(records)}
+        encoding, data = facts.tokenizer_hash, hash_data(records)
+        return {"model": model, "encoding": encoding, "data": data, **of_code}
 
     hashes = in_background(work, name="hash-contents")
     if start.folder:
         model = config.model_name_or_path
         paths = {"model": model, "encoding": model, "data": config.data_path}
+        paths |= {what: code.name for what, code in users.items() if code}
         check_contents(start, hashes.result(), paths)
     return hashes
 
@@ -138,7 +146,7 @@ def plan_run(
         rules=LocalRules(find_algorithm(config)),
         attention_ratio=read_attention_ratio(config),
         resume=resume,
-        environment=read_source(config.environment),
+        environment=users_environment(config.environment),
         max_positions=facts.max_positions,
     )
 

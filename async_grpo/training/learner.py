@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from async_grpo.algorithms.find import check_source, find_algorithm, source_hash
+from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
@@ -38,8 +38,10 @@ class Learner:
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
         """Load, shard and equip the policy; float32 master weights."""
-        find_algorithm(config)  # before the minutes in which a model loads
-        check_source(config.algorithm, ranks.share(lambda: source_hash(config.algorithm)))
+        code = users_algorithm(config)
+        find_algorithm(config, code)  # before the minutes in which a model loads
+        if of_rank_0 := ranks.share(lambda: code):
+            of_rank_0.require_same(code)
         dtype = compute_dtype(config.mixed_precision, ranks.device)
         policy = load_policy(
             config.model_name_or_path,

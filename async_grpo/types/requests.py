@@ -5,7 +5,6 @@ Legend: P prompt tokens, L output tokens.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from async_grpo.types.runs import RunId
 from async_grpo.types.samples import Episode, Question, SamplingContract, Turn, Verdict
 from async_grpo.types.weights import WeightsVersion
+from async_grpo.user_code import UserCode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,19 +63,6 @@ class LogprobRequest:
         return sum(map(len, (*self.prompt_token_ids, *self.output_token_ids)))
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentSource:
-    """A user's environment, on its way to the workers that play it."""
-
-    name: str  # package.module:Name or path/to/file.py:Name
-    text: str  # of the file that holds it
-
-    @property
-    def digest(self) -> str:
-        """What two texts are told apart by."""
-        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodesRequest:
     """The episodes of one group to one environment worker."""
@@ -86,7 +73,7 @@ class EpisodesRequest:
     num_samples: int
     sampling: SamplingContract  # of each turn
     oldest: WeightsVersion  # every turn is of these weights or of later ones
-    source: EnvironmentSource
+    environment: UserCode
     max_row_tokens: int  # the longest prompt with its output that engine and trainer take
     idle_timeout_s: float  # in which the environment must ask for something
     run: RunId

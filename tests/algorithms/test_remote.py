@@ -8,9 +8,9 @@ from scripted_run import make_config
 from trained import HERE
 
 from async_grpo.algorithms.base import LocalRules
-from async_grpo.algorithms.find import find_algorithm, source_hash
+from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import RemoteRules, RulesProcess, start_rules
-from async_grpo.errors import ConfigError, DeadlineError, WorkerError
+from async_grpo.errors import DeadlineError, WorkerError
 from async_grpo.types import Group, WeightsVersion
 
 BROKEN = """
@@ -29,7 +29,7 @@ def group(ordinal=0):
 def rules_of(name, process=None):
     """As rank 0 hands them to the controller, without Ray between."""
     config = make_config(algorithm=str(name))
-    process = process or RulesProcess(config, source_hash(config.algorithm))
+    process = process or RulesProcess(config, users_algorithm(config))
     return RemoteRules(Handle(process), find_algorithm(config))
 
 
@@ -65,14 +65,14 @@ def test_an_answer_has_60_seconds():
         run(rules_of(HERE / "opd.py:OnPolicyDistillation", Silent()).finish_group(group()))
 
 
-def test_a_process_with_another_text_refuses_and_names_both_hashes(tmp_path):
-    path = tmp_path / "broken.py"
+def test_a_process_runs_the_text_that_rank_0_has_read(tmp_path):
+    path = tmp_path / "mine.py"
     path.write_text(BROKEN)
     config = make_config(algorithm=f"{path}:Broken")
-    sha256 = source_hash(config.algorithm)
-    path.write_text(BROKEN + "# changed")
-    with pytest.raises(ConfigError, match=f"{sha256}.*{source_hash(config.algorithm)}"):
-        RulesProcess(config, sha256)
+    code = users_algorithm(config)
+    path.write_text("no python")
+    with pytest.raises(WorkerError, match="no_such_name"):
+        run(RulesProcess(config, code).finish_group(group()))
 
 
 def test_shipped_algorithms_need_no_process():

@@ -19,7 +19,6 @@ from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import (
-    EnvironmentSource,
     Episode,
     Minibatch,
     PlayedGroup,
@@ -28,10 +27,11 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
+from async_grpo.user_code import UserCode
 
 INCARNATION = 5
 ATTENTION_RATIO = 10.0
-ROWS = EnvironmentSource("scripted.py:Rows", "")
+ROWS = UserCode("scripted.py:Rows", "")
 QUESTIONS = tuple(make_question(1 + number) for number in range(NUM_QUESTIONS))
 
 

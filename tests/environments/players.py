@@ -1,12 +1,12 @@
-"""Services whose engine is the model of the gradient's oracle, or a script."""
+"""Whoever episodes ask: an engine that is the model of the gradient's oracle, or a script."""
 
 import numpy as np
 import torch
 from oracle import make_sample, oracle_logprobs
 
 from async_grpo.environments.play import GroupPlay
+from async_grpo.roles import GENERATION
 from async_grpo.types import (
-    EnvironmentSource,
     EpisodesRequest,
     Question,
     RunId,
@@ -15,6 +15,7 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
+from async_grpo.user_code import UserCode
 
 VERSION = WeightsVersion(1, 0)
 
@@ -27,7 +28,7 @@ def make_request(question=None, **fields):
         "num_samples": 4,
         "sampling": SamplingContract(1.0, (1,), 6),
         "oldest": VERSION,
-        "source": EnvironmentSource("mine.py:Mine", ""),
+        "environment": UserCode("mine.py:Mine", ""),
         "max_row_tokens": 64,
         "idle_timeout_s": 30.0,
         "run": RunId(1, 1),
@@ -35,8 +36,8 @@ def make_request(question=None, **fields):
     return EpisodesRequest(**(given | fields))
 
 
-async def play(environment, services, request=None):
-    return await GroupPlay(environment, request or make_request(), services).run()
+async def play(environment, ask, request=None):
+    return await GroupPlay(request or make_request(), ask).run(environment)
 
 
 class Scripted:
@@ -46,15 +47,13 @@ class Scripted:
         self._answers = list(answers)
         self.asked = []  # (history, sampling, preferred worker)
 
-    async def generate(self, request, history, sampling, prefer):
-        self.asked.append((history.tolist(), sampling, prefer))
+    async def __call__(self, role, method, request, *, prefer, **_):
+        assert (role, method) == (GENERATION, "generate")
+        self.asked.append((request.input_token_ids.tolist(), request.sampling, prefer))
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return make_turn(answer, worker_id=f"w{len(self.asked)}")
-
-    async def verify(self, question, episodes):
-        raise AssertionError("nobody is asked to verify")
+        return [make_turn(answer, worker_id=f"w{len(self.asked)}")]
 
 
 class OracleEngine:
@@ -64,12 +63,13 @@ class OracleEngine:
         self.model = model
         self._rng = np.random.default_rng(seed)
 
-    async def generate(self, request, history, sampling, prefer):
-        output = self._rng.integers(64, size=self._rng.integers(1, sampling.max_tokens + 1))
-        plain = make_sample(history, output)
+    async def __call__(self, role, method, request, **_):
+        longest = request.sampling.max_tokens
+        output = self._rng.integers(64, size=self._rng.integers(1, longest + 1))
+        plain = make_sample(request.input_token_ids, output)
         with torch.no_grad():
-            own = oracle_logprobs(self.model, plain, temperature=sampling.temperature)
-        return make_turn(output, logprobs=own.numpy())
+            own = oracle_logprobs(self.model, plain, temperature=request.sampling.temperature)
+        return [make_turn(output, logprobs=own.numpy())]
 
 
 def make_turn(

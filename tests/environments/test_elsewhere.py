@@ -15,11 +15,11 @@ from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.environments import play
-from async_grpo.environments.find import read_source
+from async_grpo.environments.find import users_environment
 from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.errors import ProcessLostError
 from async_grpo.roles import ENVIRONMENT
-from async_grpo.types import RunId, VersionSpan, WeightsVersion
+from async_grpo.types import RunId, WeightsVersion
 
 HERE = Path(__file__).parent
 CONFIG = make_config(max_generation_tokens=8, max_tokens_per_gpu=64)
@@ -35,13 +35,12 @@ class Engine(Scripted):
 
     version = OLDEST
 
-    async def generate(self, request, history, sampling, prefer):
-        turn = await super().generate(request, history, sampling, prefer)
-        span = VersionSpan(self.version, 0, len(turn.token_ids))
-        return make_turn(turn.token_ids, version=span.version)
+    async def __call__(self, *asked, **where):
+        (turn,) = await super().__call__(*asked, **where)
+        return [make_turn(turn.token_ids, version=self.version)]
 
 
-def run_slot(services):
+def run_slot(engine):
     """(the finished group, the registry of environments, what the worker was asked)."""
     plan = BatcherPlan(
         config=CONFIG,
@@ -54,17 +53,17 @@ def run_slot(services):
         num_ranks=1,
         incarnation=OLDEST.incarnation,
         rules=LocalRules(find_algorithm(CONFIG)),
-        environment=read_source(f"{HERE}/two_turns.py:TwoTurns"),
+        environment=users_environment(f"{HERE}/two_turns.py:TwoTurns"),
         max_positions=40,
         epoch=3,
     )
     asked = []
 
-    def services_of(request):
+    def ask_of(request):
         asked.append(request)
-        return services
+        return engine
 
-    worker = EnvironmentWorker(services_of, worker_id="e0", capacity=4)
+    worker = EnvironmentWorker(ask_of, worker_id="e0", capacity=4)
     registry = Registry(worker, role=ENVIRONMENT)
     pipeline = SlotPipeline(
         {ENVIRONMENT: registry}.__getitem__,

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from async_grpo.environments.find import load_environment, read_source
-from async_grpo.errors import ConfigError, WorkerError
-from async_grpo.types import EnvironmentSource
+from async_grpo.environments.find import make_environment, users_environment
+from async_grpo.errors import AsyncGrpoError, ConfigError
+from async_grpo.user_code import UserCode
 
 MINE = """
 from async_grpo.environments.base import Environment
@@ -22,20 +22,20 @@ class Broken(Environment):
 
 
 def test_a_shipped_environment_needs_no_source():
-    assert read_source("single_turn") is None
+    assert users_environment("single_turn") is None
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("poker", "no environment of that name"),
-        ("nowhere.at.all:Mine", "nowhere.at.all cannot be read: No module named 'nowhere'"),
-        ("missing.py:Mine", "missing.py cannot be read: .*No such file"),
+        ("poker", "must be single_turn, .*'poker': there is none of that name"),
+        ("nowhere.at.all:Mine", "'nowhere.at.all:Mine': No module named 'nowhere'"),
+        ("missing.py:Mine", "'missing.py:Mine': .*No such file"),
     ],
 )
 def test_what_is_no_environment_is_refused_with_the_reason(name, reason):
     with pytest.raises(ConfigError, match=reason):
-        read_source(name)
+        users_environment(name)
 
 
 def test_the_trainer_reads_a_file_without_running_it_and_workers_need_only_the_text(
@@ -43,10 +43,10 @@ def test_the_trainer_reads_a_file_without_running_it_and_workers_need_only_the_t
 ):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
-    source = read_source(f"{path}:Mine")
+    source = users_environment(f"{path}:Mine")
     path.unlink()
     assert capsys.readouterr().out == ""
-    assert type(load_environment(source)).__name__ == "Mine"
+    assert type(make_environment(source)).__name__ == "Mine"
     assert capsys.readouterr().out == "imported\n"
 
 
@@ -55,23 +55,23 @@ def test_a_module_that_is_another_here_than_the_trainer_s_is_refused_naming_both
 ):
     (tmp_path / "package_of_mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    source = read_source("package_of_mine:Mine")
+    source = users_environment("package_of_mine:Mine")
     assert "package_of_mine" not in sys.modules
-    assert type(load_environment(source)).__name__ == "Mine"
-    other = EnvironmentSource(source.name, MINE + "#")
-    said = rf"the trainer's \({other.digest}\), got {source.digest}"
-    with pytest.raises(WorkerError, match=said):
-        load_environment(other)
+    assert type(make_environment(source)).__name__ == "Mine"
+    other = UserCode(source.name, MINE + "#")
+    said = rf"the run's sha256 is {other.sha256}, got {source.sha256} here"
+    with pytest.raises(ConfigError, match=said):
+        make_environment(other)
 
 
 @pytest.mark.parametrize(
     ("attribute", "reason"),
     [
-        ("Other", "must be derived from Environment"),
-        ("Missing", "cannot be made: AttributeError"),
+        ("Other", "must be a class derived from Environment"),
+        ("Missing", "must be a class derived from Environment, got None"),
         ("Broken", r"cannot be made: OSError\('no index'\)"),
     ],
 )
 def test_what_cannot_be_played_is_refused_by_the_worker(attribute, reason):
-    with pytest.raises(WorkerError, match=reason):
-        load_environment(EnvironmentSource(f"mine.py:{attribute}", MINE))
+    with pytest.raises(AsyncGrpoError, match=reason):
+        make_environment(UserCode(f"mine.py:{attribute}", MINE))

@@ -18,7 +18,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.dispatcher.actors import worker_kinds
-from async_grpo.environments.find import read_source
+from async_grpo.environments.find import users_environment
 from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     EndOfStep,
@@ -126,7 +126,7 @@ def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its
         num_ranks=1,
         incarnation=7,
         rules=LocalRules(find_algorithm(CONFIG)),
-        environment=read_source(f"{HERE}/two_turns.py:TwoTurns"),
+        environment=users_environment(f"{HERE}/two_turns.py:TwoTurns"),
         max_positions=64,
     )
     run = RunId(7, get(controller.begin_run.remote(plan, make(recorder_class()))))

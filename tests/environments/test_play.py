@@ -11,8 +11,9 @@ from two_turns import TwoTurns
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.worker import EnvironmentWorker
-from async_grpo.errors import DeadlineError, ProcessLostError
-from async_grpo.types import EnvironmentSource, Verdict
+from async_grpo.errors import DeadlineError, ProcessLostError, WorkerError
+from async_grpo.types import Verdict
+from async_grpo.user_code import UserCode
 
 OWN = ZeroDivisionError("mine")
 LOST = ProcessLostError("the engine has died")
@@ -55,7 +56,7 @@ def test_a_turn_that_its_engine_lost_is_sampled_again_and_the_episode_goes_on():
     assert [turn.token_ids.tolist() for turn in episode.turns] == [[9], [20]]
     histories = [history for history, _, _ in services.asked]
     assert histories == [[5, 6], [5, 6, 9, 60], [5, 6, 9, 60]]
-    assert [prefer for *_, prefer in services.asked] == ["", "w1", "w1"]
+    assert [prefer for *_, prefer in services.asked] == [None, "w1", "w1"]
     assert {sampling.max_tokens for _, sampling, _ in services.asked} == {4}
 
 
@@ -117,9 +118,9 @@ def test_an_environment_that_stalls_is_named_with_its_line():
 
 def test_a_long_turn_is_no_stall():
     class Slow(Scripted):
-        async def generate(self, *asked):
+        async def __call__(self, *asked, **where):
             await asyncio.sleep(0.3)
-            return await super().generate(*asked)
+            return await super().__call__(*asked, **where)
 
     request = make_request(num_samples=1, idle_timeout_s=0.05)
     (episode,) = asyncio.run(play(Guess(), Slow([20]), request)).episodes
@@ -147,8 +148,8 @@ def test_what_is_no_episode_is_refused():
     assert "must sample a turn and return policy.episode()" in str(failure_of(Wrong(), Scripted()))
 
 
-def worker(services):
-    return EnvironmentWorker(lambda request: services, worker_id="e0", capacity=4)
+def worker(ask):
+    return EnvironmentWorker(lambda request: ask, worker_id="e0", capacity=4)
 
 
 def test_a_worker_counts_a_turn_that_is_under_way_as_progress_and_ends_with_its_lease(tmp_path):
@@ -156,21 +157,71 @@ def test_a_worker_counts_a_turn_that_is_under_way_as_progress_and_ends_with_its_
     path.write_text("from two_turns import TwoTurns as Mine\n")
 
     class Never(Scripted):
-        async def generate(self, *asked):
+        async def __call__(self, *asked, **where):
             await asyncio.Future()
 
     async def scenario():
         player = worker(Never())
-        source = EnvironmentSource(f"{path}:Mine", path.read_text())
-        request = make_request(source=source, lease_id=3)
+        code = UserCode(f"{path}:Mine", path.read_text())
+        request = make_request(environment=code, lease_id=3)
         playing = asyncio.create_task(player.play(request))
         await asyncio.sleep(0.05)
-        pulses = [(await player.ping()).requests[3].num_tokens for _ in range(3)]
+        pulses = [(await player.ping(0.02)).requests[3].num_tokens for _ in range(3)]
         await player.abort_all()
         await asyncio.gather(playing, return_exceptions=True)
         return pulses, playing.cancelled(), (await player.ping()).requests
 
     assert asyncio.run(scenario()) == ([1, 2, 3], True, {})
+
+
+BLOCKS = """
+import asyncio, time
+from two_turns import TwoTurns
+class Mine(TwoTurns):
+    async def play(self, question, policy, services):
+        turn = asyncio.ensure_future(policy.sample(question.input_token_ids))
+        await asyncio.sleep(0)
+        time.sleep(0.5)
+        await turn
+        return policy.episode()
+"""
+
+
+def while_it_blocks(pings, **fields):
+    """What `pings` of a worker find whose environment blocks, and the group that it plays."""
+
+    async def scenario():
+        player = worker(Scripted([20]))
+        request = make_request(environment=UserCode("/mine.py:Mine", BLOCKS), **fields)
+        playing = asyncio.create_task(player.play(request))
+        await asyncio.sleep(0.2)
+        try:
+            return await pings(player), await playing
+        finally:
+            playing.cancel()
+
+    return asyncio.run(scenario())
+
+
+def test_code_that_blocks_holds_up_no_ping_and_is_no_progress():
+    async def pings(player):
+        started = time.monotonic()
+        pulses = [(await player.ping(0.02)).requests[3].num_tokens for _ in range(3)]
+        return pulses, time.monotonic() - started
+
+    (pulses, waited_s), played = while_it_blocks(pings, num_samples=1, lease_id=3)
+    assert pulses == [1, 1, 1] and waited_s < 0.25  # of the 0.5 that it blocks
+    assert [verdict.reward for verdict in played.verdicts] == [1.0]
+
+
+def test_a_worker_whose_code_blocks_for_too_long_says_so_with_its_line():
+    async def pings(player):
+        for _ in range(5):
+            await player.ping(0.02)
+
+    said = r"/mine.py:Mine has held its worker for 0 s, in /mine.py:8, time.sleep\(0.5\): await"
+    with pytest.raises(WorkerError, match=said):
+        while_it_blocks(pings, num_samples=1, idle_timeout_s=0.03)
 
 
 def test_a_group_is_graded_once_when_all_its_episodes_have_ended(tmp_path):

@@ -11,7 +11,7 @@ from oracle import oracle_gradient, oracle_twin, relative_difference, sent
 from players import OracleEngine, make_request, play
 from two_turns import HIGHER
 
-from async_grpo.environments.find import load_environment, read_source
+from async_grpo.environments.find import make_environment, users_environment
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.types import EndOfStep, Group, Minibatch, Question, Sample
 
@@ -42,7 +42,7 @@ def sampled_group(learner, environment, ordinal):
 @pytest.mark.parametrize("name", ["TwoTurns", "Forgetful"])
 @pytest.mark.parametrize("aggregation", ["sample-mean", "token-mean"])
 def test_steps_over_two_turns_have_the_oracle_s_gradient(name, aggregation, tmp_path):
-    environment = load_environment(read_source(f"{HERE}/two_turns.py:{name}"))
+    environment = make_environment(users_environment(f"{HERE}/two_turns.py:{name}"))
     learner = make_learner(tmp_path, aggregation=aggregation, **OPTIONS)
     for number in range(3):
         groups = [sampled_group(learner, environment, 2 * number + n) for n in range(2)]
@@ -71,7 +71,7 @@ def test_steps_over_two_turns_have_the_oracle_s_gradient(name, aggregation, tmp_
 
 
 def test_what_the_environment_says_is_read_and_not_trained(tmp_path):
-    environment = load_environment(read_source(f"{HERE}/two_turns.py:TwoTurns"))
+    environment = make_environment(users_environment(f"{HERE}/two_turns.py:TwoTurns"))
     learner = make_learner(tmp_path, **OPTIONS)
     samples = sampled_group(learner, environment, 3)
     for sample in samples:
@@ -83,7 +83,7 @@ def test_what_the_environment_says_is_read_and_not_trained(tmp_path):
 
 
 def test_the_parts_of_an_episode_carry_the_weight_of_the_whole(tmp_path):
-    environment = load_environment(read_source(f"{HERE}/two_turns.py:Forgetful"))
+    environment = make_environment(users_environment(f"{HERE}/two_turns.py:Forgetful"))
     sample = sampled_group(make_learner(tmp_path, **OPTIONS), environment, 3)[0]
     first, second = sample.parts()
     assert first.num_trained_tokens == second.num_trained_tokens == sample.num_trained_tokens

@@ -1,0 +1,119 @@
+"""A class in a file of the user's: named by an option, read once, run wherever it is needed.
+
+Whoever reads it does not run it. Its text travels with its hash: a file is run from the text, on
+whatever machine; a module must be installed there with the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import linecache
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from traceback import FrameSummary
+from types import ModuleType
+from typing import TypeVar
+
+from async_grpo.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """One class, on its way to the processes that use it."""
+
+    name: str  # package.module:Name, or /whole/path/to/file.py:Name
+    text: str  # of the file that holds it
+
+    @classmethod
+    def read(cls, name: str, *, option: str, shipped: Iterable[str]) -> UserCode:
+        """The text that `option` names; raises `ConfigError` where there is none."""
+        place, _, attribute = name.rpartition(":")
+        try:
+            if not place or not attribute:
+                raise ImportError("there is none of that name")
+            place = os.path.abspath(place) if place.endswith(".py") else place
+            return cls(f"{place}:{attribute}", _text_of(place))
+        except (OSError, SyntaxError, ImportError, ValueError) as error:
+            raise ConfigError(
+                f"{option} must be {', '.join(shipped)}, package.module:Name or "
+                f"path/to/file.py:Name, got {name!r}: {error}"
+            ) from error
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def place(self) -> str:
+        """The file or the module."""
+        return self.name.rpartition(":")[0]
+
+    def load(self, base: type[T]) -> type[T]:
+        """Run it, and return the class; raises `ConfigError` unless it derives from `base`."""
+        try:
+            if self.place.endswith(".py"):
+                module = run_file(self.place, self.text)
+            else:
+                self.require_same(UserCode(self.name, _text_of(self.place)))
+                module = importlib.import_module(self.place)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's own code may raise anything
+            raise ConfigError(f"{self.place} cannot be imported: {error!r}: correct it") from error
+        found = getattr(module, self.name.rpartition(":")[2], None)
+        if not isinstance(found, type) or not issubclass(found, base):
+            raise ConfigError(
+                f"{self.name} must be a class derived from {base.__name__}, got {found!r}: "
+                "correct the file or the name"
+            )
+        return found
+
+    def require_same(self, here: UserCode | None) -> None:
+        """Raise `ConfigError` unless this process reads what the run has read."""
+        found = here.sha256 if here else "none"
+        if found != self.sha256:
+            raise ConfigError(
+                f"{self.name} must be the same everywhere, the run's sha256 is {self.sha256}, got "
+                f"{found} here: copy the one over the other, and start the run again"
+            )
+
+    def line_in(self, frames: Sequence[FrameSummary]) -> str:
+        """Its last line that was running, for people; the last of all where it was none."""
+        ends = (self.place, self.place.replace(".", os.sep) + ".py")
+        own = [frame for frame in frames if frame.filename.endswith(ends)]
+        if not frames:
+            return "no line"
+        frame = (own or frames)[-1]
+        return f"{frame.filename}:{frame.lineno}, {frame.line}"
+
+
+@functools.cache
+def run_file(path: str, text: str) -> ModuleType:
+    """The module that a file's text makes, once, under a name that hides no installed module."""
+    spec = importlib.util.spec_from_file_location("user_file_" + re.sub(r"\W", "_", path), path)
+    assert spec is not None, "every .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look for their annotations
+    sys.path.append(os.path.dirname(path))  # its neighbours are importable, and hide nothing
+    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    exec(compile(text, path, "exec"), module.__dict__)
+    return module
+
+
+def _text_of(place: str) -> str:
+    if not place.endswith(".py"):
+        spec = importlib.util.find_spec(place)
+        if spec is None or spec.origin is None:
+            raise ImportError(f"there is no module {place}")
+        place = spec.origin
+    with tokenize.open(place) as file:  # in the encoding that the file declares
+        return file.read()
