@@ -21,7 +21,7 @@ from async_grpo.algorithms.base import (
     with_advantages,
 )
 from async_grpo.algorithms.grpo_words import objective_in_words
-from async_grpo.algorithms.shaping import RewardShaping
+from async_grpo.algorithms.shaping import shaped
 from async_grpo.config.objective import check_objective
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
@@ -48,12 +48,6 @@ class Grpo(Algorithm):
             is_corrected and config.correction_level == "sequence"
         )
         self._every_term_has_advantage = not config.kl_in_loss and not config.entropy_coefficient
-        self._shaping = RewardShaping(
-            max_tokens=config.max_generation_tokens,
-            overlong_buffer_tokens=config.overlong_buffer_tokens,
-            overlong_penalty=config.overlong_penalty,
-            kl_coefficient=config.kl_coefficient if kl_in_reward else 0.0,
-        )
 
     def finish_group(self, group: Group) -> Group:
         """Penalties and advantages; replaced where nothing can be learnt and more may be drawn.
@@ -66,11 +60,11 @@ class Grpo(Algorithm):
                 "ratios and corrections of sequences need episodes of one row, got one whose "
                 "history was rewritten: take --ratio-level token and --correction-level token"
             )
-        group = replace(group, samples=tuple(map(self._shaping.apply, group.samples)))
-        rewards = [sample.shaped_reward for sample in group.samples]
+        samples = tuple(shaped(sample, self.config) for sample in group.samples)
+        rewards = [sample.shaped_reward for sample in samples]
         advantages = group_advantages(rewards, method=self.config.advantage)
         may_draw = group.attempt < self.config.dynamic_sampling
-        group = with_advantages(group, advantages.tolist())
+        group = with_advantages(replace(group, samples=samples), advantages.tolist())
         return replace(group, is_replaced=may_draw and not has_variance(rewards))
 
     def mask(self, samples: Samples) -> Samples:

@@ -18,13 +18,13 @@ from async_grpo.algorithms.base import LossSums
 from async_grpo.algorithms.ratios import (
     MAX_EXPONENT,
     bounded,
-    cispo_policy_loss,
-    clipped_policy_loss,
     correction_weights,
     kl_penalty,
+    policy_loss,
     policy_ratio,
 )
 from async_grpo.config.train import TrainConfig
+from async_grpo.roles import REFERENCE
 from async_grpo.types import PackedMinibatch
 
 
@@ -45,8 +45,12 @@ def grpo_loss(
     if packed.is_given is not None:
         logprobs, entropy, packed = _of_sampled(logprobs, entropy, packed, ~packed.is_given)
     old = _old(logprobs, packed, config)
-    policy, clipped = _policy_loss(logprobs, old, packed, config)
-    policy, corrected = _corrected(policy, old, packed, config)
+    ratio = policy_ratio(logprobs, old, packed, level=config.ratio_level)
+    policy, clipped = policy_loss(ratio, logprobs, packed.advantages, config)
+    corrected = torch.zeros_like(clipped)
+    if config.importance_correction != "none":
+        correction, corrected = correction_weights(old, packed, config)
+        policy = correction * policy
     policy_sum = (packed.weights * policy).sum()
     loss, kl_sums = policy_sum, {}
     if config.kl_in_loss:
@@ -91,58 +95,14 @@ def _old(logprobs: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tens
     return (logprobs if given is None else given).detach()
 
 
-def _policy_loss(
-    logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig
-) -> tuple[Tensor, Tensor]:
-    ratio = policy_ratio(logprobs, old, packed, level=config.ratio_level)
-    clip_low, clip_high = config.clip_low, config.clip_high
-    if config.policy_loss == "cispo":
-        return cispo_policy_loss(
-            ratio, logprobs, packed.advantages, clip_low=clip_low, clip_high=clip_high
-        )
-    return clipped_policy_loss(
-        ratio,
-        packed.advantages,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=config.dual_clip,
-    )
-
-
-def _corrected(
-    policy: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig
-) -> tuple[Tensor, Tensor]:
-    """The policy's loss weighted by f(exp(old - b)), and where f cut the weight."""
-    if config.importance_correction == "none":
-        return policy, torch.zeros_like(policy, dtype=torch.bool)
-    weights, cut = correction_weights(
-        old,
-        packed.behaviour_logprobs,
-        packed,
-        kind=config.importance_correction,
-        level=config.correction_level,
-        low=config.correction_low,
-        high=config.correction_high,
-    )
-    return weights * policy, cut
-
-
 def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
     """Σ w_i * kl_it.
 
     `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
     policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    reference = packed.scores.get("reference")
-    if reference is None:
-        raise ValueError(
-            f"a KL coefficient of {config.kl_coefficient} needs reference log-probabilities, "
-            "got none: start a logprob worker"
-        )
-    is_weighted = config.kl_estimator == "k3_iw"
-    estimator = "k3" if is_weighted else config.kl_estimator
-    kl = kl_penalty(logprobs, reference, estimator=estimator)
-    if is_weighted:
+    kl = kl_penalty(logprobs, packed.scores[REFERENCE], estimator=config.kl_estimator)
+    if config.kl_estimator == "k3_iw":
         kl = kl * torch.exp(bounded(logprobs - old))
     return (packed.weights * kl).sum()
 
@@ -152,7 +112,7 @@ def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: Trai
     """[N] bool: which tokens are beyond the bound of exponents."""
     is_far = logprobs - old > MAX_EXPONENT
     if config.kl_in_loss:
-        is_far |= packed.scores["reference"] - logprobs > MAX_EXPONENT
+        is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
     return is_far
 
 

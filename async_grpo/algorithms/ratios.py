@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.types import PackedMinibatch
 
 MAX_EXPONENT = 20.0  # nats
@@ -48,70 +49,55 @@ def policy_ratio(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, *, leve
     return torch.exp(bounded(log_ratio))
 
 
-def clipped_policy_loss(
-    ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float = 0.0,
+def policy_loss(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: ObjectiveConfig
 ) -> tuple[Tensor, Tensor]:
-    """-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A), and where the clip cut the gradient.
+    """The surrogate of each token, [N], and where its bound cut the gradient or the weight.
 
-    A good token's ratio counts up to 1 + high, a bad token's down to 1 - low; going back is free:
+    `clip` is -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A). A good token's ratio counts up
+    to 1 + high, a bad token's down to 1 - low; going back is free:
 
+    >>> config = ObjectiveConfig(clip_low=0.25, clip_high=0.25)
     >>> ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
     >>> advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    >>> loss, clipped = clipped_policy_loss(ratio, advantages, clip_low=0.25, clip_high=0.25)
+    >>> loss, clipped = policy_loss(ratio, ratio.log(), advantages, config)
     >>> loss.tolist()
     [-1.25, 1.5, -0.5, 0.75]
     >>> clipped.tolist()
     [True, False, False, True]
 
     `dual_clip` also bounds the ratio of a bad token above (arXiv 1912.09729, eq. 5); 0 is off.
+    `cispo` is -sg(clip(ratio, 1 - low, 1 + high)) * A * lp (arXiv 2506.13585, eq. 4): no token
+    loses its gradient, only its weight is bounded.
     """
-    free = ratio * advantages
-    limited = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    limited = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if config.policy_loss == "cispo":
+        weight = limited.detach()
+        return -weight * advantages * logprobs, weight != ratio.detach()
+    free, limited = ratio * advantages, limited * advantages
     objective, clipped = torch.minimum(free, limited), limited < free
-    if dual_clip:
-        floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
+    if config.dual_clip:
+        floor = torch.where(advantages < 0, config.dual_clip * advantages, -torch.inf)
         clipped = clipped | (objective < floor)
         objective = torch.maximum(objective, floor)
     return -objective, clipped
 
 
-def cispo_policy_loss(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, Tensor]:
-    """-sg(clip(ratio, 1 - low, 1 + high)) * A * lp (arXiv 2506.13585, eq. 4), and where it is cut.
-
-    No token loses its gradient: only its weight is bounded.
-    """
-    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    return -weight * advantages * logprobs, weight != ratio.detach()
-
-
 @torch.no_grad()
 def correction_weights(
-    old: Tensor,
-    behaviour: Tensor,
-    packed: PackedMinibatch,
-    *,
-    kind: str,
-    level: str,
-    low: float,
-    high: float,
+    old: Tensor, packed: PackedMinibatch, config: ObjectiveConfig
 ) -> tuple[Tensor, Tensor]:
     """w = f(exp(old - b)) [N] for what the engine sampled with other numbers, and where f cut.
 
     `truncate` is min(., high); `mask` keeps what lies in [low, high] and makes the rest 0. At level
     `sequence` the ratio is the whole output's, exp(sum_t (old - b)).
     """
-    log_ratio = old - behaviour
-    if level == "sequence":
+    low, high = config.correction_low, config.correction_high
+    log_ratio = old - packed.behaviour_logprobs
+    if config.correction_level == "sequence":
         log_ratio = over_samples(log_ratio, packed, mean=False)
     ratio = torch.exp(log_ratio)
-    if kind == "truncate":
+    if config.importance_correction == "truncate":
         return ratio.clamp(max=high), ratio > high
     outside = (ratio < low) | (ratio > high)
     return ratio.masked_fill(outside, 0.0), outside
@@ -119,6 +105,8 @@ def correction_weights(
 
 def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor:
     """Per-token estimate of KL(policy || reference), [N] (Schulman, "Approximating KL divergence").
+
+    `estimator` is k2; with any other name k3.
 
     >>> lp, ref = torch.tensor([0.0, -2.0]), torch.tensor([0.0, -1.0])
     >>> kl_penalty(lp, ref, estimator="k2").tolist()
@@ -129,7 +117,5 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor
     log_ratio = reference - logprobs
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    if estimator == "k3":
-        log_ratio = bounded(log_ratio)
-        return torch.expm1(log_ratio) - log_ratio
-    raise ValueError(f"kl_estimator must be k2 or k3, got {estimator!r}: see --kl-estimator")
+    log_ratio = bounded(log_ratio)
+    return torch.expm1(log_ratio) - log_ratio

@@ -5,11 +5,13 @@ Legend: L output tokens.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.config.train import TrainConfig
+from async_grpo.roles import REFERENCE
 from async_grpo.types import Sample
 
 
@@ -51,43 +53,25 @@ def kl_penalty(
     return coefficient * float(differences[loss_mask_L].sum())
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RewardShaping:
-    """The penalties of a run; a coefficient of 0 switches one off."""
-
-    max_tokens: int  # longest output
-    overlong_buffer_tokens: int
-    overlong_penalty: float
-    kl_coefficient: float  # of k1 in the reward: 0 where the KL is in the loss
-
-    def apply(self, sample: Sample) -> Sample:
-        """The sample with its penalties; needs reference log-probabilities when k1 is on."""
-        overlong = overlong_penalty(
-            sample.episode.longest_turn,
-            max_tokens=self.max_tokens,
-            buffer_tokens=self.overlong_buffer_tokens,
-            largest=self.overlong_penalty,
-        )
-        return dataclasses.replace(
-            sample, overlong_penalty=overlong, kl_penalty=self._kl_penalty(sample)
-        )
-
-    def _kl_penalty(self, sample: Sample) -> float:
-        if not self.kl_coefficient or not sample.num_trained_tokens:
-            return 0.0
-        if "reference" not in sample.scores:
-            raise ValueError(
-                "k1 in the reward needs reference log-probabilities, sample "
-                f"{(sample.ordinal, sample.index)} has none: score it before its advantage"
-            )
-        return sum(
+def shaped(sample: Sample, config: TrainConfig) -> Sample:
+    """The sample with the penalties of the run's options; k1 in the reward needs its scores."""
+    overlong = overlong_penalty(
+        sample.episode.longest_turn,
+        max_tokens=config.max_generation_tokens,
+        buffer_tokens=config.overlong_buffer_tokens,
+        largest=config.overlong_penalty,
+    )
+    kl = 0.0
+    if config.kl_coefficient and not config.kl_in_loss and sample.num_trained_tokens:
+        kl = sum(
             kl_penalty(
                 row.logprobs,
-                part.scores["reference"],
+                part.scores[REFERENCE],
                 loss_mask_L=row.loss_mask,
-                coefficient=self.kl_coefficient,
+                coefficient=config.kl_coefficient,
             )
             for part in sample.parts()
             for row in part.episode.rows
             if row.logprobs is not None
         )
+    return replace(sample, overlong_penalty=overlong, kl_penalty=kl)

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import make_sample
+from scripted_run import make_config
 
-from async_grpo.algorithms.shaping import RewardShaping, kl_penalty, overlong_penalty
+from async_grpo.algorithms.shaping import kl_penalty, overlong_penalty, shaped
 from async_grpo.types import WeightsVersion
 
 VERSION = WeightsVersion(0, 0)
@@ -55,29 +56,26 @@ def test_the_kl_penalty_is_k1_of_the_unmasked_tokens(tokens):
     assert got == pytest.approx(expected, abs=1e-12)
 
 
-def shaping(**changes):
-    options = {
-        "max_tokens": 8, "overlong_buffer_tokens": 4, "overlong_penalty": 1.0, "kl_coefficient": 0.5
-    }  # fmt: skip
-    return RewardShaping(**options | changes)
+K1 = make_config(
+    max_generation_tokens=8,
+    overlong_buffer_tokens=4,
+    overlong_penalty=1.0,
+    kl_coefficient=0.5,
+    kl_estimator="k1",
+)
 
 
 def test_the_verifiers_reward_stays_and_the_shaped_one_has_every_penalty():
     sample = make_sample(
         VERSION, num_tokens=6, num_masked=2, scores={"reference": np.full(6, -1.0, np.float32)}
     )
-    shaped = shaping().apply(sample)
-    assert shaped.verdict is sample.verdict
-    assert (shaped.overlong_penalty, shaped.kl_penalty) == (0.5, 0.5 * 4 * 0.5)
-    assert shaped.shaped_reward == 1.0 - 0.5 - 1.0
+    found = shaped(sample, K1)
+    assert found.verdict is sample.verdict
+    assert (found.overlong_penalty, found.kl_penalty) == (0.5, 0.5 * 4 * 0.5)
+    assert found.shaped_reward == 1.0 - 0.5 - 1.0
     assert sample.shaped_reward == 1.0
 
 
-def test_k1_without_reference_log_probabilities_is_refused():
-    with pytest.raises(ValueError, match=r"sample \(3, 1\) has none"):
-        shaping().apply(make_sample(VERSION, ordinal=3, index=1))
-
-
 def test_what_has_no_trained_token_needs_no_reference():
-    shaped = shaping().apply(make_sample(VERSION, num_tokens=4, num_masked=4))
-    assert shaped.kl_penalty == 0.0
+    found = shaped(make_sample(VERSION, num_tokens=4, num_masked=4), K1)
+    assert found.kl_penalty == 0.0

@@ -79,13 +79,6 @@ def test_kl_enters_with_its_coefficient_and_the_sample_s_weight():
     assert result.loss.item() == pytest.approx(0.05)
 
 
-def test_a_penalty_without_references_is_refused():
-    packed = collate([make_sample([1], [2])], aggregation="sample-mean")
-    objective = make_config(ratio_mode="on_policy", kl_coefficient=0.1, kl_estimator="k3")
-    with pytest.raises(ValueError, match="start a logprob worker"):
-        grpo_loss(*scored([-1.0]), packed, config=objective)
-
-
 def test_metric_sums_by_hand():
     sample = make_sample([1], [2, 3], behaviour=[-1.0, -2.0])
     packed = collate([sample], aggregation="token-mean", dtype=torch.float64)
