@@ -17,9 +17,9 @@ from async_grpo.batching.packing import (
     pack_rounds,
 )
 from async_grpo.config.train import TrainConfig
-from async_grpo.environments.given import given_episode
 from async_grpo.types import (
     EndOfStep,
+    Episode,
     Minibatch,
     Question,
     Sample,
@@ -81,7 +81,7 @@ def pack_pairs(
     items = []
     for ordinal, pair in pairs.items():
         question = Question(pair.prompt_token_ids, input="", answer=None, columns={})
-        sample = Sample(ordinal, 0, question, given_episode(pair), DEMONSTRATION, advantage=1.0)
+        sample = Sample(ordinal, 0, question, Episode.of_pair(pair), DEMONSTRATION, advantage=1.0)
         key, num_tokens = (ordinal, 0, 0), sample.num_tokens
         samples[key] = sample
         cost = estimate_cost(num_tokens, attention_ratio=attention_ratio)

@@ -31,25 +31,11 @@ def parse_column_mapping(text: str) -> dict[str, str]:
     for pair in filter(None, (part.strip() for part in text.split(","))):
         ours, equals, theirs = (part.strip() for part in pair.partition("="))
         require(
-            bool(ours and equals and theirs),
+            bool(equals and theirs) and ours in OUR_COLUMNS and ours not in mapping,
             "column_mapping",
             "must hold our=yours pairs",
             pair,
-            "for example input=question,answer=solution",
-        )
-        require(
-            ours in OUR_COLUMNS,
-            "column_mapping",
-            f"can map {', '.join(OUR_COLUMNS)}",
-            pair,
-            "put our name left of the equals sign and yours right of it",
-        )
-        require(
-            ours not in mapping,
-            "column_mapping",
-            f"must name {ours} once",
-            text,
-            "drop one of the two",
+            f"ours are {', '.join(OUR_COLUMNS)}, each at most once: input=question,answer=solution",
         )
         mapping[ours] = theirs
     return mapping

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
+from async_grpo.config.source import DataSource
 from async_grpo.errors import DataError
 
 MAX_REPORTED_ERRORS = 5
@@ -23,6 +23,8 @@ SAVED_NAMES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 Record = TypeVar("Record")
+Build = Callable[[Mapping[str, Any]], Record]
+Line = tuple[str, Any]  # its place, for messages; bytes of JSON text, or an already decoded row
 
 
 class MalformedLine(ValueError):
@@ -33,35 +35,23 @@ class MalformedLine(ValueError):
         super().__init__(f"{subject}expected {expected}, got {got}")
 
 
-@dataclass(frozen=True, slots=True)
-class RawLine:
-    """One line of a source before it is checked."""
-
-    place: str  # for messages: "data.jsonl line 17"
-    value: Any  # bytes of JSON text, or an already decoded row
-
-
-def load_records(
-    path: str, *, split: str, config: str = "", build: Callable[[Mapping[str, Any]], Record]
-) -> Iterator[Record]:
+def load_records(source: DataSource, build: Build[Record]) -> Iterator[Record]:
     """Every line of the source through `build`, in order, one at a time.
 
-    `split` and `config`: of a source that `datasets` reads; a file has no config. `build` raises
-    `MalformedLine`. Raises `DataError` naming the first few malformed lines, or when the source is
-    missing, unreadable or empty.
+    `build` raises `MalformedLine`. Raises `DataError` naming the first few malformed lines, or
+    when the source is missing, unreadable or empty.
     """
-    return _build_all(_read_lines(path, split=split, config=config), path=path, build=build)
+    return _build_all(_read_lines(source), path=source.path, build=build)
 
 
-def check_source(path: str, *, option: str, build: Callable[[Mapping[str, Any]], Any]) -> None:
+def check_source(path: str, *, option: str, build: Build[object]) -> None:
     """Raise `DataError` that names `option` for a path where no source can be.
 
     Of JSON the first line is read as well, and goes through `build`.
     """
     _require_source(path, option=option)
-    source = Path(path)
-    if source.is_file() and source.suffix in JSON_SUFFIXES:
-        list(_build_all(islice(_read_json(source, path=path), 1), path=path, build=build))
+    if _is_json(Path(path)):
+        list(_build_all(islice(_read_json(path), 1), path=path, build=build))
 
 
 def describe(value: object) -> str:
@@ -70,17 +60,15 @@ def describe(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _build_all(
-    lines: Iterator[RawLine], *, path: str, build: Callable[[Mapping[str, Any]], Record]
-) -> Iterator[Record]:
+def _build_all(lines: Iterator[Line], *, path: str, build: Build[Record]) -> Iterator[Record]:
     places: dict[str, list[str]] = {}  # what is wrong -> where
     num_records = num_errors = 0
-    for line in lines:
+    for place, value in lines:
         try:
-            yield build(_as_row(line.value))
+            yield build(_as_row(value))
             num_records += 1
         except MalformedLine as error:
-            places.setdefault(str(error), []).append(line.place)
+            places.setdefault(str(error), []).append(place)
             num_errors += 1
             if num_errors == MAX_REPORTED_ERRORS:
                 break
@@ -125,18 +113,17 @@ def _require_source(path: str, *, option: str) -> None:
         raise DataError(f"{option} must end in one of {formats}, got {path!r}: convert it")
 
 
-def _read_lines(path: str, *, split: str, config: str) -> Iterator[RawLine]:
-    _require_source(path, option="data path")
-    source = Path(path)
-    saved = any((source / name).is_file() for name in SAVED_NAMES)
-    if config and (source.is_file() or saved):
+def _read_lines(source: DataSource) -> Iterator[Line]:
+    _require_source(source.path, option="data path")
+    place = Path(source.path)
+    saved = any((place / name).is_file() for name in SAVED_NAMES)
+    if source.config and (place.is_file() or saved):
         raise DataError(
-            f"--data-config {config} must go with a data set that datasets.load_dataset finds by "
-            f"name or builds from a folder, got {path!r}, which has none: leave it out"
+            f"--data-config {source.config} must go with a data set that datasets.load_dataset "
+            f"finds by name or builds from a folder, got {source.path!r}, which has none: leave it "
+            "out"
         )
-    if source.is_file() and source.suffix in JSON_SUFFIXES:
-        return _read_json(source, path=path)
-    return _read_dataset(source, path=path, split=split, config=config)
+    return _read_json(source.path) if _is_json(place) else _read_dataset(source)
 
 
 def _may_be_hub_name(path: str) -> bool:
@@ -148,50 +135,43 @@ def _may_be_hub_name(path: str) -> bool:
     )
 
 
-def _read_json(source: Path, *, path: str) -> Iterator[RawLine]:
+def _is_json(place: Path) -> bool:
+    return place.is_file() and place.suffix in JSON_SUFFIXES
+
+
+def _read_json(path: str) -> Iterator[Line]:
     """The lines with text of a JSONL file, or the items of a JSON array."""
     try:
-        with source.open("rb") as file:
-            if source.suffix == ".json" and _first_byte(file) == b"[":
-                yield from _json_array(file.read(), path=path)
+        with open(path, "rb") as file:
+            if path.endswith(".json") and (text := file.read()).lstrip().startswith(b"["):
+                items = json.loads(text)
+                yield from ((f"{path} item {n}", item) for n, item in enumerate(items, start=1))
                 return
+            file.seek(0)
             for number, text in enumerate(file, start=1):
                 if text.strip():
-                    yield RawLine(f"{path} line {number}", text)
+                    yield f"{path} line {number}", text
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}: check its permissions") from None
-
-
-def _first_byte(file: BinaryIO) -> bytes:
-    """The first byte that is not white space; the position stays at the start."""
-    first = next((text for line in file if (text := line.strip())), b"")[:1]
-    file.seek(0)
-    return first
-
-
-def _json_array(text: bytes, *, path: str) -> Iterator[RawLine]:
-    try:
-        items = json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"{path} must be JSON: {error}: correct it, or use JSONL") from None
-    for number, item in enumerate(items, start=1):
-        yield RawLine(f"{path} item {number}", item)
 
 
-def _read_dataset(source: Path, *, path: str, split: str, config: str) -> Iterator[RawLine]:
+def _read_dataset(source: DataSource) -> Iterator[Line]:
     # Slow to import, and most data is JSONL.
     import datasets
 
+    path, split, place = source.path, source.split, Path(source.path)
     try:
-        if source.is_file():
-            kind = DATASETS_FORMATS[source.suffix]
+        if place.is_file():
+            kind = DATASETS_FORMATS[place.suffix]
             table = datasets.load_dataset(kind, data_files={split: path}, split=split)
-        elif (source / "state.json").is_file():
+        elif (place / "state.json").is_file():
             table = datasets.load_from_disk(path)
-        elif (source / "dataset_dict.json").is_file():
-            table = datasets.load_from_disk(str(source / split))
+        elif (place / "dataset_dict.json").is_file():
+            table = datasets.load_from_disk(str(place / split))
         else:
-            table = datasets.load_dataset(path, config or None, split=split)
+            table = datasets.load_dataset(path, source.config or None, split=split)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         cause = str(error.__cause__ or error).strip().partition("\n")[0]
         raise DataError(
@@ -199,4 +179,4 @@ def _read_dataset(source: Path, *, path: str, split: str, config: str) -> Iterat
             "check the path, --data-config and --data-split"
         ) from error
     for number, row in enumerate(table, start=1):
-        yield RawLine(f"{path} row {number}", row)
+        yield f"{path} row {number}", row

@@ -1,120 +1,118 @@
-"""Questions and training pairs from the user's data, tokenised and checked before a run starts."""
+"""Questions and training pairs of the user's lines, tokenised and checked before a run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from async_grpo.data.columns import Columns
-from async_grpo.data.lines import MalformedLine, load_records
-from async_grpo.data.table import PairTable, QuestionTable
+from async_grpo.data.lines import MalformedLine
 from async_grpo.data.tokenisation import (
     chat_token_ids,
     completion_token_ids,
-    has_chat_template,
     prompt_token_ids,
     text_token_ids,
-    vocabulary_size,
 )
 from async_grpo.errors import DataError
 from async_grpo.types import Question, TrainingPair
 
 PROMPTS = ("input_token_ids", "input", "messages")
 WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt
-LIMITS = {
-    "prompt": "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens",
-    "pair": "--max-tokens-per-gpu or the model's own limit",
-}  # options that bound each, for messages
 
 
-def load_questions(
-    path: str,
-    *,
-    split: str = "train",
-    config: str = "",
-    column_mapping: Mapping[str, str] | None = None,
-    tokenizer: Any = None,
-    vocab_size: int | None = None,
-    max_prompt_tokens: int | None = None,
-) -> QuestionTable:
-    """The questions of a JSONL file, or of anything that `datasets.load_dataset` reads.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineReader:
+    """Makes a record of a line; raises `MalformedLine` that names a column and what it expects."""
 
-    A line has `input_token_ids`, or `input` or `messages` that `tokenizer` tokenises; `answer` and
-    every other column are optional. Token ids win over text: they are what the model reads.
-    `vocab_size` defaults to the tokenizer's; `max_prompt_tokens` is what fits beside the longest
-    answer. Raises `DataError` that names lines, columns and what was expected.
-    """
-    vocab_size = vocab_size or vocabulary_size(tokenizer)
+    tokenizer: Any  # see tokenisation.py
+    vocab_size: int
+    max_tokens: int  # of a prompt that fits beside the longest answer, or of a whole pair
+    mapping: Mapping[str, str] = field(default_factory=dict)  # our column names to the user's
 
-    def build(row: Mapping[str, Any]) -> Question:
-        columns = Columns(row, mapping=column_mapping or {})
-        ids = _prompt_ids(columns, tokenizer=tokenizer, vocab_size=vocab_size)
-        _check_length(columns, num_tokens=len(ids), max_tokens=max_prompt_tokens, what="prompt")
-        return Question(
-            input_token_ids=np.asarray(ids, dtype=np.int32),
-            input=_prompt_text(columns, ids=ids, tokenizer=tokenizer),
-            answer=columns.answer(),
-            columns=row,
-        )
+    def question(self, row: Mapping[str, Any]) -> Question:
+        """Of `input_token_ids`, or `input` or `messages`; every other column is optional.
 
-    return QuestionTable.of(load_records(path, split=split, config=config, build=build))
+        Token ids win over text: they are what the model reads.
+        """
+        columns = Columns(row, mapping=self.mapping)
+        ids = self._prompt(columns)
+        limit = "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens"
+        self._check_length(columns, len(ids), f"a prompt of at most {self.max_tokens}", limit)
+        if columns.has("input"):
+            text = columns.text("input")
+        elif columns.has("messages"):
+            text = columns.messages()[-1]["content"]
+        else:
+            text = str(self.tokenizer.decode(ids))
+        return Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row)
 
+    def pair(self, row: Mapping[str, Any]) -> TrainingPair:
+        """A prompt, given as in `question`, with a demonstrated completion.
 
-def load_pairs(
-    path: str,
-    *,
-    split: str = "train",
-    config: str = "",
-    column_mapping: Mapping[str, str] | None = None,
-    tokenizer: Any = None,
-    vocab_size: int | None = None,
-    max_pair_tokens: int | None = None,
-) -> PairTable:
-    """Prompts with demonstrated completions, for supervised training.
-
-    A prompt is given as in `load_questions`; beside it `completion`, whose tokens are closed by
-    the end token, or `completion_token_ids`, which are taken as they are. A line that has `text`
-    instead, or nothing but a completion, is trained as a whole after its first token, which is
-    the context of the second: the tokenizer's start token where it sets one. Raises `DataError`.
-    """
-    vocab_size = vocab_size or vocabulary_size(tokenizer)
-
-    def build(row: Mapping[str, Any]) -> TrainingPair:
-        columns = Columns(row, mapping=column_mapping or {})
+        That is `completion`, whose tokens are closed by the end token, or `completion_token_ids`,
+        which are taken as they are. A line that has `text` instead, or nothing but a completion, is
+        trained as a whole after its first token, which is the context of the second: the
+        tokenizer's start token where it sets one.
+        """
+        columns = Columns(row, mapping=self.mapping)
         if column := _whole_text(columns):
-            ids = _text_ids(columns, column, tokenizer=tokenizer, vocab_size=vocab_size)
+            ids = self._whole(columns, column)
             prompt, completion = ids[:1], ids[1:]
         else:
-            prompt = _prompt_ids(columns, tokenizer=tokenizer, vocab_size=vocab_size)
-            completion = _completion_ids(columns, tokenizer=tokenizer, vocab_size=vocab_size)
+            prompt, completion = self._prompt(columns), self._completion(columns)
+        limit = "--max-tokens-per-gpu or the model's own limit"
         num_tokens = len(prompt) + len(completion)
-        _check_length(columns, num_tokens=num_tokens, max_tokens=max_pair_tokens, what="pair")
-        return TrainingPair(
-            prompt_token_ids=np.asarray(prompt, dtype=np.int32),
-            completion_token_ids=np.asarray(completion, dtype=np.int32),
-        )
+        self._check_length(columns, num_tokens, f"a pair of at most {self.max_tokens}", limit)
+        return TrainingPair(np.asarray(prompt, np.int32), np.asarray(completion, np.int32))
 
-    return PairTable.of(load_records(path, split=split, config=config, build=build))
-
-
-def _prompt_ids(columns: Columns, *, tokenizer: Any, vocab_size: int) -> list[int]:
-    if columns.has("input_token_ids"):
-        return columns.token_ids("input_token_ids", vocab_size=vocab_size)
-    if columns.has("messages") and not columns.has("input"):
+    def _prompt(self, columns: Columns) -> list[int]:
+        if columns.has("input_token_ids"):
+            return columns.token_ids("input_token_ids", vocab_size=self.vocab_size)
+        if not columns.has("messages") or columns.has("input"):
+            return prompt_token_ids(self.tokenizer, text=columns.text("input"))
         messages = columns.messages()
-        if not has_chat_template(tokenizer):
+        if not self.tokenizer.chat_template:
             raise MalformedLine(
                 columns.name("messages"),
                 expected="'input' or 'input_token_ids' instead",
                 got="messages, for a tokenizer without a chat template",
             )
-        return chat_token_ids(tokenizer, messages=messages)
-    text = columns.text("input")
-    if tokenizer is None:
-        raise columns.malformed("input_token_ids", expected="a list of token ids", value=None)
-    return prompt_token_ids(tokenizer, text=text)
+        return chat_token_ids(self.tokenizer, messages=messages)
+
+    def _completion(self, columns: Columns) -> list[int]:
+        if columns.has("completion_token_ids"):
+            return columns.token_ids("completion_token_ids", vocab_size=self.vocab_size)
+        text = columns.text("completion")
+        self._check_end()
+        return completion_token_ids(self.tokenizer, text=text)
+
+    def _whole(self, columns: Columns, column: str) -> list[int]:
+        if column == "completion_token_ids":
+            ids = columns.token_ids(column, vocab_size=self.vocab_size)
+        else:
+            text = columns.text(column)
+            self._check_end()
+            ids = text_token_ids(self.tokenizer, text=text)
+        if len(ids) < 2:
+            raise columns.malformed(column, expected="at least two tokens", value=ids)
+        return ids
+
+    def _check_end(self) -> None:
+        if self.tokenizer.eos_token_id is None:
+            raise DataError(
+                "completions need a tokenizer with an end token to close them, got one without: "
+                "set eos_token in the model's tokenizer_config.json"
+            )
+
+    def _check_length(self, columns: Columns, num_tokens: int, expected: str, limit: str) -> None:
+        if num_tokens > self.max_tokens:
+            given = next(name for name in (*PROMPTS, *WHOLE_TEXTS) if columns.has(name))
+            raise MalformedLine(
+                columns.name(given), expected=f"{expected} tokens ({limit})", got=f"{num_tokens}"
+            )
 
 
 def _whole_text(columns: Columns) -> str:
@@ -127,53 +125,3 @@ def _whole_text(columns: Columns) -> str:
             return name
     others = (*PROMPTS, *WHOLE_TEXTS[1:])
     return "text" if columns.has("text") and not any(map(columns.has, others)) else ""
-
-
-def _text_ids(columns: Columns, column: str, *, tokenizer: Any, vocab_size: int) -> list[int]:
-    if column == "completion_token_ids":
-        ids = columns.token_ids(column, vocab_size=vocab_size)
-    else:
-        text = columns.text(column)
-        ids = text_token_ids(_closing(tokenizer, columns, column), text=text)
-    if len(ids) < 2:
-        raise columns.malformed(column, expected="at least two tokens", value=ids)
-    return ids
-
-
-def _completion_ids(columns: Columns, *, tokenizer: Any, vocab_size: int) -> list[int]:
-    if columns.has("completion_token_ids"):
-        return columns.token_ids("completion_token_ids", vocab_size=vocab_size)
-    text = columns.text("completion")
-    tokenizer = _closing(tokenizer, columns, "completion_token_ids")
-    return completion_token_ids(tokenizer, text=text)
-
-
-def _closing(tokenizer: Any, columns: Columns, column: str) -> Any:
-    """`tokenizer`, if it can close a text."""
-    if tokenizer is None:
-        raise columns.malformed(column, expected="a list of token ids", value=None)
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            "completions need a tokenizer with an end token to close them, got one without: "
-            "set eos_token in the model's tokenizer_config.json"
-        )
-    return tokenizer
-
-
-def _prompt_text(columns: Columns, *, ids: list[int], tokenizer: Any) -> str:
-    """What people and verifiers read as the question."""
-    if columns.has("input"):
-        return columns.text("input")
-    if columns.has("messages"):
-        return columns.messages()[-1]["content"]
-    return "" if tokenizer is None else str(tokenizer.decode(ids))
-
-
-def _check_length(columns: Columns, *, num_tokens: int, max_tokens: int | None, what: str) -> None:
-    if max_tokens is not None and num_tokens > max_tokens:
-        given = next(name for name in (*PROMPTS, *WHOLE_TEXTS) if columns.has(name))
-        raise MalformedLine(
-            columns.name(given),
-            expected=f"a {what} of at most {max_tokens} tokens ({LIMITS[what]})",
-            got=f"{num_tokens}",
-        )

@@ -7,49 +7,41 @@ and the same on every machine and numpy version.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-CACHED_EPOCHS = 2  # a batch may straddle two
 
-
+@dataclass(frozen=True, slots=True)
 class QuestionStream:
     """Indices into `num_questions` questions by ordinal 0, 1, 2 ..., each epoch a permutation."""
 
-    __slots__ = ("_epochs", "_num_questions", "_seed")
-
-    def __init__(self, num_questions: int, *, seed: int) -> None:
-        if num_questions < 1:
-            raise ValueError(f"num_questions must be positive, got {num_questions}")
-        self._num_questions = num_questions
-        self._seed = seed
-        self._epochs: dict[int, NDArray[np.int64]] = {}
+    num_questions: int
+    _: KW_ONLY
+    seed: int
 
     def index(self, ordinal: int) -> int:
         """The question at `ordinal`, at random access."""
-        epoch, position = divmod(ordinal, self._num_questions)
-        return int(self._permutation(epoch)[position])
+        epoch, position = divmod(ordinal, self.num_questions)
+        return int(_permutation(self.num_questions, self.seed, epoch)[position])
 
     def replacement(self, slot: int, *, attempt: int) -> int:
         """The question drawn for ordinal `slot` at its `attempt`-th replacement (from 1).
 
         Its own stream: replacing a question moves no other.
         """
-        return _hash("replacement", self._seed, slot, attempt) % self._num_questions
+        return _hash("replacement", self.seed, slot, attempt) % self.num_questions
 
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._epochs:
-            while len(self._epochs) >= CACHED_EPOCHS:
-                self._epochs.pop(next(iter(self._epochs)))
-            # Sorting raw words, because only bit generators promise the same numbers for ever.
-            words = np.random.Philox(key=_hash("epoch", self._seed, epoch)).random_raw(
-                self._num_questions
-            )
-            self._epochs[epoch] = np.argsort(words, kind="stable")
-        return self._epochs[epoch]
+
+@functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
+def _permutation(num_questions: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    # Sorting raw words, because only bit generators promise the same numbers for ever.
+    words = np.random.Philox(key=_hash("epoch", seed, epoch)).random_raw(num_questions)
+    return np.argsort(words, kind="stable")
 
 
 def sampling_seed(run_seed: int, *, ordinal: int, attempt: int) -> int:

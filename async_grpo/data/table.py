@@ -1,8 +1,8 @@
-"""Records by index: a million of them in four arrays, in the layout of an Arrow table.
+"""Records by index: a million of them in two arrays, in the layout of an Arrow column.
 
-A column is its values end to end, and where each record's end. A record is made when it is read,
-and nobody keeps it; its token ids are a view. Ray hands the arrays to another process on the same
-machine without a copy, and nowhere as an object a record.
+The bytes of the records lie end to end, beside them where each ends. A record is made when it is
+read, and nobody keeps it. Ray hands the arrays to another process on the same machine without a
+copy, and nowhere as an object a record.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,51 +21,44 @@ from async_grpo.types import Question, TrainingPair
 T = TypeVar("T")
 
 
-class _Column(NamedTuple):
-    values: NDArray[np.uint8]
-    ends: NDArray[np.int64]  # [R+1], in bytes; the first is 0
-
-    def part(self, index: int) -> NDArray[np.uint8]:
-        return self.values[self.ends[index] : self.ends[index + 1]]
-
-
 class _Table(Sequence[T]):
-    """Records of two parts, token ids and bytes of any kind."""
+    __slots__ = ("_content", "_ends", "longest_prompt")
 
-    __slots__ = ("_first", "_second")
-
-    def __init__(self, first: _Column, second: _Column) -> None:
-        self._first, self._second = first, second
+    def __init__(
+        self, content: NDArray[np.uint8], ends: NDArray[np.int64], longest_prompt: int
+    ) -> None:
+        """`ends` [R+1] in bytes, the first is 0; `longest_prompt` in tokens, 0 without any."""
+        self._content, self._ends, self.longest_prompt = content, ends, longest_prompt
 
     @classmethod
     def of(cls, records: Iterable[T]) -> Self:
         """A table of the records, which are looked at one by one."""
-        contents, ends = (bytearray(), bytearray()), (array("q", [0]), array("q", [0]))
+        content, ends, longest_prompt = bytearray(), array("q", [0]), 0
         for record in records:
-            for content, end, part in zip(contents, ends, cls._pack(record), strict=True):
-                content += part
-                end.append(len(content))
-        columns = [
-            _Column(np.frombuffer(bytes_, np.uint8), np.frombuffer(end, np.int64))
-            for bytes_, end in zip(contents, ends, strict=True)
-        ]
-        return cls(*columns)
+            prompt, *rest = cls._pack(record)
+            # Pickled, because a user's columns may hold what no schema has.
+            content += pickle.dumps((prompt, *rest))
+            ends.append(len(content))
+            longest_prompt = max(longest_prompt, len(prompt) // np.dtype(np.int32).itemsize)
+        return cls(np.frombuffer(content, np.uint8), np.frombuffer(ends, np.int64), longest_prompt)
 
     def __len__(self) -> int:
-        return len(self._first.ends) - 1
+        return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> T:  # type: ignore[override]  # slices have no use here
         if not 0 <= index < len(self):
             raise IndexError(f"a table of {len(self)} records has none at {index}")
-        return self._unpack(self._first.part(index).view(np.int32), self._second.part(index))
+        packed = self._content[self._ends[index] : self._ends[index + 1]]
+        return self._unpack(*pickle.loads(packed.data))
 
     @staticmethod
     @abstractmethod
-    def _pack(record: T) -> tuple[bytes, bytes]: ...
+    def _pack(record: T) -> tuple[Any, ...]:
+        """The bytes of the prompt's ids, and whatever else there is."""
 
     @staticmethod
     @abstractmethod
-    def _unpack(ids: NDArray[np.int32], rest: NDArray[np.uint8]) -> T: ...
+    def _unpack(prompt: bytes, *rest: Any) -> T: ...
 
 
 class QuestionTable(_Table[Question]):
@@ -73,20 +66,13 @@ class QuestionTable(_Table[Question]):
 
     __slots__ = ()
 
-    @property
-    def longest_prompt(self) -> int:
-        """Tokens of the longest prompt; 0 without any."""
-        return int(np.diff(self._first.ends).max(initial=0)) // np.dtype(np.int32).itemsize
+    @staticmethod
+    def _pack(record: Question) -> tuple[Any, ...]:
+        return record.input_token_ids.tobytes(), record.input, record.answer, record.columns
 
     @staticmethod
-    def _pack(record: Question) -> tuple[bytes, bytes]:
-        # Pickled, because a user's columns may hold what no schema has; shared texts stay shared.
-        rest = (record.input, record.answer, record.columns)
-        return _bytes_of(record.input_token_ids), pickle.dumps(rest)
-
-    @staticmethod
-    def _unpack(ids: NDArray[np.int32], rest: NDArray[np.uint8]) -> Question:
-        return Question(ids, *pickle.loads(rest.data))
+    def _unpack(prompt: bytes, *rest: Any) -> Question:
+        return Question(np.frombuffer(prompt, np.int32), *rest)
 
 
 class PairTable(_Table[TrainingPair]):
@@ -95,13 +81,9 @@ class PairTable(_Table[TrainingPair]):
     __slots__ = ()
 
     @staticmethod
-    def _pack(record: TrainingPair) -> tuple[bytes, bytes]:
-        return _bytes_of(record.prompt_token_ids), _bytes_of(record.completion_token_ids)
+    def _pack(record: TrainingPair) -> tuple[Any, ...]:
+        return record.prompt_token_ids.tobytes(), record.completion_token_ids.tobytes()
 
     @staticmethod
-    def _unpack(ids: NDArray[np.int32], rest: NDArray[np.uint8]) -> TrainingPair:
-        return TrainingPair(ids, rest.view(np.int32))
-
-
-def _bytes_of(ids: NDArray[np.int32]) -> bytes:
-    return np.asarray(ids, dtype=np.int32).tobytes()
+    def _unpack(prompt: bytes, *rest: Any) -> TrainingPair:
+        return TrainingPair(*(np.frombuffer(ids, np.int32) for ids in (prompt, *rest)))

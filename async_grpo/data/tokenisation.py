@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-MAX_TOKEN_ID = 2**31 - 1  # token ids travel as int32
-
-Message = dict[str, str]
-
 
 def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:
     """Token ids of a user's prompt, ready for the model to answer."""
-    if has_chat_template(tokenizer):
+    if tokenizer.chat_template:
         return chat_token_ids(tokenizer, messages=[{"role": "user", "content": text}])
     ids = list(tokenizer(text)["input_ids"])
     # Some tokenizers close every text: an answer to a closed text is what nobody trains.
@@ -25,7 +21,7 @@ def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:
     return ids
 
 
-def chat_token_ids(tokenizer: Any, *, messages: Sequence[Message]) -> list[int]:
+def chat_token_ids(tokenizer: Any, *, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation, up to where the assistant's next words begin."""
     ids = tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
@@ -42,12 +38,3 @@ def text_token_ids(tokenizer: Any, *, text: str) -> list[int]:
     """Token ids of a whole text, begun as the tokenizer begins texts, closed by the end token."""
     ids = list(tokenizer(text)["input_ids"])
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-
-
-def has_chat_template(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def vocabulary_size(tokenizer: Any) -> int:
-    """One more than the largest token id that a line may hold."""
-    return MAX_TOKEN_ID if tokenizer is None else len(tokenizer)

@@ -25,7 +25,8 @@ from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.columns import parse_column_mapping
-from async_grpo.data.questions import load_questions
+from async_grpo.data.lines import load_records
+from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import QuestionTable
 from async_grpo.environments.find import users_environment
@@ -168,12 +169,10 @@ def _load(config: TrainConfig, facts: ModelFacts, source: DataSource) -> Questio
             f"--max-generation-tokens ({config.max_generation_tokens}) must leave room for a "
             f"prompt in the model's {facts.max_positions} positions: lower it"
         )
-    return load_questions(
-        source.path,
-        split=source.split,
-        config=source.config,
-        column_mapping=parse_column_mapping(config.column_mapping),
+    reader = LineReader(
         tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
         vocab_size=facts.vocab_size,
-        max_prompt_tokens=room,
+        max_tokens=room,
+        mapping=parse_column_mapping(config.column_mapping),
     )
+    return QuestionTable.of(load_records(source, reader.question))

@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from async_grpo.batching.supervised import supervised_stream
 from async_grpo.checkpoint.export import export_finished
 from async_grpo.checkpoint.resume import Start, find_start
-from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
-from async_grpo.data.questions import load_pairs
+from async_grpo.data.lines import load_records
+from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream
 from async_grpo.data.table import PairTable
 from async_grpo.model.folder import ModelFacts, check_model_folder
@@ -134,16 +134,14 @@ def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
     """
     facts = check_model_folder(config.model_name_or_path)
 
-    def load(source: DataSource) -> PairTable:
-        return load_pairs(
-            source.path,
-            split=source.split,
-            config=source.config,
-            column_mapping=parse_column_mapping(config.column_mapping),
-            tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
-            vocab_size=facts.vocab_size,
-            max_pair_tokens=min(config.max_tokens_per_gpu, facts.max_positions),
-        )
-
-    held_out = load(config.held_out) if config.held_out else PairTable.of(())
-    return load(config.data), held_out, facts
+    reader = LineReader(
+        tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
+        vocab_size=facts.vocab_size,
+        max_tokens=min(config.max_tokens_per_gpu, facts.max_positions),
+        mapping=parse_column_mapping(config.column_mapping),
+    )
+    pairs, held_out = (
+        PairTable.of(load_records(source, reader.pair) if source else ())
+        for source in (config.data, config.held_out)
+    )
+    return pairs, held_out, facts

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Unit = Literal[
-    "", "fraction", "samples", "questions", "tokens", "batches", "steps", "minibatches",
-    "seconds", "nats", "bytes", "1/s", "restarts", "calls", "checkpoints",
+Count = Literal[
+    "samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes", "restarts",
+    "calls", "checkpoints",
 ]  # fmt: skip
+Unit = Count | Literal["", "fraction", "seconds", "nats", "1/s"]
 Window = Literal["step", "run"]
-COUNT_UNITS = frozenset(
-    {"samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes"}
-    | {"restarts", "calls", "checkpoints"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,4 +28,4 @@ class Metric:
     @property
     def is_count(self) -> bool:
         """Whether the value is a whole number."""
-        return not self.denominator and self.unit in COUNT_UNITS
+        return not self.denominator and self.unit in get_args(Count)

@@ -100,6 +100,13 @@ class Episode:
         row = Row(prompt_token_ids, turn.token_ids, turn.logprobs, mask, turn.weights_versions)
         return cls((row,), (turn,))
 
+    @classmethod
+    def of_pair(cls, pair: TrainingPair) -> Episode:
+        """A given completion, all of which is trained; nobody sampled it, with whatever weights."""
+        completion = pair.completion_token_ids
+        mask = np.ones(len(completion), dtype=np.bool_)
+        return cls((Row(pair.prompt_token_ids, completion, None, mask, ()),))
+
     @property
     def finish_reason(self) -> FinishReason:
         """Why the last turn ended, or the episode before the next one."""

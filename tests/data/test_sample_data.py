@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.data.questions import load_questions
+from async_grpo.config.source import DataSource
+from async_grpo.data.lines import load_records
+from async_grpo.data.questions import LineReader
 
 SAMPLE_DATA = Path(__file__).parents[2] / "sample-data"
 sys.path.insert(0, str(SAMPLE_DATA))
@@ -122,6 +124,11 @@ def test_unusable_options_are_told_without_a_traceback(tmp_path, arguments, expe
     assert result.exit_code == 2 and expected in result.output
 
 
+def questions_of(path):
+    reader = LineReader(tokenizer=BytesTokenizer(), vocab_size=256, max_tokens=1000)
+    return list(load_records(DataSource(str(path)), reader.question))
+
+
 def test_the_written_file_is_what_the_data_room_reads(tmp_path):
     output, held_out = tmp_path / "q.jsonl", tmp_path / "h.jsonl"
     arguments = ["--num-questions", 20, "--style", "compact", "--output", output]
@@ -130,7 +137,7 @@ def test_the_written_file_is_what_the_data_room_reads(tmp_path):
     assert (len(read(output)), len(read(held_out))) == (20, 5)
     row = read(output)[0]
     assert row["input"] == f"use {' '.join(map(str, row['nums']))} to make {row['target']}\n"
-    questions = load_questions(str(output), tokenizer=BytesTokenizer())
+    questions = questions_of(output)
     assert [question.columns["target"] for question in questions] == [
         int(question.answer) for question in questions
     ]
@@ -149,7 +156,7 @@ def test_the_bare_command_makes_ten_thousand_questions_that_a_trainer_takes(monk
     )  # fmt: skip
     file = here / "count_down_tasks_3to4.jsonl"
     assert done.stdout == f"wrote 10000 questions to {file}\n"
-    questions = load_questions(str(file), tokenizer=BytesTokenizer())
+    questions = questions_of(file)
     assert len({question.input for question in questions}) == 10_000
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.data.stream import QuestionStream, sampling_seed
+from async_grpo.data.stream import QuestionStream, _permutation, sampling_seed
 
 sizes = st.integers(1, 50)
 seeds = st.integers(-5, 2**63)
@@ -68,4 +68,4 @@ def test_only_two_epochs_are_kept():
     stream = QuestionStream(5, seed=0)
     for ordinal in range(100):
         stream.index(ordinal)
-    assert len(stream._epochs) == 2
+    assert _permutation.cache_info().currsize == 2

@@ -51,12 +51,6 @@ def test_what_is_pickled_of_a_table_does_not_grow_with_it():
     assert same(table[2999], QUESTIONS[2])
 
 
-def test_token_ids_are_a_view_of_the_table():
-    table, _ = carried(QuestionTable.of(QUESTIONS))
-    assert not table[0].input_token_ids.flags.owndata
-    assert not table[0].input_token_ids.flags.writeable
-
-
 def test_pairs_come_back_as_they_were():
     pairs = [([1, 2], [3]), ([4], [5, 6, 7])]
     table = PairTable.of(

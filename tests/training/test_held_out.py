@@ -3,7 +3,6 @@
 `test_fsdp.py` has several ranks.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from learners import make_learner
 from oracle import oracle_twin, relative_difference, tiny_model
 
 from async_grpo.batching.supervised import supervised_stream
-from async_grpo.data.questions import load_pairs
+from async_grpo.data.questions import LineReader
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.held_out import HeldOutPairs
@@ -51,19 +50,18 @@ def test_the_loss_is_a_mean_over_all_tokens_whatever_the_packing(tmp_path, max_t
     assert all(parameter.grad is None for parameter in learner.policy.parameters())
 
 
-def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first(tmp_path):
+def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first():
     texts = [[5, 9, 3, 7, 1], [8, 1], [2, 2, 6, 1]]
     lines = [{"completion_token_ids": ids} for ids in texts]
     lines.append({"input_token_ids": [4, 3], "completion_token_ids": [9, 1]})
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
     model = tiny_model(tied=True)
     config = replace(
         CONFIG, algorithm="sft", batch_size=4, train_minibatch_size=0, num_training_batches=1,
         max_tokens_per_gpu=8,
     )  # fmt: skip
     step, _, gradients = equip(PolicyModel(model), config)
-    pairs = load_pairs(str(path))
+    reader = LineReader(tokenizer=None, vocab_size=64, max_tokens=8)
+    pairs = [reader.pair(line) for line in lines]
     for item in supervised_stream(pairs, config=config, stream_index=int, num_ranks=1, rank=0):
         if isinstance(item, EndOfStep):
             step.finish(item.num_tokens, num_samples=item.num_samples)
