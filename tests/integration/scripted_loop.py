@@ -92,7 +92,8 @@ def synchronous_items(story, ranks):
 def group(story, plan, ordinal):
     """The samples of one slot: its first question with variance, or its last one.
 
-    A KL penalty is on, so that a sample with an advantage of 0 is trained too.
+    A KL penalty is on, so that a sample with an advantage of 0 is trained too; one that is wholly
+    masked is counted in D alone.
     """
     attempt, config = 0, story.config
     while len(set(story.groups[ordinal, attempt].rewards)) == 1 and (
@@ -103,11 +104,14 @@ def group(story, plan, ordinal):
     told = story.groups[ordinal, attempt]
     advantages = group_advantages(told.rewards, method=config.advantage)
     for index, completion in enumerate(told.completions):
+        episode = Episode.of_turn(question.input_token_ids, completion)
+        if config.mask_truncated_samples and completion.finish_reason == "length":
+            episode = episode.untrained()
         yield Sample(
             ordinal,
             index,
             question,
-            Episode.of_turn(question.input_token_ids, completion),
+            episode,
             Verdict("scored", told.rewards[index], None, "story", "", 0.0),
             float(advantages[index]),
             {REFERENCE: told.references[index]},

@@ -15,10 +15,11 @@ from async_grpo.types import Turn, VersionSpan, WeightsVersion
 
 NAMESPACE = "scripted-loop"
 GROUP = 4
+LONGEST = 20  # tokens of an output: one that has as many was cut
 COMMON = {
     "batch_size": 4,
     "samples_per_question": GROUP,
-    "max_generation_tokens": 20,
+    "max_generation_tokens": LONGEST,
     "max_tokens_per_gpu": 64,
     "loss_chunksize": 16,
     "min_samples_per_checkpoint": 1,  # an export of every version
@@ -98,13 +99,13 @@ def make_story(world, name, options):
 @torch.no_grad()
 def make_completion(twin, prompt, version, rng):
     """(completion, reference scores)."""
-    output = rng.integers(3, 70, size=rng.integers(3, 21)).astype(np.int32)
+    output = rng.integers(3, 70, size=rng.integers(3, LONGEST + 1)).astype(np.int32)
     own = oracle_logprobs(twin, make_sample(prompt, output), temperature=1.0).numpy()
     completion = Turn(
         token_ids=output,
         logprobs=(own + rng.normal(0, 0.2, len(own))).astype(np.float32),
         weights_versions=(VersionSpan(version, 0, len(output)),),
-        finish_reason="stop",
+        finish_reason="length" if len(output) == LONGEST else "stop",
         text="",
     )
     return completion, (own + rng.normal(0, 0.2, len(own))).astype(np.float32)

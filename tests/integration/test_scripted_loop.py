@@ -39,6 +39,7 @@ DETERMINISTIC = {
     "correction_high": 1.2,
     "kl_coefficient": 0.05,
     "dynamic_sampling": 1,
+    "mask_truncated_samples": True,
     "learning_rate": 1e-2,
 }
 LAGGING = {
@@ -127,7 +128,8 @@ def without_timing(row):
 def test_a_deterministic_asynchronous_run_is_the_synchronous_one_to_the_bit(trained):
     """Held fixed: the ranks, options, completions, rewards, reference scores, S = 0, one thread.
 
-    Not fixed: who answers when, and a worker's failure. Groups without variance are replaced once.
+    Not fixed: who answers when, and a worker's failure. Groups without variance are replaced once;
+    outputs that were cut are masked, and count in D as zero contributions.
     """
     expected = hashes(trained.versions("synchronous"))
     assert len(set(expected)) == DETERMINISTIC["num_training_batches"]
@@ -143,8 +145,12 @@ def test_a_deterministic_asynchronous_run_is_the_synchronous_one_to_the_bit(trai
         for plain, row in zip(known, trained.rows("first"), strict=True)
     ]
     assert found == known
-    fates = Counter(sample["fate"] for sample in trained.samples("first"))
-    assert fates == {"trained": 18 * GROUP, "replaced": 2 * GROUP}
+    samples = trained.samples("first")
+    fates = Counter(sample["fate"] for sample in samples)
+    kept = [sample for sample in samples if sample["fate"] != "replaced"]
+    masked = sum(sample["finish_reason"] == "length" for sample in kept)
+    trained_ones = {"trained": 18 * GROUP - masked, "zero_contribution": masked}
+    assert fates == {**trained_ones, "replaced": 2 * GROUP} and masked > 1
 
 
 def test_latencies_change_not_a_bit(trained):
