@@ -127,10 +127,10 @@ def sync_rates(model: Model, *, engine_nodes: int) -> SyncRates:
 
 
 # One core of two AMD EPYC. `Publisher.collect` packs and checksums 3.2 GB/s, the store's first copy
-# takes 1.2 GB/s. `CONTROL` is of 2026-11-21, when leases came from another process: a ping 0.6 ms, a
-# sample through the batcher 0.6 ms in groups of 8; how that splits, and what a rank's request costs,
-# are assumptions. Today's controller takes 0.72 ms a sample, leases included, and 1.3 ms a turn that
-# an environment asks for (results/control_plane.json): a quarter more than is simulated here.
+# takes 1.2 GB/s. `CONTROL` is of 2026-11-21, when leases came from another process: a ping 0.6 ms,
+# a sample through the batcher 0.6 ms in groups of 8; how that splits, and what a rank's request
+# costs, are assumptions. Today's controller takes 0.72 ms a sample, leases included, and 1.3 ms a
+# turn that an environment asks for (results/control_plane.json): more than is simulated here.
 PACK_BYTES_PER_S = 0.9e9
 CONTROL = ControlCosts(
     group_s=2.6e-3, sample_s=0.25e-3, item_s=0.5e-3, ping_s=0.6e-3, verification_s=1.6e-3

@@ -81,12 +81,9 @@ def test_shipped_algorithms_need_no_process():
 
 @pytest.mark.integration
 def test_a_real_process_finishes_groups_and_ends_with_its_owner(tmp_path):
-    import ray
+    from local_ray import local_ray  # imports Ray
 
-    ray.init(num_cpus=1, include_dashboard=False)
-    try:
+    with local_ray(num_cpus=1):
         rules = start_rules(make_config(algorithm=f"{HERE}/global_norm.py:GlobalNorm"))
         (finished,) = asyncio.run(rules.finish_step([group()]))
         assert [sample.advantage > 0 for sample in finished.samples] == [False, True]
-    finally:
-        ray.shutdown()

@@ -3,13 +3,13 @@
 import asyncio
 import os
 import signal
-import tempfile
 import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import ray
+from local_ray import local_ray
 from scripted_run import QUESTIONS, make_config
 
 from async_grpo import cluster
@@ -38,21 +38,9 @@ MATH = teacher("math")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=2,
-            namespace="test",
-            object_store_memory=100 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+def ray_here():
+    with local_ray(num_cpus=2, namespace="test"):
         yield
-        ray.shutdown()
 
 
 @pytest.fixture

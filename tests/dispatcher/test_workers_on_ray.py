@@ -3,11 +3,11 @@
 import asyncio
 import os
 import signal
-import tempfile
 import time
 
 import pytest
 import ray
+from local_ray import local_ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
@@ -23,21 +23,9 @@ LEASE_S = 2.0
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="f-") as folder:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            namespace="workers",
-            num_cpus=4,
-            object_store_memory=100 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+def ray_here():
+    with local_ray(num_cpus=4, namespace="workers"):
         yield
-        ray.shutdown()
 
 
 def worker_class():

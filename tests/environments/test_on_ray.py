@@ -1,13 +1,13 @@
 """A run whose episodes are played by an environment worker, through a real controller."""
 
 import asyncio
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from local_ray import local_ray
 from scripted import make_question
 from scripted_run import make_config
 
@@ -43,21 +43,9 @@ CONFIG = make_config(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=2,
-            namespace="test",
-            object_store_memory=100 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+def ray_here():
+    with local_ray(num_cpus=2, namespace="test"):
         yield
-        ray.shutdown()
 
 
 def get(reference):

@@ -6,7 +6,6 @@ without a device is run by tests/rollout/test_device_updates.py. Run with `pytes
 
 # ruff: noqa: E402
 
-import tempfile
 import time
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 ray = pytest.importorskip("ray", reason="transports need Ray's actors")
 pytest.importorskip("vllm", reason="transports need vLLM's engines")
 
+from local_ray import local_ray
 from registry_actor import RegistryClient
 from tiny_models import load_model, make_model
 
@@ -105,20 +105,8 @@ def device_count():
 def stack(tmp_path_factory):
     if device_count() < 2:
         pytest.skip("NCCL refuses two processes on one device: needs two devices")
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=8,
-            num_gpus=device_count(),
-            object_store_memory=200 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+    with local_ray(num_cpus=8, object_store_mib=200, num_gpus=device_count()):
         yield Stack(make_model(tmp_path_factory.mktemp("model"), tied=True))
-        ray.shutdown()
 
 
 def test_weights_come_over_the_device_and_are_served(stack):

@@ -4,7 +4,6 @@ Run here is everything but NCCL itself, for which `devices_on_cpu` stands:
 rendezvous, the four calls, loading into a paused model, the canary, acknowledgement, failures.
 """
 
-import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from local_ray import local_ray
 from ray.exceptions import RayActorError
 from registry_actor import RegistryClient
 from tiny_models import load_model
@@ -112,19 +112,11 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack(model_folder):
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="r-") as folder:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=8,
-            object_store_memory=200 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        local_ray(num_cpus=8, object_store_mib=200),
+    ):
         yield Stack(model_folder, patch)
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import os
-import tempfile
 import time
 
 import numpy as np
@@ -11,6 +10,7 @@ import psutil
 import pytest
 import ray
 import torch
+from local_ray import local_ray
 from ray.exceptions import RayActorError, RayTaskError
 from registry_actor import RegistryClient
 from tiny_models import canary_of, load_model
@@ -35,19 +35,8 @@ def get(reference):
 
 @pytest.fixture(scope="module")
 def cluster():
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as folder:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            address="local",
-            num_cpus=8,
-            object_store_memory=200 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
+    with local_ray(num_cpus=8, object_store_mib=200):
         yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -39,21 +39,11 @@ def test_adapters_see_every_column_and_the_run_goes_before_columns_of_the_same_n
 
 
 @pytest.fixture(scope="module")
-def ray(tmp_path_factory):
-    import ray
+def ray():
+    from local_ray import local_ray  # imports Ray
 
-    patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_AUTH_MODE", "disabled")
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        _temp_dir=str(tmp_path_factory.mktemp("r")),
-        namespace="verification",
-        logging_level="ERROR",
-    )
-    yield ray
-    ray.shutdown()
-    patch.undo()
+    with local_ray(num_cpus=2, namespace="verification") as ray:
+        yield ray
 
 
 def start_pool(ray, *names, **options):
