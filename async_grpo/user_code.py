@@ -17,6 +17,7 @@ import sys
 import tokenize
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from traceback import FrameSummary
 from types import ModuleType
 from typing import TypeVar
@@ -41,7 +42,7 @@ class UserCode:
             if not place or not attribute:
                 raise ImportError("there is none of that name")
             place = os.path.abspath(place) if place.endswith(".py") else place
-            return cls(f"{place}:{attribute}", _text_of(place))
+            return cls(f"{place}:{attribute}", text_of(place))
         except (OSError, SyntaxError, ImportError, ValueError) as error:
             raise ConfigError(
                 f"{option} must be {', '.join(shipped)}, package.module:Name or "
@@ -63,7 +64,7 @@ class UserCode:
             if self.place.endswith(".py"):
                 module = run_file(self.place, self.text)
             else:
-                self.require_same(UserCode(self.name, _text_of(self.place)))
+                self.require_same(UserCode(self.name, text_of(self.place)))
                 module = importlib.import_module(self.place)
         except ConfigError:
             raise
@@ -101,15 +102,21 @@ def run_file(path: str, text: str) -> ModuleType:
     """The module that a file's text makes, once, under a name that hides no installed module."""
     spec = importlib.util.spec_from_file_location("user_file_" + re.sub(r"\W", "_", path), path)
     assert spec is not None, "every .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look for their annotations
     sys.path.append(os.path.dirname(path))  # its neighbours are importable, and hide nothing
+    return run_module(spec, text)
+
+
+def run_module(spec: ModuleSpec, text: str) -> ModuleType:
+    """The module of a spec, run from a text instead of what lies there now."""
+    module, path = importlib.util.module_from_spec(spec), str(spec.origin)
+    sys.modules[spec.name] = module  # where its dataclasses look for their annotations
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     exec(compile(text, path, "exec"), module.__dict__)
     return module
 
 
-def _text_of(place: str) -> str:
+def text_of(place: str) -> str:
+    """The text of a file, or of a module's."""
     if not place.endswith(".py"):
         spec = importlib.util.find_spec(place)
         if spec is None or spec.origin is None:

@@ -44,7 +44,7 @@ class Grading:
         return tuple(self._warnings.values())
 
     async def verdicts(self, requests: Requests) -> tuple[Verdict, ...]:
-        """What verifiers say in the end; an error among it loses the group as a whole."""
+        """What verifiers say in the end, errors among it."""
         clock = asyncio.get_running_loop().time
         started = clock()
         verdicts = list(await self._ask(requests))
@@ -82,6 +82,13 @@ class Grading:
                 f"up to --stall-timeout-s {self._timeout_s:g}"
             )
         return f"reward {verdict.reason}: the groups of such outputs are dropped, and counted"
+
+
+def require_graded(verdicts: Sequence[Verdict]) -> None:
+    """Raise `SlotFailed` where one is an error: its group is lost as a whole."""
+    for verdict in verdicts:
+        if verdict.status == "error":
+            raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
 
 
 def nothing_graded(of: str, failure: SlotFailed) -> str:

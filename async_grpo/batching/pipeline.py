@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_grpo.batching.answers import Scores, check_completions, check_episodes, check_scores
-from async_grpo.batching.grading import VERIFICATION, Grading, Requests
+from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require_graded
 from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.stages import StageClock
@@ -168,9 +168,7 @@ class SlotPipeline:
                         for index, turn in enumerate(turns)
                     )
                 )
-        for verdict in verdicts:
-            if verdict.status == "error":
-                raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
+        require_graded(verdicts)
         return episodes, verdicts
 
     async def _play_elsewhere(

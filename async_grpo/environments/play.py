@@ -195,7 +195,7 @@ class _Member:
         """A turn, if possible by the worker `prefer`; one that was lost is sampled again."""
         request = self._request
         asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling)
-        where = {"version": request.oldest, "prefer": prefer or None}
+        where: dict[str, Any] = {"version": request.oldest, "prefer": prefer or None}
         turn: Turn
         num_lost = 0
         while True:

@@ -209,23 +209,20 @@ class Sample:
         """The sample cut into one a row, the unit of packing; each carries L_i of the whole."""
         if len(self.episode.rows) == 1:
             return (self,)
-        total = self.num_trained_tokens
-        parts, start = [], 0
+        total, start, advantage = self.num_trained_tokens, 0, self.advantage
+        parts = []
         for number, row in enumerate(self.episode.rows):
-            stop = start + len(row.token_ids)
-            advantage = self.advantage
+            own = slice(start, start + len(row.token_ids))
+            start = own.stop
             part = replace(
                 self,
                 episode=Episode((row,)),
-                advantage=(
-                    advantage[start:stop] if isinstance(advantage, np.ndarray) else advantage
-                ),
-                scores={name: values[start:stop] for name, values in self.scores.items()},
+                advantage=advantage[own] if isinstance(advantage, np.ndarray) else advantage,
+                scores={name: values[own] for name, values in self.scores.items()},
                 row=number,
                 num_trained_elsewhere=total - row.num_trained_tokens,
             )
             parts.append(part)
-            start = stop
         return tuple(parts)
 
 

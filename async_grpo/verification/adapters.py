@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from async_grpo.errors import ConfigError
+from async_grpo.user_code import run_file, run_module, text_of
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.sources import candidates
 
@@ -68,12 +67,12 @@ def _load_module(source: str, config: VerifierConfig, *, option: str) -> ModuleT
     text = config.sources.get(source)
     try:
         if source.endswith(".py"):
-            path = _find_file(source, option=option, search_paths=config.search_paths)
-            return _load_file(path, text)
+            path = str(_find_file(source, option=option, search_paths=config.search_paths))
+            return run_file(path, text_of(path) if text is None else text)
         spec = importlib.util.find_spec(source)
         if text is None or spec is None or source in sys.modules:
             return importlib.import_module(source)
-        return _run(spec, text)
+        return run_module(spec, text)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # users' code: whatever it raises is told, once
@@ -90,21 +89,3 @@ def _find_file(source: str, *, option: str, search_paths: tuple[str, ...]) -> Pa
             return path
     looked = ", ".join(dict.fromkeys(map(str, paths)))
     raise ConfigError(f"{option} must name a file that exists, got {source!r}: looked at {looked}")
-
-
-def _load_file(path: Path, text: str | None) -> ModuleType:
-    """The module in a file, once, under a name that cannot hide an installed module."""
-    name = "reward_file_" + re.sub(r"\W", "_", str(path))
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None, "every .py file has a loader"
-    sys.path.append(str(path.parent))  # its neighbours are importable, and hide nothing
-    return _run(spec, path.read_bytes() if text is None else text)
-
-
-def _run(spec: ModuleSpec, text: str | bytes) -> ModuleType:
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    exec(compile(text, str(spec.origin), "exec"), module.__dict__)
-    return module

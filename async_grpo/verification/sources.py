@@ -7,9 +7,10 @@ never mixes with what it was, and whoever brings another text is told apart by i
 from __future__ import annotations
 
 import sys
-import tokenize
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from async_grpo.user_code import text_of
 
 
 def source_of(name: str, registry: str) -> str:
@@ -34,8 +35,7 @@ def read_sources(
         if path is None:
             continue
         try:
-            with tokenize.open(path) as file:  # in the encoding that the file declares
-                texts[source] = file.read()
+            texts[source] = text_of(str(path))
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue
     return texts

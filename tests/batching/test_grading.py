@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from scripted import make_completion, make_question, make_verdict, run
 
-from async_grpo.batching.grading import MAX_KINDS, Grading
+from async_grpo.batching.grading import MAX_KINDS, Grading, require_graded
 from async_grpo.batching.leased_work import Progress, SlotFailed
 from async_grpo.types import VerificationRequest, WeightsVersion
 
@@ -48,7 +48,7 @@ def overrun():
 
 def lose(grading):
     with pytest.raises(SlotFailed) as caught:
-        run(grading.verdicts(REQUESTS))
+        require_graded(run(grading.verdicts(REQUESTS)))
     return caught.value.stage, str(caught.value)
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from faulty_workers import FOREVER_S, Worker, now_s
-from scripted import Handle, run
+from scripted import Handle, make_completion, make_verdict, run
 from scripted_run import QUESTIONS, make_config
 
 from async_grpo.algorithms.base import LocalRules
@@ -21,10 +21,12 @@ from async_grpo.errors import (
     RunLost,
     WorkerError,
 )
-from async_grpo.roles import GENERATION, teacher
+from async_grpo.roles import GENERATION, VERIFIER, teacher
 from async_grpo.types import (
+    GradingRequest,
     RunId,
     SamplingContract,
+    VerificationRequest,
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
@@ -241,6 +243,34 @@ def test_work_that_is_asked_is_answered_under_a_lease():
         assert await house.controller.roles() == (MATH,)
         with pytest.raises(ConfigError, match="a role must be one of"):
             await house.ask(run_id, role="judge")
+
+    run(scenario())
+
+
+def test_a_verdict_that_an_environment_asks_for_is_asked_again_while_a_connection_fails():
+    away = make_verdict(0.0, status="error", reason="mine: refused", cause="connection")
+    good, asked = make_verdict(1.0), []
+    answers = [(good, away), (good,)]
+    completion = make_completion(WeightsVersion(5, 0))
+    outputs = tuple(VerificationRequest(0, n, QUESTIONS[0], completion) for n in range(2))
+
+    async def verify(request):
+        asked.append([output.index for output in request.outputs])
+        return answers.pop(0)
+
+    async def scenario():
+        house = House()
+        run_id = await house.begin()
+        pool = Worker("pool")
+        pool.verify = verify
+        info = WorkerInfo("pool", VERIFIER, "node", 1, "", 0, 4.0, 0.0, 0)
+        await house.controller.registry_of(VERIFIER).register(info, Handle(pool))
+        found = await house.controller.ask(
+            run_id, VERIFIER, "verify", GradingRequest(outputs), cost=2.0
+        )
+        assert (found, asked) == ((good, good), [[0, 1], [1]])
+        (told,) = (await house.controller.status(run_id)).warnings
+        assert "mine: refused: a connection that it needs fails, it is asked again" in told
 
     run(scenario())
 

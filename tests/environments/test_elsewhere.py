@@ -1,15 +1,17 @@
 """A slot whose episodes an environment worker plays: what the pipeline asks of it and accepts."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from players import Scripted, make_turn
-from scripted import Registry, run
+from scripted import Registry
 from scripted_run import make_config
 from staged import OLDEST, QUESTION, REFERENCE, REQUEST
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching import leased_work
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
@@ -28,6 +30,7 @@ CONFIG = make_config(max_generation_tokens=8, max_tokens_per_gpu=64)
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
     monkeypatch.setattr(play, "AFTER_LOSS_S", 0.0)
+    monkeypatch.setattr(leased_work, "TRIES_AFTER_S", (0.0, 0.0, 0.0))
 
 
 class Engine(Scripted):
@@ -72,7 +75,8 @@ def run_slot(engine):
         quarantine=Quarantine(),
         episodes_request=plan.episodes_request,
     )
-    group = run(pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None))
+    playing = pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None)
+    group = asyncio.run(playing)  # by the clock of the world: the worker has a thread of its own
     assert not registry.open
     return group, registry, asked
 
