@@ -14,7 +14,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                    batching/pipeline._leased ─▶ controller/registry.lease ─▶ controller/leases.call
       one turn       ─▶ rollout/worker.generate, then verification/pool.verify
       or more        ─▶ environments/worker.play, which asks for each turn and for the verdicts by
-                     environments/services.generate ─▶ controller/controller.ask
+                     environments/services.ask ─▶ controller/controller.ask
     advantages     ─▶ algorithms/base.finish_group; of a whole step batching/step_groups.join
     scores         ─▶ scoring/worker.logprobs: the reference's, a teacher's
     rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds

@@ -9,8 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "async_grpo"
 FILES = sorted(PACKAGE.rglob("*.py"))
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
 MAY_EXECUTE = {
-    "verification/adapters.py": "the user's reward file, as its dispatcher read it, in a verifier",
-    "environments/find.py": "the user's environment, as the trainer read it, in its worker",
+    "user_code.py": "the user's rewards, algorithm, environment, as they were read, where they run",
     "data/table.py": "a question's other columns, which rank 0 packed, in the run's own processes",
     "batching/sample_log.py": "packs a group's lines for the recorder; nothing is unpacked here",
     "run/recorder.py": "what the controller packed: Ray, which carries it, pickles every call",

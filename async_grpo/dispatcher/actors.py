@@ -111,11 +111,11 @@ def _environment(config: WorkerConfig) -> Callable[[str], Any]:
     """Workers learn of the environment from the run."""
 
     def start(worker_id: str) -> Any:
-        from async_grpo.environments.services import ask_controller
+        from async_grpo.environments.services import ask
         from async_grpo.environments.worker import EnvironmentWorker
 
         return _actor(EnvironmentWorker, {"CPU": 1.0}).remote(
-            ask_controller,
+            ask,
             worker_id=worker_id,
             capacity=config.max_num_seqs,
             lease_s=config.worker_lease_s,

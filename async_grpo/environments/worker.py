@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import ray
 
@@ -36,14 +37,14 @@ class EnvironmentWorker:
 
     def __init__(
         self,
-        ask_of: Callable[[EpisodesRequest], Ask],
+        ask: Ask,
         *,
         worker_id: str,
         capacity: int,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`capacity` in episodes that are played at a time."""
-        self._ask_of = ask_of
+        """`capacity` in episodes that are played at a time; `ask` is told whose a question is."""
+        self._ask = ask
         self._worker_id = worker_id
         self._capacity = float(capacity)
         self._lease_s = lease_s
@@ -97,7 +98,7 @@ class EnvironmentWorker:
             EpisodeFailed: one of them could not be played or graded; none of the group counts.
             ConfigError, WorkerError: the environment cannot be made in this process.
         """
-        group = GroupPlay(request, self._ask_of(request))
+        group = GroupPlay(request, partial(self._ask, request))
         work = asyncio.run_coroutine_threadsafe(self._play(group), self._loop)
         playing = asyncio.wrap_future(work)
         self._playing[request.lease_id] = group, playing

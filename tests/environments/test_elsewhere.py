@@ -60,13 +60,13 @@ def run_slot(engine):
         max_positions=40,
         epoch=3,
     )
-    asked = []
+    asked = {}
 
-    def ask_of(request):
-        asked.append(request)
-        return engine
+    async def ask(played, *request, **where):
+        asked[played.lease_id] = played
+        return await engine(*request, **where)
 
-    worker = EnvironmentWorker(ask_of, worker_id="e0", capacity=4)
+    worker = EnvironmentWorker(ask, worker_id="e0", capacity=4)
     registry = Registry(worker, role=ENVIRONMENT)
     pipeline = SlotPipeline(
         {ENVIRONMENT: registry}.__getitem__,
@@ -78,7 +78,7 @@ def run_slot(engine):
     playing = pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None)
     group = asyncio.run(playing)  # by the clock of the world: the worker has a thread of its own
     assert not registry.open
-    return group, registry, asked
+    return group, registry, asked.values()
 
 
 def test_a_group_is_played_under_one_lease_and_is_finished_like_any_other():

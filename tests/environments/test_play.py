@@ -149,7 +149,9 @@ def test_what_is_no_episode_is_refused():
 
 
 def worker(ask):
-    return EnvironmentWorker(lambda request: ask, worker_id="e0", capacity=4)
+    return EnvironmentWorker(
+        lambda played, *asked, **where: ask(*asked, **where), worker_id="e0", capacity=4
+    )
 
 
 def test_a_worker_counts_a_turn_that_is_under_way_as_progress_and_ends_with_its_lease(tmp_path):
