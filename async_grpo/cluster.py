@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,7 +34,6 @@ T = TypeVar("T")
 Places = tuple[tuple[str, int], ...]  # host and port of each
 
 CONTROLLER = "controller"
-FIND_INTERVAL_S = 0.5
 
 
 def connect(address: str, *, namespace: str) -> None:
@@ -92,20 +90,6 @@ def find_actor(name: str) -> Any | None:
         return ray.get_actor(name)
     except ValueError:
         return None
-
-
-def find_same_actor(name: str, *, actor_id: str) -> Any:
-    """The named actor that another process means by `actor_id`; an earlier one may still be there.
-
-    Raises `ClusterError` when it cannot be found.
-    """
-    deadline = time.monotonic() + deadlines.ANSWER_S
-    while time.monotonic() < deadline:
-        actor = find_actor(name)
-        if actor is not None and actor._actor_id.hex() == actor_id:
-            return actor
-        time.sleep(FIND_INTERVAL_S)
-    raise ClusterError(f"the {name} of rank 0 has gone: look at rank 0's error")
 
 
 def driver_of(actor: Any) -> str:

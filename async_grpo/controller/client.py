@@ -23,12 +23,6 @@ class RunClient:
     controller: ControllerHandle
     run: RunId
 
-    @property
-    def actor_id(self) -> str:
-        """Return what tells this controller from another of the same name."""
-        handle: Any = self.controller  # Ray's, which has more than its actor's methods
-        return str(handle._actor_id.hex())
-
     def next_item(self, rank: int, index: int) -> Any:
         return self.controller.next_item.remote(self.run, rank, index)
 

@@ -174,9 +174,8 @@ def main(address, story_path, result_path):
         if ranks.is_main:
             ray.get([actor.tell.remote(number) for actor in actors], timeout=TIMEOUT_S)
             client = begin_run(controller, story, ranks.world_size, recorder)
-        actor_id, run = ranks.share(lambda found=client: (found.actor_id, found.run))
-        found = cluster.find_same_actor(cluster.CONTROLLER, actor_id=actor_id)
-        stream = RankStream(RunClient(found, run), rank=ranks.rank, stall_timeout_s=TIMEOUT_S)
+        found = ranks.share(lambda client=client: client)
+        stream = RankStream(found, rank=ranks.rank, stall_timeout_s=TIMEOUT_S)
         results.append(stream_batch(Learner.build(story.config, ranks), stream))
         torch.distributed.barrier()
     torch.save(results, f"{result_path}.{ranks.rank}")
