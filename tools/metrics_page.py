@@ -8,26 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo.telemetry.schema import (
-    EVALUATION_METRICS,
-    PIPELINE_METRICS,
-    REPLACEMENT_METRICS,
-    STEP_METRICS,
-    TRAINER_METRICS,
-)
+from async_grpo.telemetry.schema import SECTIONS
 from async_grpo.types.metrics import Metric
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-SECTIONS = (
-    ("Facts of the gradient step, as trainer rank 0 knows them", STEP_METRICS),
-    ("Over all samples of the step: trained and of zero contribution", PIPELINE_METRICS),
-    (
-        "Over the groups that dynamic sampling replaced: no other metric holds them",
-        REPLACEMENT_METRICS,
-    ),
-    ("Over the tokens trained: samples of zero contribution are never sent", TRAINER_METRICS),
-    ("Held-out data, in evaluation_metrics.jsonl", EVALUATION_METRICS),
-)
 HEADER = (
     "| metric | meaning | numerator / denominator | window | unit |",
     "|---|---|---|---|---|",
@@ -37,12 +21,13 @@ HEADER = (
 def rewritten(page: str) -> str:
     """The page with tables of what is measured now."""
     introduction = page.partition("\n## ")[0]
-    return introduction + "".join(_section(title, metrics) for title, metrics in SECTIONS)
+    tables = [_table(str(section.__doc__), metrics) for section, metrics in SECTIONS.items()]
+    return introduction + "".join(tables)
 
 
-def _section(title: str, metrics: Sequence[Metric]) -> str:
+def _table(title: str, metrics: Sequence[Metric]) -> str:
     rows = [_row(metric) for metric in metrics]
-    return "\n".join([f"\n## {title}\n", *HEADER, *rows]) + "\n"
+    return "\n".join([f"\n## {title.rstrip('.')}\n", *HEADER, *rows]) + "\n"
 
 
 def _row(metric: Metric) -> str:

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from async_grpo.cli.run_file import table_of
 from async_grpo.config.option import flag, groups_of
+from async_grpo.docstrings import attribute_docs
 
 Config = TypeVar("Config")
 CONTEXT = {
@@ -83,8 +84,10 @@ def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callab
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         fields = {field.name: field for field in dataclasses.fields(config_class)}
+        docs = attribute_docs(config_class)
         for name, group in reversed(groups_of(config_class).items()):
-            function = _click_option(config_class, fields[name], group)(function)
+            settings = {"cls": GroupedOption, "group": group, "help": docs[name]}
+            function = _click_option(config_class, fields[name], settings)(function)
         return function
 
     return decorate
@@ -99,10 +102,11 @@ def given_options(context: click.Context) -> dict[str, Any]:
     }
 
 
-def _click_option(config_class: type[Any], field: dataclasses.Field[Any], group: str) -> Any:
+def _click_option(
+    config_class: type[Any], field: dataclasses.Field[Any], settings: dict[str, Any]
+) -> Any:
     annotation = typing.get_type_hints(config_class)[field.name]
     is_required = field.default is dataclasses.MISSING
-    settings = {"cls": GroupedOption, "group": group, "help": field.metadata["help"]}
     if not is_required:
         settings["default"] = field.default
     choices = field.metadata["choices"]

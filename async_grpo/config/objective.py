@@ -22,74 +22,55 @@ PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
 class ObjectiveConfig(Options):
     """Advantage, ratio, clipping, corrections and penalties of the GRPO family."""
 
-    preset: str = option(
-        "",
-        "a published objective; options given beside it win",
-        choices=("", *PRESET_NAMES),
-        group="What is optimised (grpo)",
-    )
-    advantage: str = option("grpo", "baseline of a group", choices=("grpo", "dr", "rloo"))
-    aggregation: str = option(
-        "sample-mean",
-        "weight of a token in the loss",
-        choices=("sample-mean", "token-mean", "constant"),
-    )
-    constant_length_samples: int = option(
-        0, "divisor in tokens of --aggregation constant (Dr. GRPO)", none=0
-    )
+    preset: str = option("", choices=("", *PRESET_NAMES), group="What is optimised (grpo)")
+    """a published objective; options given beside it win"""
+    advantage: str = option("grpo", choices=("grpo", "dr", "rloo"))
+    """baseline of a group"""
+    aggregation: str = option("sample-mean", choices=("sample-mean", "token-mean", "constant"))
+    """weight of a token in the loss"""
+    constant_length_samples: int = option(0, none=0)
+    """divisor in tokens of --aggregation constant (Dr. GRPO)"""
 
-    ratio_mode: str = option(
-        "auto",
-        "what the policy ratio compares with: the policy itself, what the engine recorded, or the "
-        "policy at the start of the batch; auto: on_policy with --max-staleness 0 and one step a "
-        "batch, else behaviour",
-        choices=("auto", "on_policy", "behaviour", "decoupled"),
-    )
-    ratio_level: str = option(
-        "token", "a ratio for each token, or one a sample (GSPO)", choices=("token", "sequence")
-    )
-    policy_loss: str = option(
-        "clip", "PPO's clipped surrogate, or CISPO's clipped weight", choices=("clip", "cispo")
-    )
-    clip_low: float = option(0.2, "the ratio is clipped below at 1 - this")
-    clip_high: float = option(0.2, "the ratio is clipped above at 1 + this")
-    dual_clip: float = option(
-        0.0,
-        "bound of the ratio where the advantage is negative, above 1; 0: none",
-        none=0.0,
-        aliases=("clip_ratio_c",),
-    )
+    ratio_mode: str = option("auto", choices=("auto", "on_policy", "behaviour", "decoupled"))
+    """what the policy ratio compares with: the policy itself, what the engine recorded, or the
+    policy at the start of the batch; auto: on_policy with --max-staleness 0 and one step a batch,
+    else behaviour"""
+    ratio_level: str = option("token", choices=("token", "sequence"))
+    """a ratio for each token, or one a sample (GSPO)"""
+    policy_loss: str = option("clip", choices=("clip", "cispo"))
+    """PPO's clipped surrogate, or CISPO's clipped weight"""
+    clip_low: float = option(0.2)
+    """the ratio is clipped below at 1 - this"""
+    clip_high: float = option(0.2)
+    """the ratio is clipped above at 1 + this"""
+    dual_clip: float = option(0.0, none=0.0, aliases=("clip_ratio_c",))
+    """bound of the ratio where the advantage is negative, above 1; 0: none"""
 
-    importance_correction: str = option(
-        "none",
-        "weight of the policy loss by trainer/engine probability: truncated above, or 0 outside "
-        "bounds",
-        choices=("none", "truncate", "mask"),
-    )
-    correction_level: str = option(
-        "token", "a correction for each token, or one a sample", choices=("token", "sequence")
-    )
-    correction_low: float = option(0.5, "smallest weight that mask keeps")
-    correction_high: float = option(2.0, "largest weight that mask keeps, cap of truncate")
+    importance_correction: str = option("none", choices=("none", "truncate", "mask"))
+    """weight of the policy loss by trainer/engine probability: truncated above, or 0 outside
+    bounds"""
+    correction_level: str = option("token", choices=("token", "sequence"))
+    """a correction for each token, or one a sample"""
+    correction_low: float = option(0.5)
+    """smallest weight that mask keeps"""
+    correction_high: float = option(2.0)
+    """largest weight that mask keeps, cap of truncate"""
 
-    kl_coefficient: float = option(0.0, "weight of the KL penalty to the reference model")
-    kl_estimator: str = option(
-        "k3",
-        "estimator of the KL penalty; k3_iw: weighted by the policy ratio; k1: in the reward",
-        choices=("k2", "k3", "k3_iw", "k1"),
-    )
-    entropy_coefficient: float = option(0.0, "weight of the entropy bonus")
+    kl_coefficient: float = option(0.0)
+    """weight of the KL penalty to the reference model"""
+    kl_estimator: str = option("k3", choices=("k2", "k3", "k3_iw", "k1"))
+    """estimator of the KL penalty; k3_iw: weighted by the policy ratio; k1: in the reward"""
+    entropy_coefficient: float = option(0.0)
+    """weight of the entropy bonus"""
 
-    overlong_buffer_tokens: int = option(
-        0, "outputs longer than --max-generation-tokens less this lose reward (DAPO); 0: off"
-    )
-    overlong_penalty: float = option(1.0, "reward that an output of the full length loses")
-    mask_truncated_samples: bool = option(
-        False, "outputs cut at --max-generation-tokens serve the baseline, and are not trained"
-    )
-    dynamic_sampling: int = option(
-        0, "questions drawn to replace one whose samples all have the same reward; 0: none"
-    )
+    overlong_buffer_tokens: int = option(0)
+    """outputs longer than --max-generation-tokens less this lose reward (DAPO); 0: off"""
+    overlong_penalty: float = option(1.0)
+    """reward that an output of the full length loses"""
+    mask_truncated_samples: bool = option(False)
+    """outputs cut at --max-generation-tokens serve the baseline, and are not trained"""
+    dynamic_sampling: int = option(0)
+    """questions drawn to replace one whose samples all have the same reward; 0: none"""
 
     @property
     def kl_in_loss(self) -> bool:

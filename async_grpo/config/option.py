@@ -1,4 +1,4 @@
-"""How an option is declared: a typed dataclass field with its help, from which the CLI is made."""
+"""How an option is declared: a typed dataclass field, and below it a string that is its help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], int, str]] = {
 
 def option(
     default: Any,
-    text: str,
     *,
     must: str = NOT_NEGATIVE,
     choices: Sequence[str] = (),
@@ -30,20 +29,20 @@ def option(
     aliases: Sequence[str] = (),
     group: str = "",
 ) -> Any:
-    """A dataclass field for one option; `text` is its help and `choices` its legal values.
+    """A dataclass field for one option, whose help stands below it; `choices` are its legal values.
 
     `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `none`: its value where
     None is typed, which nobody may who has not said what it means. `aliases`: other names of it on
     the command line. `group`: the heading in `--help` of this option and of those that follow it in
     its class.
     """
-    metadata = {"help": text, "must": must, "choices": tuple(choices), "none": none}
-    return field(default=default, metadata=metadata | {"aliases": tuple(aliases), "group": group})
+    metadata = {"must": must, "choices": choices, "none": none, "aliases": aliases, "group": group}
+    return field(default=default, metadata=metadata)
 
 
-def required(text: str, *, group: str = "") -> Any:
+def required(*, group: str = "") -> Any:
     """A dataclass field for an option without a default."""
-    return option(MISSING, text, group=group)
+    return option(MISSING, group=group)
 
 
 def groups_of(config_class: type[Any]) -> dict[str, str]:

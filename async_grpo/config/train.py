@@ -20,180 +20,145 @@ MAX_LEARNING_RATE = 1e-2
 class TrainConfig(ObjectiveConfig):
     """Options of the trainer, the most usual first; those of the update are inherited."""
 
-    model_name_or_path: str = required(
-        "Hugging Face folder of a causal language model, or its name on a hub",
-        group="Usual options",
-    )
-    data_path: str = required("JSONL file, or anything datasets.load_dataset reads")
-    eval_data_path: str = option(
-        "", "held-out data, graded (sft: its loss) before, during and after training", none=""
-    )
-    output_dir: str = option("runs/latest", "folder for metrics, samples and exports")
-    num_training_batches: int = option(100, "batches to train", must=POSITIVE)
-    batch_size: int = option(
-        32, "questions (sft: pairs) a batch; weights are published once each", must=POSITIVE
-    )
-    samples_per_question: int = option(8, "outputs sampled for each question", must=POSITIVE)
-    max_generation_tokens: int = option(512, "longest output in tokens", must=POSITIVE)
-    learning_rate: float = option(1e-6, "peak learning rate of AdamW")
-    max_tokens_per_gpu: int = option(
-        16384, "prompt + output tokens of one rank's minibatch", must=POSITIVE
-    )
+    model_name_or_path: str = required(group="Usual options")
+    """Hugging Face folder of a causal language model, or its name on a hub"""
+    data_path: str = required()
+    """JSONL file, or anything datasets.load_dataset reads"""
+    eval_data_path: str = option("", none="")
+    """held-out data, graded (sft: its loss) before, during and after training"""
+    output_dir: str = option("runs/latest")
+    """folder for metrics, samples and exports"""
+    num_training_batches: int = option(100, must=POSITIVE)
+    """batches to train"""
+    batch_size: int = option(32, must=POSITIVE)
+    """questions (sft: pairs) a batch; weights are published once each"""
+    samples_per_question: int = option(8, must=POSITIVE)
+    """outputs sampled for each question"""
+    max_generation_tokens: int = option(512, must=POSITIVE)
+    """longest output in tokens"""
+    learning_rate: float = option(1e-6)
+    """peak learning rate of AdamW"""
+    max_tokens_per_gpu: int = option(16384, must=POSITIVE)
+    """prompt + output tokens of one rank's minibatch"""
 
-    algorithm: str = option(
-        "grpo",
-        "grpo, sft on prompt and completion pairs or on plain text, or your own: "
-        "package.module:Name, path/to/file.py:Name",
-        aliases=("objective",),
-        group="The run and its data",
-    )
-    environment: str = option(
-        "single_turn",
-        "how questions are played: single_turn, or your own, on workers of --mode environment: "
-        "package.module:Name, path/to/file.py:Name",
-    )
-    resume: str = option(
-        "auto",
-        "auto: go on from the newest good checkpoint of the output folder, if there is one; never; "
-        "or the folder of a checkpoint, or of a run",
-    )
-    overwrite: bool = option(False, "replace the run that the output folder holds")
-    model_revision: str = option(
-        "", "branch, tag or commit of a model on a hub; empty: its main branch", none=""
-    )
-    data_split: str = option("train", "split of a datasets.load_dataset source")
-    data_config: str = option(
-        "", "configuration of a datasets.load_dataset source that has several, such as main"
-    )
-    eval_data_split: str = option("", "split of --eval-data-path; empty: --data-split")
-    eval_data_config: str = option(
-        "", "configuration of --eval-data-path; empty: --data-config if both are the same source"
-    )
-    column_mapping: str = option(
-        "", "our=yours pairs for other column names, such as input=question,answer=solution"
-    )
-    infinite_sampler_seed: int = option(
-        37, "seed of the endless permutation of the questions", must=""
-    )
-    eval_every_batches: int = option(0, "batches between evaluations; 0: only first and last")
+    algorithm: str = option("grpo", aliases=("objective",), group="The run and its data")
+    """grpo, sft on prompt and completion pairs or on plain text, or your own: package.module:Name,
+    path/to/file.py:Name"""
+    environment: str = option("single_turn")
+    """how questions are played: single_turn, or your own, on workers of --mode environment:
+    package.module:Name, path/to/file.py:Name"""
+    resume: str = option("auto")
+    """auto: go on from the newest good checkpoint of the output folder, if there is one; never; or
+    the folder of a checkpoint, or of a run"""
+    overwrite: bool = option(False)
+    """replace the run that the output folder holds"""
+    model_revision: str = option("", none="")
+    """branch, tag or commit of a model on a hub; empty: its main branch"""
+    data_split: str = option("train")
+    """split of a datasets.load_dataset source"""
+    data_config: str = option("")
+    """configuration of a datasets.load_dataset source that has several, such as main"""
+    eval_data_split: str = option("")
+    """split of --eval-data-path; empty: --data-split"""
+    eval_data_config: str = option("")
+    """configuration of --eval-data-path; empty: --data-config if both are the same source"""
+    column_mapping: str = option("")
+    """our=yours pairs for other column names, such as input=question,answer=solution"""
+    infinite_sampler_seed: int = option(37, must="")
+    """seed of the endless permutation of the questions"""
+    eval_every_batches: int = option(0)
+    """batches between evaluations; 0: only first and last"""
 
-    train_minibatch_size: int = option(
-        0,
-        "questions a gradient step, a divisor of --batch-size; 0: the whole batch",
-        group="Batches and sampling",
-    )
-    temperature: float = option(1.0, "sampling temperature, also of every log-probability")
-    max_staleness: int = option(
-        1, "batches that generation may run ahead of published weights; 0: strictly on-policy"
-    )
-    num_batches_per_ref_model_update: int = option(
-        1_000_000,
-        "batches between updates of the reference model with the policy's weights",
-        must=POSITIVE,
-    )
-    deterministic: bool = option(
-        False, "form rounds in ordinal order from complete steps; needs --max-staleness 0"
-    )
+    train_minibatch_size: int = option(0, group="Batches and sampling")
+    """questions a gradient step, a divisor of --batch-size; 0: the whole batch"""
+    temperature: float = option(1.0)
+    """sampling temperature, also of every log-probability"""
+    max_staleness: int = option(1)
+    """batches that generation may run ahead of published weights; 0: strictly on-policy"""
+    num_batches_per_ref_model_update: int = option(1_000_000, must=POSITIVE)
+    """batches between updates of the reference model with the policy's weights"""
+    deterministic: bool = option(False)
+    """form rounds in ordinal order from complete steps; needs --max-staleness 0"""
 
     lr_scheduler: str = option(
         "constant_with_warmup",
-        "learning-rate schedule",
         choices=("constant", "constant_with_warmup", "linear", "cosine"),
         group="Learning rate and optimizer",
     )
-    schedule_clock: str = option(
-        "steps",
-        "what the schedule counts: gradient steps taken, or the samples trained in them",
-        choices=("steps", "samples"),
-    )
-    num_warmup_steps: int = option(0, "gradient steps of linear warm-up")
-    num_warmup_samples: int = option(0, "samples of linear warm-up, for --schedule-clock samples")
-    warmup_ratio: float = option(
-        0.0, "linear warm-up as a share of the planned steps or samples, instead of a number"
-    )
-    min_learning_rate_ratio: float = option(
-        0.0, "share of --learning-rate at which linear and cosine end"
-    )
-    adam_beta1: float = option(0.9, "first moment decay of AdamW")
-    adam_beta2: float = option(0.95, "second moment decay of AdamW")
-    adam_epsilon: float = option(1e-8, "epsilon of AdamW", must=POSITIVE)
-    weight_decay: float = option(0.0, "decoupled weight decay of AdamW")
-    max_grad_norm: float = option(1.0, "clip of the global gradient norm; 0: no clipping")
-    allow_high_learning_rate: bool = option(False, "take a --learning-rate above 0.01 as meant")
+    """learning-rate schedule"""
+    schedule_clock: str = option("steps", choices=("steps", "samples"))
+    """what the schedule counts: gradient steps taken, or the samples trained in them"""
+    num_warmup_steps: int = option(0)
+    """gradient steps of linear warm-up"""
+    num_warmup_samples: int = option(0)
+    """samples of linear warm-up, for --schedule-clock samples"""
+    warmup_ratio: float = option(0.0)
+    """linear warm-up as a share of the planned steps or samples, instead of a number"""
+    min_learning_rate_ratio: float = option(0.0)
+    """share of --learning-rate at which linear and cosine end"""
+    adam_beta1: float = option(0.9)
+    """first moment decay of AdamW"""
+    adam_beta2: float = option(0.95)
+    """second moment decay of AdamW"""
+    adam_epsilon: float = option(1e-8, must=POSITIVE)
+    """epsilon of AdamW"""
+    weight_decay: float = option(0.0)
+    """decoupled weight decay of AdamW"""
+    max_grad_norm: float = option(1.0)
+    """clip of the global gradient norm; 0: no clipping"""
+    allow_high_learning_rate: bool = option(False)
+    """take a --learning-rate above 0.01 as meant"""
 
-    loss_chunksize: int = option(
-        1024,
-        "tokens whose logits exist at a time; 0: those of a whole minibatch",
-        none=0,
-        group="Memory and speed",
-    )
-    mixed_precision: str = option(
-        "auto", "compute type; master weights are float32", choices=("auto", "no", "bf16")
-    )
+    loss_chunksize: int = option(1024, none=0, group="Memory and speed")
+    """tokens whose logits exist at a time; 0: those of a whole minibatch"""
+    mixed_precision: str = option("auto", choices=("auto", "no", "bf16"))
+    """compute type; master weights are float32"""
     fsdp_sharding_strategy: str = option(
-        "FULL_SHARD",
-        "FULL_SHARD gathers a layer's weights for its forward and again for its backward pass, "
-        "SHARD_GRAD_OP keeps them in between: faster, in more memory; HYBRID_SHARD: not yet",
-        choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"),
+        "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
     )
-    activation_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    use_torch_compile: bool = option(False, "compile decoder layers and log-probabilities")
-    defer_gradient_sync: bool = option(
-        False,
-        "reduce gradients over ranks once a step instead of once a minibatch; costs a whole "
-        "gradient in memory on each rank",
-    )
-    weight_transport: str = option(
-        "object_store",
-        "how weights travel to generation workers: Ray's object store, or NCCL between NVIDIA "
-        "devices",
-        choices=("object_store", "nccl"),
-    )
+    """FULL_SHARD gathers a layer's weights for its forward and again for its backward pass,
+    SHARD_GRAD_OP keeps them in between: faster, in more memory; HYBRID_SHARD: not yet"""
+    activation_checkpointing: bool = option(False)
+    """recompute activations in the backward pass"""
+    use_torch_compile: bool = option(False)
+    """compile decoder layers and log-probabilities"""
+    defer_gradient_sync: bool = option(False)
+    """reduce gradients over ranks once a step instead of once a minibatch; costs a whole gradient
+    in memory on each rank"""
+    weight_transport: str = option("object_store", choices=("object_store", "nccl"))
+    """how weights travel to generation workers: Ray's object store, or NCCL between NVIDIA
+    devices"""
 
-    min_samples_per_checkpoint: int = option(
-        0,
-        "samples trained between exports to hf_format/; 0: only at the end",
-        group="What the run writes",
-    )
-    checkpoint_every_batches: int = option(
-        10, "batches between checkpoints that the run can go on from, and one at the end; 0: none"
-    )
-    keep_checkpoints: int = option(2, "checkpoints kept, the newest ones", must=POSITIVE)
-    dump_samples_filename: str = option(
-        "samples.jsonl",
-        "file for every trained sample: a name in the output folder, or a path; empty: none",
-        none="",
-    )
-    dump_token_columns: bool = option(
-        False, "also dump token ids, masks and log-probabilities, about 90 bytes an output token"
-    )
-    dump_max_gib: float = option(
-        4.0,
-        "room for dumped samples in GiB, in four files: the oldest goes for a new one; 0: no limit",
-    )
-    trackers: str = option(
-        "tensorboard",
-        "comma-separated accelerate trackers, such as tensorboard,wandb; empty: none",
-        none="",
-    )
-    run_name: str = option("async-grpo", "name of the run in trackers")
-    logging_level: str = option("INFO", "log detail", choices=LOG_LEVELS)
+    min_samples_per_checkpoint: int = option(0, group="What the run writes")
+    """samples trained between exports to hf_format/; 0: only at the end"""
+    checkpoint_every_batches: int = option(10)
+    """batches between checkpoints that the run can go on from, and one at the end; 0: none"""
+    keep_checkpoints: int = option(2, must=POSITIVE)
+    """checkpoints kept, the newest ones"""
+    dump_samples_filename: str = option("samples.jsonl", none="")
+    """file for every trained sample: a name in the output folder, or a path; empty: none"""
+    dump_token_columns: bool = option(False)
+    """also dump token ids, masks and log-probabilities, about 90 bytes an output token"""
+    dump_max_gib: float = option(4.0)
+    """room for dumped samples in GiB, in four files: the oldest goes for a new one; 0: no limit"""
+    trackers: str = option("tensorboard", none="")
+    """comma-separated accelerate trackers, such as tensorboard,wandb; empty: none"""
+    run_name: str = option("async-grpo")
+    """name of the run in trackers"""
+    logging_level: str = option("INFO", choices=LOG_LEVELS)
+    """log detail"""
 
-    ray_address: str = option(
-        "auto", "host:port of the Ray cluster; auto: the one on this machine", group="Ray cluster"
-    )
-    namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
-    worker_timeout_s: float = option(
-        300.0, "seconds to wait for the workers that the run needs", must=POSITIVE
-    )
-    stall_timeout_s: float = option(
-        900.0,
-        "seconds without progress after which a request is tried again elsewhere, and without any "
-        "in the whole run, after which it ends; tokens are progress: no output takes too long",
-    )
-    generation_timeout_s: float = option(
-        0.0, "seconds after which a group's outputs are dropped, which favours short ones; 0: never"
-    )
+    ray_address: str = option("auto", group="Ray cluster")
+    """host:port of the Ray cluster; auto: the one on this machine"""
+    namespace: str = option("async-grpo")
+    """Ray namespace that the run's actors share"""
+    worker_timeout_s: float = option(300.0, must=POSITIVE)
+    """seconds to wait for the workers that the run needs"""
+    stall_timeout_s: float = option(900.0)
+    """seconds without progress after which a request is tried again elsewhere, and without any in
+    the whole run, after which it ends; tokens are progress: no output takes too long"""
+    generation_timeout_s: float = option(0.0)
+    """seconds after which a group's outputs are dropped, which favours short ones; 0: never"""
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:

@@ -22,87 +22,73 @@ from async_grpo.roles import (
 class WorkerConfig(Options):
     """Options of a dispatcher: it starts workers on its own node and stays in the foreground."""
 
-    model_path: str = option(
-        "",
-        "Hugging Face folder of a causal language model; verifiers and environments need none",
-        group="Usual options",
-    )
-    mode: str = option(
-        GENERATION, "what the workers do; logprob scores with the reference model", choices=MODES
-    )
-    name: str = option("", "(teacher) the name by which an algorithm asks for these weights")
-    num_workers: int = option(1, "workers to start on this node", must=AT_LEAST_1)
-    reward_fns: str = option(
-        "math_verify",
-        "(generation, verifier) comma-separated reward adapters, the best verdict counts: names of "
-        "the registry, package.module:function, or path/to/file.py:function; empty: no verifier",
-    )
-    temperature: float = option(0.0, "serve only this sampling temperature; 0: the trainer's")
-    model_revision: str = option(
-        "", "branch, tag or commit of a model on a hub; empty: its main branch", none=""
-    )
-    dtype: str = option(
-        "auto", "weights of the workers' model", choices=("auto", "float32", "bfloat16")
-    )
-    ray_address: str = option("auto", "host:port of the Ray cluster; auto: the one on this machine")
-    namespace: str = option("async-grpo", "Ray namespace that the run's actors share")
+    model_path: str = option("", group="Usual options")
+    """Hugging Face folder of a causal language model; verifiers and environments need none"""
+    mode: str = option(GENERATION, choices=MODES)
+    """what the workers do; logprob scores with the reference model"""
+    name: str = option("")
+    """(teacher) the name by which an algorithm asks for these weights"""
+    num_workers: int = option(1, must=AT_LEAST_1)
+    """workers to start on this node"""
+    reward_fns: str = option("math_verify")
+    """(generation, verifier) comma-separated reward adapters, the best verdict counts: names of the
+    registry, package.module:function, or path/to/file.py:function; empty: no verifier"""
+    temperature: float = option(0.0)
+    """serve only this sampling temperature; 0: the trainer's"""
+    model_revision: str = option("", none="")
+    """branch, tag or commit of a model on a hub; empty: its main branch"""
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
+    """weights of the workers' model"""
+    ray_address: str = option("auto")
+    """host:port of the Ray cluster; auto: the one on this machine"""
+    namespace: str = option("async-grpo")
+    """Ray namespace that the run's actors share"""
 
-    max_num_seqs: int = option(
-        64,
-        "sequences decoded together, or episodes played: a worker's capacity",
-        group="Only with --mode generation",
-        must=AT_LEAST_1,
-    )
-    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit")
-    overhead_seqs: int = option(8, "sequences accepted beyond the capacity, so it never runs dry")
-    tensor_parallel_size: int = option(1, "devices a worker shards its model over", must=AT_LEAST_1)
-    kv_cache_gib: float = option(0.0, "KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU")
-    enable_prefix_caching: bool = option(True, "reuse the cache of shared prompt prefixes")
+    max_num_seqs: int = option(64, group="Only with --mode generation", must=AT_LEAST_1)
+    """sequences decoded together, or episodes played: a worker's capacity"""
+    max_model_len: int = option(0)
+    """longest prompt + output in tokens; 0: the model's own limit"""
+    overhead_seqs: int = option(8)
+    """sequences accepted beyond the capacity, so it never runs dry"""
+    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
+    """devices a worker shards its model over"""
+    kv_cache_gib: float = option(0.0)
+    """KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU"""
+    enable_prefix_caching: bool = option(True)
+    """reuse the cache of shared prompt prefixes"""
     reward_registry: str = option(
-        "reward_registry",
-        "module or file that holds REWARD_ADAPTERS",
-        group="Only with --mode generation or verifier",
+        "reward_registry", group="Only with --mode generation or verifier"
     )
-    global_num_verifiers: int = option(
-        50,
-        "verifier processes of all nodes that grade together, at most their cores",
-        must=AT_LEAST_1,
-    )
-    verifier_timeout_s: float = option(10.0, "seconds one verification may take", must=POSITIVE)
-    verifier_memory_mib: int = option(
-        4096, "address space of one verifier process in MiB", must=POSITIVE
-    )
-    verifier_network: bool = option(True, "own reward functions may use the network; ours never do")
-    verifier_env: str = option(
-        "", "comma-separated variables that own reward functions get, as JUDGE_API_KEY", none=""
-    )
-    write_failed_generation_samples: bool = option(
-        False, "append samples whose verification failed to failed_samples.jsonl, here"
-    )
+    """module or file that holds REWARD_ADAPTERS"""
+    global_num_verifiers: int = option(50, must=AT_LEAST_1)
+    """verifier processes of all nodes that grade together, at most their cores"""
+    verifier_timeout_s: float = option(10.0, must=POSITIVE)
+    """seconds one verification may take"""
+    verifier_memory_mib: int = option(4096, must=POSITIVE)
+    """address space of one verifier process in MiB"""
+    verifier_network: bool = option(True)
+    """own reward functions may use the network; ours never do"""
+    verifier_env: str = option("", none="")
+    """comma-separated variables that own reward functions get, as JUDGE_API_KEY"""
+    write_failed_generation_samples: bool = option(False)
+    """append samples whose verification failed to failed_samples.jsonl, here"""
 
     max_tokens_per_gpu: int = option(
-        16384,
-        "tokens of one packed forward",
-        group="Only with --mode logprob or teacher",
-        must=POSITIVE,
+        16384, group="Only with --mode logprob or teacher", must=POSITIVE
     )
+    """tokens of one packed forward"""
 
-    start_timeout_s: float = option(
-        600.0, "seconds a worker may take to load and register", group="Keeping workers alive"
-    )
-    worker_lease_s: float = option(
-        LEASE_S,
-        "seconds of silence after which a worker counts as lost: more than it ever computes "
-        "without a pause, on a slow machine",
-        must=POSITIVE,
-    )
-    max_restarts: int = option(
-        5, "times in an hour that a lost worker is started again, each after a longer pause"
-    )
-    drain_timeout_s: float = option(
-        30.0, "seconds that running work may take after the first Ctrl-C; the second ends at once"
-    )
-    logging_level: str = option("INFO", "log detail", choices=LOG_LEVELS)
+    start_timeout_s: float = option(600.0, group="Keeping workers alive")
+    """seconds a worker may take to load and register"""
+    worker_lease_s: float = option(LEASE_S, must=POSITIVE)
+    """seconds of silence after which a worker counts as lost: more than it ever computes without a
+    pause, on a slow machine"""
+    max_restarts: int = option(5)
+    """times in an hour that a lost worker is started again, each after a longer pause"""
+    drain_timeout_s: float = option(30.0)
+    """seconds that running work may take after the first Ctrl-C; the second ends at once"""
+    logging_level: str = option("INFO", choices=LOG_LEVELS)
+    """log detail"""
 
     def __post_init__(self) -> None:
         self.check_numbers()

@@ -29,7 +29,7 @@ def metrics_row(
     """One line of the metrics file: every metric of the schema, those that its algorithm has
     `declared`, then counts that nobody can list.
 
-    `sums`: those of the step's samples, of all ranks, and the facts of `schema.STEP_METRICS`.
+    `sums`: those of the step's samples, of all ranks, and the facts of `schema.Step`.
     The counts are `fate_<name>`, `failed_<why>` and `discarded_<why>` where there are any, and
     `lag_<n>_samples` and `lag_<n>_tokens`.
     A metric without its sums, with a denominator of 0, or that is not finite is None.

@@ -14,6 +14,7 @@ from async_grpo.cli.worker import main as worker
 from async_grpo.config.option import flag, option, required
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.docstrings import attribute_docs
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "accelerate", "numpy")
@@ -21,13 +22,20 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "accelerate", "nump
 
 @dataclasses.dataclass(kw_only=True)
 class Options:
-    some_path: str = required("where it is", group="Things")
-    num_things: int = option(3, "how many")
-    rate: float = option(0.5, "how fast", group="Manner")
-    with_care: bool = option(False, "take care")
-    colour_of_it: str = option("dark_red", "how it looks", choices=("dark_red", "blue"))
-    limit: int = option(7, "how far; 0: no limit", none=0, aliases=("how_far",))
-    dump: str = option("file", "where to; empty: nowhere", none="")
+    some_path: str = required(group="Things")
+    """where it is"""
+    num_things: int = option(3)
+    """how many"""
+    rate: float = option(0.5, group="Manner")
+    """how fast"""
+    with_care: bool = option(False)
+    """take care"""
+    colour_of_it: str = option("dark_red", choices=("dark_red", "blue"))
+    """how it looks"""
+    limit: int = option(7, none=0, aliases=("how_far",))
+    """how far; 0: no limit"""
+    dump: str = option("file", none="")
+    """where to; empty: nowhere"""
 
 
 def parse(*arguments):
@@ -104,7 +112,7 @@ def test_every_option_is_explained(command, config):
     shown = "".join(result.stdout.split())  # lines are wrapped at dashes too
     for field in dataclasses.fields(config):
         assert flag(field.name) in shown
-        assert "".join(field.metadata["help"].split()) in shown, field.name
+        assert "".join(attribute_docs(config)[field.name].split()) in shown, field.name
 
 
 def headings(text):
@@ -121,7 +129,8 @@ def headings(text):
 def test_an_option_stands_under_the_heading_declared_at_it_or_before_it():
     @dataclasses.dataclass(kw_only=True)
     class Derived(Options):
-        own: int = option(1, "comes first", group="Own")
+        own: int = option(1, group="Own")
+        """comes first"""
 
     @click.command(cls=OptionsCommand, context_settings=CONTEXT)
     @options_of(Derived)
