@@ -29,8 +29,7 @@ class FailedSamples:
     def __init__(self, path: str) -> None:
         """`path` is empty when nobody wants the file."""
         self._path = path
-        self._complaint = ""  # not told yet
-        self._has_complained = False
+        self._complaint: str | None = None  # empty: it has been told
 
     def append(self, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]) -> None:
         """A line of JSON for each sample whose verdict is an error."""
@@ -42,16 +41,17 @@ class FailedSamples:
             with Path(self._path).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
         except OSError as error:
-            if not self._has_complained:
+            if self._complaint is None:
                 self._complaint = (
                     f"samples that could not be graded are not kept in {self._path}: {error}"
                 )
-            self._has_complained = True
 
     def take_complaint(self) -> str:
         """Why the file could not be written, once; else nothing."""
-        complaint, self._complaint = self._complaint, ""
-        return complaint
+        complaint = self._complaint
+        if complaint:
+            self._complaint = ""
+        return complaint or ""
 
 
 def _line(request: VerificationRequest, verdict: Verdict) -> str:

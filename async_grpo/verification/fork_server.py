@@ -237,13 +237,13 @@ def _shut_in(answers: int, isolation: Isolation) -> None:
     if isolation.uid is not None:
         os.setgroups([])
         os.setgid(isolation.uid)
-        os.setuid(isolation.uid)  # all rights of root go with it
+        os.setuid(isolation.uid)
     else:
         namespaces.prctl(namespaces.PR_SET_DUMPABLE, 1)  # its own /proc files are its own again
         if isolation.confined:
             namespaces.enter_user_namespace(seen_as=isolation.seen_as)
             namespaces.limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)  # for this request alone
-        namespaces.drop_capabilities()
+    namespaces.drop_capabilities()
     nothing = os.open(os.devnull, os.O_RDWR)
     if answers != ANSWER_PIPE:
         os.dup2(answers, ANSWER_PIPE, inheritable=False)

@@ -62,9 +62,8 @@ class VerifierPool:
         self._config = config
         self._worker_id = worker_id
         self._lease_s = lease_s
-        self._num_processes = 1  # until the controller has told this pool its share
+        # Until the controller has told this pool its share.
         self._sandbox = Sandbox(config, num_processes=1)
-        self._resizing = asyncio.Lock()
         self._verifying: dict[int, int] = {}  # samples, by lease
         self._done: Counter[str] = Counter()
         self._failed_samples = FailedSamples(failed_samples)
@@ -98,10 +97,7 @@ class VerifierPool:
 
     async def take_share(self, num_processes: int) -> None:
         """Run so many verifier processes from now on; the controller calls this."""
-        async with self._resizing:
-            if num_processes != self._num_processes:
-                await self._sandbox.resize(num_processes)
-                self._num_processes = num_processes
+        await self._sandbox.resize(num_processes)
 
     async def verify(self, request: GradingRequest) -> tuple[Verdict, ...]:
         """Grade the outputs of one group; verdicts in their order."""
@@ -134,7 +130,7 @@ class VerifierPool:
         return PoolStatus(
             sum(self._verifying.values()),
             dict(self._done),
-            sandbox.events,
-            self._num_processes,
+            dict(sandbox.events),
+            sandbox.num_processes,
             sandbox.is_confined,
         )

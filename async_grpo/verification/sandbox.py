@@ -33,27 +33,20 @@ class Sandbox:
 
     A request that is not done after `PATIENCE_S` does not count any more, though it goes on until
     its time is up: what hangs delays nobody else.
+
+    `events` counts what went wrong since the start, by kind: outcomes that are accidents,
+    `retried`, `late` requests, `server_restarts`.
     """
 
     def __init__(self, config: VerifierConfig, *, num_processes: int) -> None:
         self._config = config
-        self._num_processes = num_processes
+        self.num_processes = num_processes
         self._servers: dict[str, GraderServer] = {}  # by adapter
         self._places = asyncio.Semaphore(num_processes)
         self._late_places = asyncio.Semaphore(num_processes * (1 + MAX_LATE))
         self._controls: dict[str, dict[str, Any]] = {}  # by adapter, the first sample it graded
         self._seconds: dict[str, float] = {}  # by adapter, of a sample, lately
-        self._events: Counter[str] = Counter()
-
-    @property
-    def events(self) -> dict[str, int]:
-        """What went wrong since the start, by kind: outcomes that are accidents, `retried`, `late`
-        requests, `server_restarts`.
-        """
-        seen = self._events.copy()
-        for server in set(self._servers.values()):
-            seen.update(server.events)
-        return dict(seen)
+        self.events: Counter[str] = Counter()
 
     @property
     def is_confined(self) -> bool:
@@ -90,15 +83,16 @@ class Sandbox:
         return server.shipped
 
     async def _start_server(self, names: tuple[str, ...], *, shipped: bool) -> GraderServer:
-        server = GraderServer(replace(self._config, reward_names=names), shipped=shipped)
+        config = replace(self._config, reward_names=names)
+        server = GraderServer(config, shipped=shipped, events=self.events)
         await server.start()
         self._servers |= dict.fromkeys(names, server)
         return server
 
     async def resize(self, num_processes: int) -> None:
         """Grade in so many processes from now on; what runs is not disturbed."""
-        change = num_processes - self._num_processes
-        self._num_processes = num_processes
+        change = num_processes - self.num_processes
+        self.num_processes = num_processes
         for places, each in ((self._places, 1), (self._late_places, 1 + MAX_LATE)):
             for _ in range(change * each):
                 places.release()
@@ -157,7 +151,7 @@ class Sandbox:
     async def _settled(self, name: str, sample: dict[str, Any], first: Outcome) -> Outcome:
         attempts = [first]
         while not is_settled(attempts):
-            self._events["retried"] += 1
+            self.events["retried"] += 1
             has_overrun = any(attempt.status == "overrun" for attempt in attempts)
             control = self._controls.get(name) if has_overrun else None
             attempts.append(await self._attempt(name, sample, control))
@@ -187,7 +181,7 @@ class Sandbox:
                 outcomes = await self._servers[name].ask(name, samples)
             finally:
                 if late.when() <= asyncio.get_running_loop().time():
-                    self._events["late"] += 1
+                    self.events["late"] += 1
                 else:
                     late.cancel()
                     self._places.release()

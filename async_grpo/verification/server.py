@@ -27,8 +27,9 @@ ACCIDENTS = ("overrun", "error", "lost")
 class GraderServer:
     """Serves requests side by side; used from one event loop."""
 
-    def __init__(self, config: VerifierConfig, *, shipped: bool) -> None:
+    def __init__(self, config: VerifierConfig, *, shipped: bool, events: Counter[str]) -> None:
         self._config = config
+        self._events = events
         self.isolation = confinement.isolation(
             shipped=shipped, network=config.network, scratch_mib=config.file_mib
         )
@@ -40,7 +41,6 @@ class GraderServer:
         self._reports: asyncio.Task[None] | None = None
         self._waiting: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
         self._is_closed = False
-        self.events: Counter[str] = Counter()
         self.shipped: tuple[str, ...] = ()  # of its adapters, those that are ours
 
     @property
@@ -59,7 +59,7 @@ class GraderServer:
                 return
             if self._is_closed:
                 raise WorkerError("a fork server must not be started, its pool has been closed")
-            self.events["server_restarts"] += self._process is not None
+            self._events["server_restarts"] += self._process is not None
             self._end()
             try:
                 await self._launch()
@@ -93,7 +93,7 @@ class GraderServer:
         answered_badly = bool(outcomes) and outcomes[-1].cause == "end"
         if not outcomes or (has_failed and len(outcomes) < len(tasks) and not answered_badly):
             outcomes.append(classify_end(name, report, self._config))
-        self.events.update(o.status for o in outcomes if o.status in ACCIDENTS)
+        self._events.update(o.status for o in outcomes if o.status in ACCIDENTS)
         return outcomes
 
     def close(self) -> None:

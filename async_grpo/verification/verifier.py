@@ -48,6 +48,8 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
     limit(resource.RLIMIT_AS, config.memory_mib << 20)
     limit(resource.RLIMIT_FSIZE, config.file_mib << 20)
     limit(resource.RLIMIT_CORE, 0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two for each child at a time
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
     try:
         adapters = load_adapters(config)

@@ -28,13 +28,14 @@ def reach(sample):
 # It asks a server of shipped graders to run the code of somebody who has taken one over.
 SCRIPT = """
 import asyncio, json, sys
+from collections import Counter
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.graders.shipped import SHIPPED
 from async_grpo.verification.server import GraderServer
 
 async def main():
     config = VerifierConfig(reward_names=(sys.argv[1],), timeout_s=5.0)
-    server = GraderServer(config, shipped=True)
+    server = GraderServer(config, shipped=True, events=Counter())
     await server.start()
     rewards = {}
     for name, code in json.load(sys.stdin).items():

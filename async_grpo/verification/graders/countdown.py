@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from async_grpo.verification.graders.boxed import UnscorableError, last_boxed
 
@@ -18,7 +19,7 @@ MAX_DEPTH = 50  # of parentheses
 
 SPELLINGS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
 EQUATION = re.compile(r"([0-9+\-*/() ]+)(?:=([ ]*-?[ ]*[0-9]+[ ]*))?", re.ASCII)
-OPERATORS: dict[type[ast.AST], Callable[[Fraction, Fraction], Fraction]] = {
+OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

@@ -6,7 +6,6 @@ LaTeX --pylatexenc--> plain text --tokens--> explicit products --ast--> sympy
 from __future__ import annotations
 
 import ast
-import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,8 @@ from pylatexenc.latexwalker import (
     LatexWalkerParseError,
 )
 
+from async_grpo.verification.graders.countdown import OPERATORS
+
 MAX_CHARACTERS = 500  # longer answers are compared as strings only
 MAX_EXPONENT = 1000
 MAX_ARGUMENT = 10**6  # of a function: what it takes to reduce an angle grows with it
@@ -34,12 +35,6 @@ MACROS = {"pi": " pi ", "infty": " oo ", "cdot": "*", "times": "*", "div": "/"} 
     name: f" {name}" for name in FUNCTIONS if name != "sqrt"
 }
 SYMBOLS = {"π": " pi ", "∞": " oo ", "√": " sqrt", "·": "*", "×": "*", "÷": "/", "^": "**"}
-OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[A-Za-z]+|\*\*|[-+*/(),])\s*", re.ASCII)
 MIXED_NUMBER = re.compile(r"(?<![\d.])(\d+)\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)(\d))")
 
