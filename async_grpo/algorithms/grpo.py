@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from async_grpo.algorithms.advantages import group_advantages, has_variance
 from async_grpo.algorithms.base import (
     REFERENCE,
@@ -82,7 +80,7 @@ class Grpo(Algorithm):
         """A term that is not proportional to the advantage (KL in the loss, entropy) needs it."""
         if sample.num_trained_tokens == 0:
             return False
-        return not self._every_term_has_advantage or bool(np.any(sample.advantage))
+        return not self._every_term_has_advantage or sample.has_advantage
 
     def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
         """See grpo_loss.py."""

@@ -74,4 +74,6 @@ def shaped(sample: Sample, config: TrainConfig) -> Sample:
             for row in part.episode.rows
             if row.logprobs is not None
         )
+    if not overlong and not kl:
+        return sample  # as most runs' are
     return replace(sample, overlong_penalty=overlong, kl_penalty=kl)

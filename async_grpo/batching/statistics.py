@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from async_grpo.batching.admission import StepKey
 from async_grpo.types import Episode, Group, Sample
 
@@ -97,7 +95,7 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
         ),
         "truncated_samples": sum(s.episode.finish_reason == "length" for s in samples),
         "masked_samples": sum(sample.num_trained_tokens == 0 for sample in samples),
-        "zero_advantage_samples": sum(not np.any(sample.advantage) for sample in samples),
+        "zero_advantage_samples": sum(not sample.has_advantage for sample in samples),
         "unscorable_samples": sum(s.verdict.status == "unscorable" for s in samples),
         "overrun_samples": sum(s.verdict.cause == "overrun" for s in samples),
         "failed_samples": 0,
@@ -122,6 +120,7 @@ def tokens_by_lag(episode: Episode, *, batch: int, max_staleness: int) -> Counte
     Lag counts versions between the weights that sampled a token and those that its batch starts
     from. Drift between the gradient steps of one batch is another thing, and not counted here.
 
+    >>> import numpy as np
     >>> from async_grpo.types import Turn, VersionSpan, WeightsVersion
     >>> spans = tuple(VersionSpan(WeightsVersion(0, b), 5 * b, 5 * b + 5) for b in (0, 1))
     >>> turn = Turn(np.arange(10, dtype=np.int32), np.zeros(10, np.float32), spans, "stop", "")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.types.message import Message, Parcel
 from async_grpo.types.runs import RunId
 from async_grpo.types.samples import Episode, Question, SamplingContract, Turn, Verdict
 from async_grpo.types.weights import WeightsVersion
@@ -17,7 +18,7 @@ from async_grpo.user_code import UserCode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
+class GenerationRequest(Message):
     """One question to one worker: `num_samples` outputs that share the prompt's cache."""
 
     ordinal: int
@@ -30,7 +31,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VerificationRequest:
+class VerificationRequest(Message):
     """One output to grade: everything of the question, and the text."""
 
     ordinal: int
@@ -40,7 +41,7 @@ class VerificationRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradingRequest:
+class GradingRequest(Parcel):
     """The outputs of one group, or some of them, to one verifier pool."""
 
     outputs: tuple[VerificationRequest, ...]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.types.audit import RowKey
+from async_grpo.types.message import Message
 from async_grpo.types.weights import VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,7 +22,7 @@ FailureCause = Literal["", "exception", "connection", "overrun", "end", "lost"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
+class Question(Message):
     """One line of the user's data, tokenised."""
 
     input_token_ids: NDArray[np.int32]  # [P]
@@ -39,7 +40,7 @@ class TrainingPair:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingContract:
+class SamplingContract(Message):
     """What decides log-probabilities; shared by engine, reference and trainer."""
 
     temperature: float
@@ -48,7 +49,7 @@ class SamplingContract:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class Turn(Message):
     """One sampled output, as the engine reported it."""
 
     token_ids: NDArray[np.int32]  # [L]
@@ -60,7 +61,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class Row(Message):
     """What is trained as one sequence: a prompt, then tokens of which some were sampled."""
 
     prompt_token_ids: NDArray[np.int32]  # [P]
@@ -82,11 +83,11 @@ class Row:
     @property
     def num_trained_tokens(self) -> int:
         """Unmasked tokens."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Episode:
+class Episode(Message):
     """What became of one question: one row, unless its history was rewritten on the way."""
 
     rows: tuple[Row, ...]
@@ -141,7 +142,7 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Message):
     """What the verifiers say of one output.
 
     `scored` and `unscorable` (no answer could be found: a bad answer) carry a reward; an `error`
@@ -161,9 +162,13 @@ class Verdict:
     cause: FailureCause = ""
     place: str = ""  # of an exception: its type and the user's line
 
+    def without_texts(self) -> Verdict:
+        """The same without the words for people."""
+        return replace(self, reason="", place="") if self.reason or self.place else self
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class Sample(Message):
     """One episode of one question with everything the loss needs.
 
     Arrays of [L] follow the tokens of all its rows, laid end to end.
@@ -188,6 +193,13 @@ class Sample:
     def shaped_reward(self) -> float:
         """What the advantage is made of; `verdict.reward` stays the verifier's."""
         return self.verdict.reward - self.overlong_penalty - self.kl_penalty
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether the advantage of any of its tokens is not 0."""
+        # numpy takes as long for one number as for thousands.
+        found = self.advantage.any() if isinstance(self.advantage, np.ndarray) else self.advantage
+        return bool(found)
 
     @property
     def num_tokens(self) -> int:
@@ -233,8 +245,8 @@ def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
         replace(
             sample,
             question=question,
-            episode=replace(sample.episode, turns=()),
-            verdict=replace(sample.verdict, reason="", place=""),
+            episode=Episode(sample.episode.rows, is_cut=sample.episode.is_cut),
+            verdict=sample.verdict.without_texts(),
         )
         for sample in samples
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.types.audit import Tally
+from async_grpo.types.message import Parcel
 from async_grpo.types.samples import Sample
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Minibatch:
+class Minibatch(Parcel):
     """One rank's share of one round, each sample with one row (`Sample.parts`).
 
     No samples: the rank trains an inert filler.
@@ -42,7 +43,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class EndOfStep:
+class EndOfStep(Parcel):
     """Closes a gradient step on every rank, with the denominators nobody could know earlier."""
 
     batch: int
