@@ -18,7 +18,6 @@ MAY_EXECUTE = {
     "verification/jail_calls.py": "the same, function by function",
 }
 MAY_WAIT = {
-    "rollout/feed.py": "a queue in the same process, whose reader has the update's deadline",
 }
 
 

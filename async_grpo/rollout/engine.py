@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -174,7 +174,7 @@ class Engine:
         return tuple(device for device in found if device)
 
     async def open_route(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
-        """Meet the trainer's device, for `receive`; generation waits meanwhile.
+        """Meet the trainer over NCCL, for `receive`; generation waits meanwhile.
 
         Raises:
             WeightSyncError: the two cannot meet; the old weights serve on.
@@ -184,26 +184,23 @@ class Engine:
         call = self._llm.init_weight_transfer_engine(request)
         await self._transfer("init_weight_transfer_engine", call, timeout_s=timeout_s)
 
-    async def receive(
-        self, snapshot: WeightsSnapshot, updates: AsyncIterable[dict[str, Any]], *, timeout_s: float
-    ) -> Loaded:
-        """As `load`, with updates that come from the trainer's device straight into the model.
-
-        Generation stands still from the first to the last, and there is no way back after it.
-
-        Raises:
-            WeightSyncError: another model's parameters; the old weights serve on.
-            EngineBrokenError: the loading itself failed, or did not end in time.
-        """
+    async def expect(self, snapshot: WeightsSnapshot) -> None:
+        """Raise `WeightSyncError` unless these are exactly the model's parameters."""
         tensors = [list(meta) for bucket in snapshot.buckets for meta in bucket.tensors]
         call = self._llm.collective_rpc("expect_weights", args=(tensors,))
         await self._transfer("expect_weights", call)
-        return await self._apply(snapshot, updates=updates, timeout_s=timeout_s)
 
-    async def _load_each(self, updates: AsyncIterable[dict[str, Any]]) -> None:
-        await self._llm.start_weight_update()
-        async for update in updates:
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update))
+    async def receive(
+        self, snapshot: WeightsSnapshot, update_info: dict[str, Any], *, timeout_s: float
+    ) -> Loaded:
+        """As `load`, with parameters that come from the trainer's device straight into the model.
+
+        Generation stands still meanwhile, and there is no way back.
+
+        Raises:
+            EngineBrokenError: the loading failed, or did not end in time.
+        """
+        return await self._apply(snapshot, update_info=update_info, timeout_s=timeout_s)
 
     async def _stage(
         self, bucket: WeightsBucket, data: NDArray[np.uint8], *, file: SharedFile, is_last: bool
@@ -223,7 +220,7 @@ class Engine:
         self,
         snapshot: WeightsSnapshot,
         *,
-        updates: AsyncIterable[dict[str, Any]] | None = None,
+        update_info: dict[str, Any] | None = None,
         timeout_s: float = deadlines.WEIGHTS_APPLIED_S,
     ) -> Loaded:
         canary, paused_at = CanaryPass(self._llm, snapshot.canary), time.monotonic()
@@ -233,8 +230,9 @@ class Engine:
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
                 states = self._llm.output_processor.request_states.values()
                 recomputed = cached_tokens(states, shares_prompts=self._shares_prompts)
-                if updates is not None:
-                    await self._load_each(updates)
+                if update_info is not None:
+                    await self._llm.start_weight_update()
+                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info))
                 await self._llm.finish_weight_update(weight_version=str(snapshot.version))
                 await canary.queue()  # before the others go on, or it would wait for a place
                 await self._llm.resume_generation()

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import ray
 
 from async_grpo import cluster, deadlines
-from async_grpo.errors import WorkerError
+from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.roles import GENERATION
-from async_grpo.rollout.feed import UpdateFeed
 from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.types import (
     GenerationRequest,
@@ -78,7 +77,6 @@ class GenerationWorker:
         self._loading = asyncio.Lock()
         self._answering: asyncio.Task[Pulse] | None = None  # the engine, a ping
         self._ack: WeightsAck | None = None  # of the version served
-        self._transport = ""  # of the open route
 
     async def info(self) -> WorkerInfo:
         """Who this worker is; answers once its engine runs."""
@@ -161,41 +159,32 @@ class GenerationWorker:
         """
         return await self._serve(snapshot, lambda: self._engine.load(snapshot, cluster.fetch_bytes))
 
-    async def open_route(self, info: dict[str, Any], timeout_s: float) -> None:
-        """Meet the trainer's device; the first of vLLM's four calls of a device transport.
+    async def open_route(self, init_info: dict[str, Any], timeout_s: float) -> None:
+        """Meet the trainer over NCCL.
 
         Raises:
             WeightSyncError: the two cannot meet.
         """
         async with self._loading:
-            await self._alive(self._engine.open_route(info, timeout_s=timeout_s))
-            self._transport = info["transport"]
+            await self._alive(self._engine.open_route(init_info, timeout_s=timeout_s))
 
-    async def begin_update(self, snapshot: WeightsSnapshot, timeout_s: float) -> None:
-        """Stand still for updates; unless all have come within `timeout_s`, this process ends.
+    async def expect_weights(self, snapshot: WeightsSnapshot) -> None:
+        """Raise `WeightSyncError` unless `receive_weights` of these could be served."""
+        if self._version is not None and snapshot.version <= self._version:
+            raise WeightSyncError(
+                "weights must be newer than those that are served: send later ones"
+            )
+        await self._alive(self._engine.expect(snapshot))
 
-        Raises:
-            WeightSyncError: another model's weights, or not newer ones; nothing has changed.
-        """
-        feed = self._feed = UpdateFeed()
-        self._receiving = asyncio.create_task(
-            self._serve(
-                snapshot,
-                lambda: self._engine.receive(snapshot, feed, timeout_s=timeout_s),
-                transport=self._transport,
-            ),
-            name=f"receive-{snapshot.version}",
+    async def receive_weights(
+        self, snapshot: WeightsSnapshot, update_info: dict[str, Any], timeout_s: float
+    ) -> None:
+        """Take a snapshot over NCCL; unless all of it has come in time, this process ends."""
+        await self._serve(
+            snapshot,
+            lambda: self._engine.receive(snapshot, update_info, timeout_s=timeout_s),
+            transport="nccl",
         )
-        await feed.until_wanted(self._receiving)
-
-    async def update(self, update_info: dict[str, Any]) -> None:
-        """Load some parameters."""
-        await self._feed.put(update_info)
-
-    async def finish_update(self) -> None:
-        """All parameters have come: serve them."""
-        self._feed.close()
-        await self._receiving
 
     async def _serve(
         self,

@@ -50,6 +50,9 @@ class WorkerHandle(Protocol):
     abort_all: Remote[[], None]
     load_weights: Remote[[WeightsSnapshot], WeightsAck]  # of roles that follow the trainer's
     generate: Remote[[GenerationRequest], tuple[Turn, ...]]
+    open_route: Remote[[dict[str, Any], float], None]  # of the device transport, as the next two
+    expect_weights: Remote[[WeightsSnapshot], None]
+    receive_weights: Remote[[WeightsSnapshot, dict[str, Any], float], None]
     logprobs: Remote[[LogprobRequest], Sequence[Any]]  # of references and teachers
     play: Remote[[EpisodesRequest], PlayedGroup]  # of environments
     verify: Remote[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import ConfigError, DeadlineError
@@ -19,10 +19,11 @@ from async_grpo.weight_sync.publisher import Publisher, Roles
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient
+    from async_grpo.types.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 NUM_SENDERS = 4  # links that send at a time, each with its own tensors on the trainer's device
-Connect = Callable[[WorkerInfo, Any], Link]
+Connect = Callable[[WorkerInfo, "WorkerHandle"], Link]
 
 
 class DeviceTransport:
@@ -77,7 +78,7 @@ class DeviceTransport:
                 outcome.cancel()
                 self._drop(worker)
 
-    def _link(self, worker: WorkerInfo, handle: Any) -> Link | None:
+    def _link(self, worker: WorkerInfo, handle: WorkerHandle) -> Link | None:
         if worker not in self._links:
             try:
                 self._links[worker] = self._connect(worker, handle)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,6 +13,9 @@ from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import WeightsSnapshot
 from async_grpo.weight_sync.buckets import unpack_bucket
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
 
 OnFailure = Callable[[Exception], None]
 
@@ -46,9 +49,8 @@ class Link(Protocol):
 class WorkerClient:
     """vLLM's own protocol of a weight update (`VLLMWeightSyncClient`), with one worker by Ray."""
 
-    def __init__(self, handle: Any, *, transport: str, who: str) -> None:
+    def __init__(self, handle: WorkerHandle, *, who: str) -> None:
         self._handle = handle
-        self._transport = transport
         self._who = who
 
     def prepare(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
@@ -56,25 +58,25 @@ class WorkerClient:
         self._snapshot, self._deadline, self._on_failure = snapshot, deadline, on_failure
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        info = {"transport": self._transport, "init_info": init_info}
-        self._call("open_route", info, self._remaining_s())
+        self._wait(self._handle.open_route.remote(init_info, self._remaining_s()))
 
     def start_weight_update(self) -> None:
-        self._call("begin_update", self._snapshot, self._remaining_s())
+        """Have the worker refuse what it could not load; nothing of it has changed yet."""
+        self._wait(self._handle.expect_weights.remote(self._snapshot))
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self._call("update", update_info)
+        """Return when the worker has received all parameters, and serves them."""
+        timeout_s = self._remaining_s()
+        self._wait(self._handle.receive_weights.remote(self._snapshot, update_info, timeout_s))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """The worker has the version from `start_weight_update`."""
-        self._call("finish_update")
+        """Nothing is left to do."""
 
     def _remaining_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.0)
 
-    def _call(self, method: str, *arguments: Any) -> None:
+    def _wait(self, call: Awaitable[None]) -> None:
         try:
-            call = getattr(self._handle, method).remote(*arguments)
             cluster.wait(call, timeout_s=self._remaining_s(), who=self._who)
         except AsyncGrpoError as error:
             self._on_failure(error)

@@ -18,27 +18,26 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from async_grpo.types import WeightsSnapshot, WorkerInfo
 from async_grpo.weight_sync.buckets import torch_dtype
-from async_grpo.weight_sync.group import check_group
 from async_grpo.weight_sync.links import OnFailure, Sender, WorkerClient, device_tensors
+from async_grpo.weight_sync.routes import check_group
 
 
 class SnapshotSource(WeightSource):
     """A snapshot in host memory, as vLLM reads weights."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, snapshot: WeightsSnapshot, device: torch.device) -> None:
+        self._snapshot = snapshot
         self._device = device
-        self.snapshot: WeightsSnapshot | None = None
 
     def metadata(self) -> list[ParamMeta]:
-        buckets = self.snapshot.buckets if self.snapshot else ()
         return [
             ParamMeta(meta.name, torch_dtype(meta.dtype), meta.shape)
-            for bucket in buckets
+            for bucket in self._snapshot.buckets
             for meta in bucket.tensors
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return device_tensors(self.snapshot, self._device) if self.snapshot else iter(())
+        return device_tensors(self._snapshot, self._device)
 
 
 class NcclLink:
@@ -48,7 +47,6 @@ class NcclLink:
         self._client = client
         self._num_receivers = len(worker.devices)
         self._sender = sender
-        self._source = SnapshotSource(sender.device)
         self._engine: NCCLTrainerWeightTransferEngine | None = None
         # Its own, so that a receiver that hangs holds up no other link. None: not a CUDA device.
         on_cuda = sender.device.type == "cuda"
@@ -57,11 +55,12 @@ class NcclLink:
     def send(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
         """See `Link`; one parameter at a time travels, in the snapshot's order."""
         self._client.prepare(snapshot, deadline=deadline, on_failure=on_failure)
-        self._source.snapshot = snapshot
         device = self._sender.device
+        source = SnapshotSource(snapshot, device)
         with torch.accelerator.device_index(device.index), torch.cuda.stream(self._stream):
             if self._engine is None:
-                self._engine = self._rendezvous()
+                self._engine = self._rendezvous(source)
+            self._engine.source = source
             self._engine.send_weights()
 
     def close(self) -> None:
@@ -69,7 +68,7 @@ class NcclLink:
         if self._engine is not None:
             self._engine.shutdown()
 
-    def _rendezvous(self) -> NCCLTrainerWeightTransferEngine:
+    def _rendezvous(self, source: SnapshotSource) -> NCCLTrainerWeightTransferEngine:
         info = NCCLTrainerInitInfo(
             master_address=self._sender.address,
             master_port=_free_port(self._sender.address),
@@ -77,9 +76,8 @@ class NcclLink:
             packed=False,  # packed chunks would share two streams among all links
             rank=0,
         )
-        client: Any = self._client  # vLLM's protocol by structure
         engine = NCCLTrainerWeightTransferEngine.trainer_init(
-            info, client=client, source=self._source
+            info, client=self._client, source=source
         )
         check_group(engine.model_update_group)
         return engine

@@ -1,11 +1,13 @@
-"""Which transport leads from the trainer's device to which worker. Pure.
+"""Whether a transport leads from the trainer's device to a worker. Pure.
 
 A device is named by the identity that its driver gives it, the same in every process.
 """
 
 from __future__ import annotations
 
-from async_grpo.errors import ConfigError
+from typing import Any
+
+from async_grpo.errors import ConfigError, WeightSyncError
 from async_grpo.types import WorkerInfo
 
 OBJECT_STORE = "object_store"
@@ -40,4 +42,18 @@ process, but trainer rank 0 and worker w share GPU-1: use object_store
         raise ConfigError(
             f"{option} needs a device of its own for every process, but trainer rank 0 and {who} "
             f"share {sender}: use {OBJECT_STORE}"
+        )
+
+
+def check_group(group: Any) -> None:
+    """Raise `WeightSyncError` for a communicator of vLLM whose broadcasts would do nothing.
+
+    Where the NCCL library cannot be loaded, vLLM makes one all the same, and the receiver would
+    serve uninitialised memory.
+    """
+    if group is None or group.disabled:
+        raise WeightSyncError(
+            "--weight-transport nccl needs the NCCL library in trainer and worker, and vLLM could "
+            "not load it, or VLLM_DISABLE_PYNCCL is set: install requirements/gpu.txt in both, or "
+            f"use {OBJECT_STORE}"
         )

@@ -6,7 +6,7 @@ path ahead of it: a worker that it does not reach, or that joins later, loads fr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ray
 import torch
@@ -19,6 +19,7 @@ from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient
+    from async_grpo.types.handles import WorkerHandle
 
 
 class Transport(Protocol):
@@ -49,11 +50,9 @@ def open_transport(name: str, publisher: Publisher) -> Transport:
     device = torch.device("cuda", torch.cuda.current_device())
     sender = Sender(device, device_id(), ray.util.get_node_ip_address())
 
-    def connect(worker: WorkerInfo, handle: Any) -> Link:
+    def connect(worker: WorkerInfo, handle: WorkerHandle) -> Link:
         check_route(name, worker, sender=sender.device_id)
-        client = WorkerClient(
-            handle, transport=name, who=f"{worker.role} worker {worker.worker_id}"
-        )
+        client = WorkerClient(handle, who=f"{worker.role} worker {worker.worker_id}")
         return NcclLink(client, worker=worker, sender=sender)
 
     return DeviceTransport(publisher, connect)

@@ -3,34 +3,33 @@
 vLLM imports this module by name (`worker_extension_cls`), which registers the weight-transfer
 backend `staged_file`. A worker puts the bytes into a shared file, bucket by bucket; here each
 bucket is mapped, checked and kept while generation goes on, and all of them are loaded in one step
-while it stands still. Until that step nothing of the live model is touched. Updates that come from
-the trainer's device instead are handed on to a `DeviceReceiver`.
+while it stands still. Until that step nothing of the live model is touched.
+
+What comes over NCCL is received by vLLM's own engine and loaded as it arrives, while generation
+stands still: no second copy of the model, and no way back once it has begun.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferEngine,
+    NCCLWeightTransferInitInfo,
 )
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
 from async_grpo.weight_sync.buckets import check_bytes, dtype_name, view_tensor
 from async_grpo.weight_sync.manifest import ExpectedWeights, read_expected
-from async_grpo.weight_sync.vllm_device import DeviceReceiver
+from async_grpo.weight_sync.routes import check_group
 
 BACKEND = "staged_file"
 # It warns of every layer that has nothing of its own to load; what was loaded is checked below.
@@ -39,17 +38,9 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
 
 
-@dataclass
-class StagedFileInit(WeightTransferInitInfo):
-    """The route from the trainer's device; buckets in shared files need none."""
-
-    transport: str
-    init_info: dict[str, Any]  # of vLLM's stock engine for it
-
-
-@dataclass
-class StagedFileUpdate(WeightTransferUpdateInfo):
-    """One bucket: where its bytes are in the shared file, and what they hold."""
+@dataclass(frozen=True, slots=True)
+class StagedBucket:
+    """Where the bytes of one bucket are in the shared file, and what they hold."""
 
     path: str
     offset_bytes: int  # of the bucket in the file
@@ -59,21 +50,17 @@ class StagedFileUpdate(WeightTransferUpdateInfo):
     is_last: bool
 
 
-class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
-    """Stage and verify bucket by bucket, then load everything at once; or let a device load."""
+class StagedFileEngine(NCCLWeightTransferEngine):
+    """Stage and verify bucket by bucket, then load everything at once; or let NCCL load."""
 
-    init_info_cls = StagedFileInit
-    update_info_cls = StagedFileUpdate
     supports_draft_weight_update = False
     _expected: ExpectedWeights | None = None
-    _route: DeviceReceiver | None = None
 
-    def init_transfer_engine(self, init_info: StagedFileInit) -> None:
-        """Meet the trainer, in place of the one before it."""
+    def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
+        """Meet the trainer over NCCL, in place of the one before it; blocks until it is there."""
         self.shutdown()
-        route = DeviceReceiver(init_info.transport, self)
-        route.open(init_info.init_info)
-        self._route = route
+        super().init_transfer_engine(init_info)
+        check_group(self.model_update_group)
 
     def expect(self, tensors: list[list]) -> None:
         """Raise `WeightSyncError` unless these are exactly the model's parameters."""
@@ -83,56 +70,62 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
 
     def start_weight_update(self) -> None:
         self._staged: dict[str, torch.Tensor] = {}
+        self._loaded: set[str] | None = set()  # None: this model does not tell
         # Now: while weights are loaded, a tied head is a parameter of its own.
         self._parameters = {name for name, _ in self.model.named_parameters()}
 
-    def update_weights(self, update_info: dict) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         if "path" in update_info:
-            self.receive_weights(self.parse_update_info(update_info))
+            self._stage(StagedBucket(**update_info))
         else:
-            route = self._open_route()
-            if not route.is_receiving:
-                _forget_packed(self.model)
-            route.receive(update_info)
+            self._receive(update_info)
 
-    def receive_weights(self, update_info: StagedFileUpdate) -> None:
+    def _stage(self, bucket: StagedBucket) -> None:
         """Map and verify one bucket.
 
         Raises:
             WeightSyncError: wrong bytes, or parameters that are not exactly the model's.
         """
-        metas = _metas(update_info.tensors)
+        metas = _metas(bucket.tensors)
         self._expected_weights().check(metas)
         # Copy-on-write, so that torch takes it for writable; nothing writes.
         data = np.memmap(
-            update_info.path,
+            bucket.path,
             dtype=np.uint8,
             mode="c",
-            offset=update_info.offset_bytes,
-            shape=(update_info.size_bytes,),
+            offset=bucket.offset_bytes,
+            shape=(bucket.size_bytes,),
         )
-        check_bytes(data, size_bytes=update_info.size_bytes, checksum=update_info.checksum)
+        check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
         for meta in metas:
             if meta.name in self._staged:
                 raise WeightSyncError(f"parameter {meta.name!r} must be sent once, got it twice")
             self._staged[meta.name] = view_tensor(data, meta)
-        if update_info.is_last:
+        if bucket.is_last:
             self._expected_weights().check_complete(self._staged)
+
+    def _receive(self, update_info: dict[str, Any]) -> None:
+        """Load all parameters from the trainer's device; an error leaves a broken model."""
+        self._expected_weights().check_complete(update_info["names"])
+        self._begin_loading()
+        recorder = _Recorder(self.model)
+        self.set_weight_update_target(recorder, self.model_config)  # type: ignore[arg-type]
+        with torch.no_grad():
+            super().update_weights(update_info)
+        self.reset_weight_update_target()
+        self._loaded = recorder.loaded
 
     def finish_weight_update(self) -> None:
         """Load what was staged; an error here leaves a broken model that must not serve."""
         with torch.no_grad():
             if self._staged:
-                _forget_packed(self.model)
-                initialize_layerwise_reload(self.model)
-                loaded = self.model.load_weights(iter(self._staged.items()))
-                finalize_layerwise_reload(self.model, self.model_config)
-            else:
-                loaded = self._open_route().finish(self._expected_weights())
+                self._begin_loading()
+                self._loaded = self.model.load_weights(iter(self._staged.items()))
+            super().finish_weight_update()
             _pack_tied_head(self.model)
         torch.accelerator.synchronize()  # the copies read what is dropped next
         self._staged = {}
-        if loaded is not None and (skipped := self._parameters - set(loaded)):
+        if self._loaded is not None and (skipped := self._parameters - self._loaded):
             raise WeightSyncError(
                 f"vLLM must load every parameter of its model, it left {len(skipped)} as they "
                 f"were, such as {min(skipped)!r}: the model cannot be updated while it serves"
@@ -142,17 +135,9 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
         """Forget an update that will not be finished."""
         self._staged = {}
 
-    def shutdown(self) -> None:
-        """Leave the trainer."""
-        self._staged = {}
-        if self._route is not None:
-            self._route.shutdown()
-            self._route = None
-
-    def _open_route(self) -> DeviceReceiver:
-        if self._route is None:
-            raise WeightSyncError("an update must have buckets, or a route from a device: got none")
-        return self._route
+    def _begin_loading(self) -> None:
+        _forget_packed(self.model)
+        initialize_layerwise_reload(self.model)
 
     def _expected_weights(self) -> ExpectedWeights:
         if self._expected is None:
@@ -163,6 +148,18 @@ class StagedFileEngine(WeightTransferEngine[StagedFileInit, StagedFileUpdate]):
                 tied_head=bool(text_config.tie_word_embeddings),
             )
         return self._expected
+
+
+class _Recorder:
+    """Stands before the model while vLLM's engine loads, and remembers what was loaded."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.loaded: set[str] | None = set()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        loaded = self._model.load_weights(weights)
+        self.loaded = self.loaded | loaded if self.loaded is not None and loaded else None
 
 
 def _metas(tensors: list[list]) -> list[TensorMeta]:

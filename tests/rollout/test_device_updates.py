@@ -61,14 +61,14 @@ class Stack:
         devices_on_cpu.install(patch.setattr)
         from async_grpo.weight_sync.nccl import NcclLink
 
-        self.folder, self.name, self.make_link = folder, "nccl", NcclLink
+        self.folder, self.make_link = folder, NcclLink
         self.client = RegistryClient(ping_interval_s=0.5)
         self.publisher = Publisher(bucket_bytes=40_000)
         self.transport = DeviceTransport(self.publisher, self.connect)
         self.models, self.snapshots = {}, {}
 
     def connect(self, info, handle):
-        client = WorkerClient(handle, transport=self.name, who=info.worker_id)
+        client = WorkerClient(handle, who=info.worker_id)
         sender = Sender(torch.device("cpu"), "GPU-of-trainer", "127.0.0.1")
         return self.make_link(client, worker=info, sender=sender)
 
@@ -170,17 +170,17 @@ def test_another_models_weights_are_refused_before_anything_stands_still(stack, 
     renamed = ((f"other.{name}", tensor) for name, tensor in model.named_parameters())
     other = stack.publisher.collect(renamed, version=WeightsVersion(0, 3))
     with pytest.raises(WeightSyncError, match=r"'other.model.embed_tokens.weight'"):
-        get(worker.begin_update.remote(other, 10.0))
+        get(worker.expect_weights.remote(other))
     missing = stack.collect(3)
     fewer = missing.__class__(missing.version, missing.buckets[1:])
     with pytest.raises(WeightSyncError, match="are missing"):
-        get(worker.begin_update.remote(fewer, 10.0))
+        get(worker.expect_weights.remote(fewer))
     stack.assert_serves(worker, before)
 
 
 def test_weights_that_are_not_newer_are_refused_to_whoever_sends_them(stack, worker):
     with pytest.raises(WeightSyncError, match="must be newer"):
-        get(worker.begin_update.remote(stack.collect(1), 10.0))
+        get(worker.expect_weights.remote(stack.collect(1)))
     stack.assert_serves(worker, WeightsVersion(0, 2))
 
 
@@ -194,7 +194,12 @@ def test_a_late_joiner_serves_the_version_and_has_a_route_from_the_next_on(stack
 
 
 def test_a_trainer_that_vanishes_midway_costs_the_engine_and_no_other(stack, worker):
-    get(worker.begin_update.remote(stack.collect(5), 2.0))
+    snapshot = stack.collect(5)
+    metas = [meta for bucket in snapshot.buckets for meta in bucket.tensors]
+    names, dtypes, shapes, _ = zip(*metas, strict=True)
+    worker.receive_weights.remote(
+        snapshot, {"names": names, "dtype_names": dtypes, "shapes": shapes}, 2.0
+    )
     with pytest.raises(RayActorError):
         for _ in range(100):
             ray.get(worker.ping.remote(), timeout=30)

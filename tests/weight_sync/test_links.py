@@ -53,7 +53,7 @@ def waits(monkeypatch):
 
 def client_of(handle, snapshot, *, timeout_s=10.0):
     failures = []
-    client = WorkerClient(handle, transport="nccl", who="generation worker w")
+    client = WorkerClient(handle, who="generation worker w")
     deadline = time.monotonic() + timeout_s
     client.prepare(snapshot, deadline=deadline, on_failure=failures.append)
     return client, failures
@@ -66,28 +66,28 @@ def test_vllms_four_calls_reach_the_worker_with_what_they_bring(waits):
     client.start_weight_update()
     client.update_weights({"names": ["w0"]})
     client.finish_weight_update()
-    opened, begun, update, finished = handle.calls
-    assert opened[:2] == ("open_route", {"transport": "nccl", "init_info": {"world_size": 2}})
-    assert begun[:2] == ("begin_update", snapshot)
-    assert 5 < begun[2] <= opened[2] <= 10, "the worker keeps the same deadline"
-    assert (update, finished) == (("update", {"names": ["w0"]}), ("finish_update",))
+    opened, expected, received = handle.calls
+    assert opened[:2] == ("open_route", {"world_size": 2})
+    assert expected == ("expect_weights", snapshot)
+    assert received[:3] == ("receive_weights", snapshot, {"names": ["w0"]})
+    assert 5 < received[3] <= opened[2] <= 10, "the worker keeps the same deadline"
     assert not failures and {who for _, who in waits} == {"generation worker w"}
 
 
 def test_an_update_has_one_deadline_and_not_one_a_call(waits):
     client, _ = client_of(FakeHandle(), snapshot_of(NAMED, 0), timeout_s=0.2)
-    client.start_weight_update()
+    client.init_weight_transfer_engine({})
     time.sleep(0.1)
-    client.update_weights({})
+    client.start_weight_update()
     time.sleep(0.15)
-    client.finish_weight_update()
+    client.update_weights({})
     first, second, third = (seconds for seconds, _ in waits)
     assert first <= 0.2 and second <= first - 0.1 and third == 0
 
 
 @pytest.mark.parametrize("error", [WeightSyncError("another model"), WorkerError("died")])
 def test_a_failure_is_told_at_once_and_raised(waits, error):
-    client, failures = client_of(FakeHandle(update=error), snapshot_of(NAMED, 0))
+    client, failures = client_of(FakeHandle(receive_weights=error), snapshot_of(NAMED, 0))
     client.start_weight_update()
     with pytest.raises(type(error)):
         client.update_weights({})

@@ -1,10 +1,12 @@
 """Which transport leads where."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from async_grpo.errors import ConfigError
+from async_grpo.errors import ConfigError, WeightSyncError
 from async_grpo.types import WorkerInfo
-from async_grpo.weight_sync.routes import check_route
+from async_grpo.weight_sync.routes import check_group, check_route
 
 
 def worker(*devices):
@@ -36,3 +38,10 @@ def test_a_transport_that_leads_nowhere_is_refused_with_one_that_does(
 ):
     with pytest.raises(ConfigError, match=f"--weight-transport {transport} .*{complaint}"):
         check_route(transport, worker(*devices), sender=sender)
+
+
+def test_a_group_that_would_send_nothing_is_refused():
+    check_group(SimpleNamespace(disabled=False))
+    for useless in (None, SimpleNamespace(disabled=True)):
+        with pytest.raises(WeightSyncError, match="needs the NCCL library"):
+            check_group(useless)
