@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
 
 FAILED_SAMPLES = "failed_samples.jsonl"
 
@@ -24,29 +27,23 @@ class WorkerKind:
     role: str
     num_workers: int
     resources: Mapping[str, float]  # that one of them takes of this node
-    start: Callable[[str], Any]  # makes the actor with this worker id; it loads afterwards
+    start: Callable[[str], WorkerHandle]  # makes the actor with this worker id; it loads afterwards
 
 
 def worker_kinds(config: WorkerConfig) -> tuple[WorkerKind, ...]:
     """What a dispatcher starts; generation workers bring a verifier pool for their rewards."""
     if config.role == VERIFIER:
         return (_verifier_pool(config),)
-    if config.role == GENERATION:
-        taken = _resources(num_gpus=config.tensor_parallel_size)
-        start = partial(_start_generation_worker, config, taken)
-        workers = WorkerKind(config.role, config.num_workers, taken, start)
-        return (workers, _verifier_pool(config)) if config.reward_names else (workers,)
-    if config.role == ENVIRONMENT:
-        return (WorkerKind(config.role, config.num_workers, {"CPU": 1.0}, _environment(config)),)
-    taken = _resources(num_gpus=1)
-    start = partial(_start_logprob_worker, config, taken)
-    return (WorkerKind(config.role, config.num_workers, taken, start),)
-
-
-def _resources(*, num_gpus: int) -> Mapping[str, float]:
-    """A CPU, and devices where Ray has been told of some."""
+    starts, num_gpus = {
+        GENERATION: (_start_generation_worker, config.tensor_parallel_size),
+        ENVIRONMENT: (_start_environment_worker, 0),
+    }.get(config.role, (_start_logprob_worker, 1))
     on_gpu = cluster.resources_here().get("GPU", 0.0) > 0
-    return {"CPU": 1.0, "GPU": float(num_gpus) if on_gpu else 0.0}
+    taken = {"CPU": 1.0, "GPU": float(num_gpus) if on_gpu else 0.0}
+    start = partial(starts, config, taken)
+    workers = WorkerKind(config.role, config.num_workers, taken, start)
+    brings_pool = config.role == GENERATION and config.reward_names
+    return (workers, _verifier_pool(config)) if brings_pool else (workers,)
 
 
 def _verifier_pool(config: WorkerConfig) -> WorkerKind:
@@ -69,7 +66,7 @@ def _verifier_pool(config: WorkerConfig) -> WorkerKind:
     keeps_failed = config.write_failed_generation_samples
     failed_samples = os.path.abspath(FAILED_SAMPLES) if keeps_failed else ""
 
-    def start(worker_id: str) -> Any:
+    def start(worker_id: str) -> WorkerHandle:
         from async_grpo.verification.pool import VerifierPool
 
         return _actor(VerifierPool, {}, max_concurrency=10_000).remote(
@@ -84,47 +81,33 @@ def _verifier_pool(config: WorkerConfig) -> WorkerKind:
 
 def _start_generation_worker(
     config: WorkerConfig, taken: Mapping[str, float], worker_id: str
-) -> Any:
-    from async_grpo.rollout.settings import EngineConfig, worker_environment
-    from async_grpo.rollout.worker import GenerationWorker
+) -> WorkerHandle:
+    from async_grpo.rollout.worker import GenerationWorker, worker_environment
 
-    engine = EngineConfig(
-        model_path=os.path.abspath(config.model_path),
-        dtype=config.dtype,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        tensor_parallel_size=config.tensor_parallel_size,
-        kv_cache_gib=config.kv_cache_gib,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
     environment = {"env_vars": worker_environment(on_cpu=not taken["GPU"])}
     return _actor(GenerationWorker, taken, runtime_env=environment).remote(
-        engine,
+        replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
+    )
+
+
+def _start_environment_worker(
+    config: WorkerConfig, taken: Mapping[str, float], worker_id: str
+) -> WorkerHandle:
+    """It learns of the environment from the run."""
+    from async_grpo.environments.services import ask
+    from async_grpo.environments.worker import EnvironmentWorker
+
+    return _actor(EnvironmentWorker, taken).remote(
+        ask,
         worker_id=worker_id,
-        overhead_seqs=config.overhead_seqs,
-        temperature=config.temperature or None,
+        capacity=config.max_num_seqs,
         lease_s=config.worker_lease_s,
     )
 
 
-def _environment(config: WorkerConfig) -> Callable[[str], Any]:
-    """Workers learn of the environment from the run."""
-
-    def start(worker_id: str) -> Any:
-        from async_grpo.environments.services import ask
-        from async_grpo.environments.worker import EnvironmentWorker
-
-        return _actor(EnvironmentWorker, {"CPU": 1.0}).remote(
-            ask,
-            worker_id=worker_id,
-            capacity=config.max_num_seqs,
-            lease_s=config.worker_lease_s,
-        )
-
-    return start
-
-
-def _start_logprob_worker(config: WorkerConfig, taken: Mapping[str, float], worker_id: str) -> Any:
+def _start_logprob_worker(
+    config: WorkerConfig, taken: Mapping[str, float], worker_id: str
+) -> WorkerHandle:
     from async_grpo.scoring.worker import LogprobWorker
 
     return _actor(LogprobWorker, taken).remote(

@@ -26,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo import deadlines
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.rollout.cached_tokens import cached_tokens
 from async_grpo.rollout.canary import CanaryPass
@@ -33,7 +34,6 @@ from async_grpo.rollout.completions import read_completion
 from async_grpo.rollout.engine_args import engine_args
 from async_grpo.rollout.request_pulses import request_pulses
 from async_grpo.rollout.sampling import sampling_params
-from async_grpo.rollout.settings import EngineConfig
 from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.rollout.update_delay import UpdateDelay
 from async_grpo.types import (
@@ -76,7 +76,7 @@ class EngineBrokenError(WorkerError):
 class Engine:
     """One vLLM engine with its own processes."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self._llm = AsyncLLM.from_engine_args(engine_args(config))
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}  # by the name that vLLM knows it by

@@ -6,7 +6,7 @@ from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from async_grpo.rollout.settings import EngineConfig
+from async_grpo.config.worker import WorkerConfig
 
 EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
 TRANSFER_BACKEND = "staged_file"
@@ -17,7 +17,7 @@ CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
 KV_BLOCK_TOKENS = 32  # the least: prompts share whole blocks, and a sequence may waste one
 
 
-def engine_args(config: EngineConfig) -> AsyncEngineArgs:
+def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     """What the worker was asked for, and what training needs."""
     on_cpu = current_platform.is_cpu()
     dtype = config.dtype
@@ -32,7 +32,6 @@ def engine_args(config: EngineConfig) -> AsyncEngineArgs:
         enable_prefix_caching=config.enable_prefix_caching,
         scheduler_cls=SCHEDULER,
         scheduling_policy="priority",  # of equals the first comes first; the canary goes before all
-        seed=config.seed,
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,
         generation_config="vllm",  # nothing of the sampling comes from the model's folder
         logprobs_mode="processed_logprobs",  # at the sampling temperature

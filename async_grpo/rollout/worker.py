@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.roles import GENERATION
-from async_grpo.rollout.settings import EngineConfig, worker_environment
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -33,28 +33,34 @@ from async_grpo.types import (
     canary_complaint,
 )
 
-__all__ = ["EngineConfig", "GenerationWorker", "worker_environment"]
-
 if TYPE_CHECKING:
     from async_grpo.rollout.engine import Loaded
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 ENGINE_POLL_INTERVAL_S = 0.5
+# vLLM reads these while it is imported, so they must be set before a worker's process begins.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # A second thread on a busy core makes the engine 10-20 times slower.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+# The first request would compile for seconds; on a GPU compiling is worth it.
+CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def worker_environment(*, on_cpu: bool = True) -> dict[str, str]:
+    """Environment variables for the process of a `GenerationWorker` (Ray's `env_vars`)."""
+    return ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
 
 
 class GenerationWorker:
     """Wrap with `ray.remote(max_concurrency=1000)`; every request is a coroutine of its own."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        worker_id: str,
-        overhead_seqs: int = 0,
-        temperature: float | None = None,
-        lease_s: float = deadlines.LEASE_S,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, *, worker_id: str) -> None:
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
         from transformers import AutoTokenizer
@@ -64,9 +70,7 @@ class GenerationWorker:
 
         self._config = config
         self._worker_id = worker_id
-        self._overhead_seqs = overhead_seqs
-        self._temperature = temperature
-        self._lease_s = lease_s
+        self._temperature = config.temperature or None
         imported = time.monotonic()
         self._tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self._tokenizer_hash = encoding_hash(self._tokenizer)
@@ -88,12 +92,12 @@ class GenerationWorker:
             model_path=self._config.model_path,
             vocab_size=self._engine.vocab_size,
             capacity=float(self._config.max_num_seqs),
-            overhead=float(self._overhead_seqs),
+            overhead=float(self._config.overhead_seqs),
             max_model_len=self._engine.max_model_len,
             tokenizer_hash=self._tokenizer_hash,
             temperature=self._temperature,
             devices=await self._alive(self._engine.devices()),
-            lease_s=self._lease_s,
+            lease_s=self._config.worker_lease_s,
             startup=self._startup,
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from async_grpo.rollout.settings import EngineConfig, worker_environment
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.rollout.worker import worker_environment
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.types import (
     CanaryRow,
@@ -59,7 +60,7 @@ def run(stack: Stack, size: Size, *, repeats: int, report: Callable[[str], None]
         actor = ray.remote(TimedWorker).options(
             num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": worker_environment()}
         )
-        worker: Any = actor.remote(EngineConfig(model_path=folder, max_num_seqs=NUM_REQUESTS))
+        worker: Any = actor.remote(WorkerConfig(model_path=folder, max_num_seqs=NUM_REQUESTS))
         try:
             info = ray.get(worker.info.remote(), timeout=TIMEOUT_S)
             report(f"{policy.size_bytes / 2**20:.0f} MiB, engine started")

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo import cluster
-from async_grpo.rollout.worker import EngineConfig, GenerationWorker
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.rollout.worker import GenerationWorker
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsAck, WeightsSnapshot
 
 PROMPT = np.arange(3, 35, dtype=np.int32)
@@ -41,7 +42,7 @@ class Load:
 class TimedWorker(GenerationWorker):
     """Calls are timed where the worker makes them; what it does stays the same."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         from async_grpo.rollout import engine_args  # imports vLLM, in this process alone
 
         engine_args.SCHEDULER = None  # vLLM's own, which tells of every step

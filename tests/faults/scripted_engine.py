@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import WorkerError
-from async_grpo.rollout.settings import EngineConfig
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -55,7 +55,7 @@ class Engine:
     dtype = "float32"
     is_dead = False
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         facts = json.loads((Path(config.model_path) / "config.json").read_text())
         self.vocab_size: int = facts["vocab_size"]
         self.max_model_len: int = config.max_model_len or facts["max_position_embeddings"]

@@ -20,8 +20,9 @@ from registry_actor import RegistryClient
 from tiny_models import load_model, make_model
 
 from async_grpo import cluster
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ConfigError
-from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
+from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import check_route
@@ -64,7 +65,7 @@ class Stack:
             max_concurrency=1000,
             runtime_env={"env_vars": worker_environment(on_cpu=False)},
         )
-        config = EngineConfig(model_path=self.folder, kv_cache_gib=0.25, max_num_seqs=16)
+        config = WorkerConfig(model_path=self.folder, kv_cache_gib=0.25, max_num_seqs=16)
         worker = actor.remote(config, worker_id=name)
         get(self.client.register(get(worker.info.remote()), worker))
         return worker

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from tiny_models import canary_of, load_model, snapshot_of
 
-from async_grpo.rollout.settings import EngineConfig
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 TEMPERATURE = 0.7
@@ -40,7 +40,7 @@ class Stack:
 
         self.folder = folder
         self.runner = asyncio.Runner()
-        self.engine = Engine(EngineConfig(model_path=folder, max_num_seqs=MAX_NUM_SEQS))
+        self.engine = Engine(WorkerConfig(model_path=folder, max_num_seqs=MAX_NUM_SEQS))
         self.models = Models(folder)
 
     def run(self, call):

@@ -17,8 +17,9 @@ from registry_actor import RegistryClient
 from tiny_models import load_model
 
 from async_grpo import cluster
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import WeightSyncError
-from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
+from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.weight_sync.device import DeviceTransport
 from async_grpo.weight_sync.links import Sender, WorkerClient
@@ -77,7 +78,7 @@ class Stack:
         actor = ray.remote(worker_class()).options(
             num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": environment}
         )
-        worker = actor.remote(EngineConfig(model_path=self.folder), worker_id=name)
+        worker = actor.remote(WorkerConfig(model_path=self.folder), worker_id=name)
         get(self.client.register(get(worker.info.remote()), worker))
         return worker
 

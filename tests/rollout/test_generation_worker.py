@@ -16,8 +16,9 @@ from registry_actor import RegistryClient
 from tiny_models import canary_of, load_model
 
 from async_grpo import cluster as actors
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
-from async_grpo.rollout.worker import EngineConfig, GenerationWorker, worker_environment
+from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
 from async_grpo.weight_sync.publisher import Publisher
 
@@ -44,8 +45,8 @@ def workers(cluster, model_folder):
     actor = ray.remote(GenerationWorker).options(
         num_cpus=1, max_concurrency=1000, runtime_env={"env_vars": worker_environment()}
     )
-    config = EngineConfig(model_path=model_folder, max_num_seqs=16)
-    return [actor.remote(config, worker_id=name, overhead_seqs=2) for name in ("early", "late")]
+    config = WorkerConfig(model_path=model_folder, max_num_seqs=16, overhead_seqs=2)
+    return [actor.remote(config, worker_id=name) for name in ("early", "late")]
 
 
 @pytest.fixture(scope="module")
