@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -113,9 +113,8 @@ class Engine:
         request_id = str(next(self._request_ids))
         running = self._running[request_id] = _Running(request.lease_id, time.monotonic())
         try:
-            final = await self._final_output(request, request_id)
-        except EngineDeadError as error:
-            raise EngineBrokenError(f"the engine died: {error}") from error
+            with _alive():
+                final = await self._final_output(request, request_id)
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
@@ -242,10 +241,8 @@ class Engine:
             ) from error
         pause_seconds = time.monotonic() - paused_at
         self._delay.updated()
-        try:
+        with _alive():
             scores = await canary.scores()
-        except EngineDeadError as error:
-            raise EngineBrokenError(f"the engine died: {error}") from error
         return Loaded(pause_seconds, recomputed, scores, canary.problem)
 
     async def rename(self, version: WeightsVersion) -> None:
@@ -270,9 +267,10 @@ class Engine:
         self, what: str, call: Awaitable[T], *, timeout_s: float = deadlines.BUCKET_STAGED_S
     ) -> T:
         try:
-            return await asyncio.wait_for(call, timeout_s)
-        except EngineDeadError as error:
-            raise EngineBrokenError(f"the engine died: {error}") from error
+            with _alive():
+                return await asyncio.wait_for(call, timeout_s)
+        except EngineBrokenError:
+            raise
         except TimeoutError:
             raise EngineBrokenError(
                 f"the engine did not answer {what} within {timeout_s:g} s"
@@ -284,34 +282,25 @@ class Engine:
         """End every running request; their callers get what there is, marked `abort`."""
         await self._llm.abort(list(self._running))
 
-    async def version(self) -> WeightsVersion | None:
-        """What the engine's process serves, by its own word; None before the first `load`.
-
-        Raises:
-            EngineBrokenError: the process has died.
-        """
-        try:
-            text = await self._llm.get_weight_version()
-        except EngineDeadError as error:
-            raise EngineBrokenError(f"the engine died: {error}") from error
-        return None if text == UNPUBLISHED else WeightsVersion.parse(text)
-
     async def pulse(self) -> Pulse:
         """The version served, and the tokens made for each request, by the process' own word.
 
         Raises:
             EngineBrokenError: the process has died.
         """
-        version = await self.version()
-        try:
+        with _alive():
+            version = await self._llm.get_weight_version()
             made, num_tokens, running = await self._llm.engine_core.call_utility_async("scheduler")
-        except EngineDeadError as error:
-            raise EngineBrokenError(f"the engine died: {error}") from error
         names = self._llm.output_processor.external_req_ids
         sequences = [(it.lease_id, names.get(name, ())) for name, it in self._running.items()]
         requests = request_pulses(sequences, num_tokens=num_tokens, running=set(running))
-        return Pulse(str(version or "none"), made, requests)
+        return Pulse("none" if version == UNPUBLISHED else version, made, requests)
 
-    def shutdown(self) -> None:
-        """End the engine's processes."""
-        self._llm.shutdown()
+
+@contextlib.contextmanager
+def _alive() -> Iterator[None]:
+    """Within, the engine's death is an `EngineBrokenError`."""
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineBrokenError(f"the engine died: {error}") from error

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ray
@@ -199,47 +199,30 @@ class GenerationWorker:
     ) -> WeightsAck:
         started_at = time.monotonic()
         async with self._loading:
-            ack = WeightsAck(self._worker_id, snapshot.version, 0.0, 0.0, dtype=self._engine.dtype)
-            if self._version is None or snapshot.version > self._version:
-                ack = replace(await self._change(snapshot, ack, load), transport=transport)
-                self._version = snapshot.version
-            elif self._ack is not None and self._ack.version == snapshot.version:
+            served, dtype = self._version, self._engine.dtype
+            if self._ack is not None and snapshot.version == served:
                 return self._ack  # the announcement of what a device transport has brought ahead
-            seconds = time.monotonic() - started_at
-            logger.info("serves weights %s after %.2f s", self._version, seconds)
-            self._ack = replace(ack, version=self._version, seconds=seconds)
+            if served is not None and snapshot.version < served:
+                return WeightsAck(self._worker_id, served, 0.0, 0.0, dtype=dtype)
+            ack = WeightsAck(
+                self._worker_id, snapshot.version, 0.0, 0.0, dtype=dtype, transport=transport
+            )
+            if served is not None and snapshot.equals(served):
+                await self._alive(self._engine.rename(snapshot.version))
+            else:
+                ack = replace(ack, **asdict(await self._alive(load())))
+                if complaint := ack.canary_problem or canary_complaint(
+                    snapshot.canary, ack.canary, dtype=dtype
+                ):
+                    logger.warning("worker %s: %s", self._worker_id, complaint)
+            self._version = snapshot.version
+            self._ack = replace(ack, seconds=time.monotonic() - started_at)
+            logger.info("serves weights %s after %.2f s", self._version, self._ack.seconds)
             return self._ack
-
-    async def _change(
-        self,
-        snapshot: WeightsSnapshot,
-        ack: WeightsAck,
-        load: Callable[[], Coroutine[Any, Any, Loaded]],
-    ) -> WeightsAck:
-        """The acknowledgement, with what the change cost; equal weights are only renamed."""
-        if self._version is not None and snapshot.equals(self._version):
-            await self._alive(self._engine.rename(snapshot.version))
-            return ack
-        loaded = await self._alive(load())
-        if complaint := loaded.canary_problem or canary_complaint(
-            snapshot.canary, loaded.canary, dtype=ack.dtype
-        ):
-            logger.warning("worker %s: %s", self._worker_id, complaint)
-        return replace(
-            ack,
-            pause_seconds=loaded.pause_seconds,
-            recomputed_tokens=loaded.recomputed_tokens,
-            canary=loaded.canary,
-            canary_problem=loaded.canary_problem,
-        )
 
     async def abort_all(self) -> None:
         """End every running request, for a caller that is gone."""
         await self._engine.abort()
-
-    async def shutdown(self) -> None:
-        """End the engine's processes; the actor itself is ended by its owner."""
-        self._engine.shutdown()
 
     async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
         """The result of an engine call; a broken engine ends this process, so that Ray sees it."""

@@ -67,7 +67,6 @@ def run(stack: Stack, size: Size, *, repeats: int, report: Callable[[str], None]
             with MemoryWatch(_roles(stack, info.pid)) as watch:
                 return _Trainer(policy, worker, watch).updates(repeats)
         finally:
-            ray.get(worker.shutdown.remote(), timeout=TIMEOUT_S)
             ray.kill(worker)
 
 

@@ -100,9 +100,6 @@ class Engine:
     async def rename(self, version: WeightsVersion) -> None:
         self._version = version
 
-    async def version(self) -> WeightsVersion | None:
-        return self._version
-
     async def pulse(self) -> Pulse:
         return Pulse(str(self._version or "none"))
 
@@ -111,6 +108,3 @@ class Engine:
 
     async def abort(self) -> None:
         """Every answer is a moment away."""
-
-    def shutdown(self) -> None:
-        """There is no process to end."""

@@ -30,5 +30,5 @@ def stack(request):
             patch.setitem(os.environ, name, value)
         stack = Stack(request.getfixturevalue(folder))
         yield stack
-        stack.engine.shutdown()
+        stack.engine._llm.shutdown()
         stack.runner.close()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.integration
 
 
 def test_tokens_of_weights_that_nobody_published_are_refused(stack):
-    if stack.run(stack.engine.version()) is None:
+    if stack.run(stack.engine.pulse()).serves == "none":
         with pytest.raises(WorkerError, match="published"):
             stack.generate(max_tokens=2)
 
@@ -31,7 +31,7 @@ def test_tokens_of_weights_that_nobody_published_are_refused(stack):
 def test_logprobs_are_those_of_transformers_before_and_after_an_update(stack):
     for version in (FIRST, SECOND, FIRST):
         stack.serve(version)
-        assert stack.run(stack.engine.version()) == version
+        assert stack.run(stack.engine.pulse()).serves == str(version)
         # The same prompt each time: a prefix cache that outlived its weights would show.
         completions = stack.generate()
         assert len(completions) == 4

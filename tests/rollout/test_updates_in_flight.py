@@ -176,7 +176,7 @@ def test_a_canary_that_vllm_refuses_loses_neither_the_update_nor_the_reason(stac
     beyond = dataclasses.replace(snapshot.canary[1], token_ids=np.full(600, 3, np.int32))
     loaded = stack.load(dataclasses.replace(snapshot, canary=(snapshot.canary[0], beyond)))
     assert loaded.canary == () and "512" in loaded.canary_problem
-    assert stack.run(stack.engine.version()) == SECOND
+    assert stack.run(stack.engine.pulse()).serves == str(SECOND)
     assert stack.error_of(stack.generate()[0], SECOND) <= TOLERANCE
     assert not stack.engine._llm.output_processor.request_states
 
