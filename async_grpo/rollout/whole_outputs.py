@@ -28,17 +28,9 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 # What else an output may carry belongs to its own tokens: it is not held back.
-PARTICULARS = (
-    "pooling_output",
-    "new_prompt_logprobs_tensors",
-    "prompt_token_id_logprobs",
-    "new_sampling_mask",
-    "routed_experts",
-    "events",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "spec_decode_metrics",
-)
+MERGED = {"request_id", "new_token_ids", "new_logprobs", "prefill_stats", "trace_headers"}
+NO_PARTICULARS = {"finish_reason", "stop_reason", "num_nans_in_logits"}
+PARTICULARS = tuple({*EngineCoreOutput.__struct_fields__} - MERGED - NO_PARTICULARS)
 
 
 def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> Scheduler:

@@ -5,7 +5,8 @@ The trainer packs, workers unpack; neither needs Ray or vLLM for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,62 +20,41 @@ ALIGNMENT_BYTES = 64  # every tensor can be viewed in place as any dtype
 BUCKET_BYTES = 256 << 20
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-PackedBucket = tuple[tuple[TensorMeta, ...], NDArray[np.uint8], int]
 
 
 def pack_buckets(
     named_tensors: NamedTensors,
     *,
+    put: Callable[[NDArray[np.uint8]], Any],
     bucket_bytes: int = BUCKET_BYTES,
-    buffer: NDArray[np.uint8] | None = None,
-) -> Iterator[PackedBucket]:
-    """Lay tensors into buckets of at most `bucket_bytes`; yields (manifest, bytes, checksum).
+) -> Iterator[WeightsBucket]:
+    """Lay tensors into buckets of at most `bucket_bytes`, whose bytes are what `put` has returned.
 
     A tensor larger than a bucket gets one of its own size. Tensors are copied when taken, so the
-    iterator may free or reuse them. `buffer`: memory of `bucket_bytes` for every bucket in turn,
-    whose bytes are then valid until the next one is asked for; new memory is slower to write.
+    iterator may free or reuse them. All buckets are laid into the same memory, since new memory is
+    slower to write: `put` takes a copy.
     """
-    writer = _BucketWriter(bucket_bytes, buffer)
+    buffer, used = np.empty(bucket_bytes, dtype=np.uint8), 0
+    metas: list[TensorMeta] = []
+
+    def bucket() -> WeightsBucket:
+        data = buffer[:used]
+        return WeightsBucket(tuple(metas), put(data), data.nbytes, checksum_of(data))
+
     for name, tensor in named_tensors:
-        if not writer.has_room(tensor.nbytes):
-            yield writer.close()
-            writer = _BucketWriter(bucket_bytes, buffer)
-        writer.add(name, tensor.detach())
-    if writer.tensors:
-        yield writer.close()
-
-
-class _BucketWriter:
-    """One bucket being filled; memory is taken lazily by the system as it is written."""
-
-    def __init__(self, bucket_bytes: int, buffer: NDArray[np.uint8] | None) -> None:
-        self.bucket_bytes = bucket_bytes
-        self.tensors: list[TensorMeta] = []
-        self._buffer = buffer
-        self._data = np.zeros(0, dtype=np.uint8)
-        self._used = 0
-
-    def has_room(self, size_bytes: int) -> bool:
-        return not self.tensors or _aligned(self._used) + size_bytes <= self.bucket_bytes
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        start = _aligned(self._used)
-        if not self.tensors:
-            self._data = self._memory(max(self.bucket_bytes, tensor.nbytes))
-        self._data[self._used : start] = 0  # gaps between tensors are part of the checksum
+        start = _aligned(used)
+        if metas and start + tensor.nbytes > bucket_bytes:
+            yield bucket()
+            metas, used, start = [], 0, 0
+        if tensor.nbytes > buffer.nbytes:  # then it is the first of its bucket
+            buffer = np.empty(tensor.nbytes, dtype=np.uint8)
+        buffer[used:start] = 0  # gaps between tensors are part of the checksum
         meta = TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), start)
-        self._used = start + tensor.nbytes
-        view_tensor(self._data, meta).copy_(tensor)
-        self.tensors.append(meta)
-
-    def _memory(self, size_bytes: int) -> NDArray[np.uint8]:
-        if self._buffer is not None and self._buffer.nbytes >= size_bytes:
-            return self._buffer
-        return np.empty(size_bytes, dtype=np.uint8)
-
-    def close(self) -> PackedBucket:
-        data = self._data[: self._used]
-        return tuple(self.tensors), data, checksum_of(data)
+        view_tensor(buffer, meta).copy_(tensor.detach())
+        metas.append(meta)
+        used = start + tensor.nbytes
+    if metas:
+        yield bucket()
 
 
 def unpack_bucket(

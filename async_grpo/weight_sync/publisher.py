@@ -11,13 +11,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
 import ray
 import torch
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import WeightSyncError
-from async_grpo.types import PublishReport, WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.types import PublishReport, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import BUCKET_BYTES, NamedTensors, pack_buckets
 
 if TYPE_CHECKING:
@@ -47,13 +46,7 @@ class Publisher:
         """
         try:
             checked = _checked(named_tensors, dtype=self._dtype, version=version)
-            # The store takes a copy, so that one run of memory serves all buckets.
-            buffer = np.empty(self._bucket_bytes, dtype=np.uint8)
-            packed = pack_buckets(checked, bucket_bytes=self._bucket_bytes, buffer=buffer)
-            buckets = tuple(
-                WeightsBucket(tensors, ray.put(data), data.nbytes, checksum)
-                for tensors, data, checksum in packed
-            )
+            buckets = tuple(pack_buckets(checked, put=ray.put, bucket_bytes=self._bucket_bytes))
         finally:
             join_gather(named_tensors)
         return WeightsSnapshot(version, buckets)

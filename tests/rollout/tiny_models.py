@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.types import CanaryRow, WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.types import CanaryRow, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import pack_buckets
 
 VOCABULARY = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(48 + i): 3 + i for i in range(75)}
@@ -59,8 +59,7 @@ def canary_of(model, rows):
     return tuple(canary)
 
 
-def snapshot_of(named_tensors, batches, *, put=lambda data: data, canary=()):
+def snapshot_of(named_tensors, batches, *, canary=()):
     """Small buckets, so that a model needs several."""
-    packed = pack_buckets(iter(named_tensors), bucket_bytes=40_000)
-    buckets = tuple(WeightsBucket(m, put(data), data.nbytes, c) for m, data, c in packed)
+    buckets = tuple(pack_buckets(iter(named_tensors), put=np.copy, bucket_bytes=40_000))
     return WeightsSnapshot(WeightsVersion(0, batches), buckets, canary)

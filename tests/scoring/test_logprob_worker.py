@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.scoring.worker import LogprobWorker
-from async_grpo.types import LogprobRequest, Pulse, WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.types import LogprobRequest, Pulse, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import pack_buckets
 
 FIRST, SECOND = WeightsVersion(4, 0), WeightsVersion(4, 1)
@@ -53,8 +53,7 @@ class Reference:
 def snapshot(version, *, names=lambda name: name):
     tensors = ((names(name), p) for name, p in MODELS[version].named_parameters())
     buckets = tuple(
-        WeightsBucket(manifest, Reference(data), data.nbytes, checksum)
-        for manifest, data, checksum in pack_buckets(tensors, bucket_bytes=8_000)
+        pack_buckets(tensors, put=lambda data: Reference(data.copy()), bucket_bytes=8_000)
     )
     assert len(buckets) > 3
     return WeightsSnapshot(version, buckets)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.errors import WeightSyncError
-from async_grpo.types import WeightsBucket
 from async_grpo.weight_sync.buckets import pack_buckets, unpack_bucket
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -26,10 +25,7 @@ def random_tensors(specs, seed=0):
 
 
 def packed(tensors, bucket_bytes):
-    return [
-        WeightsBucket(metas, data, data.nbytes, checksum)
-        for metas, data, checksum in pack_buckets(iter(tensors.items()), bucket_bytes=bucket_bytes)
-    ]
+    return list(pack_buckets(iter(tensors.items()), put=np.copy, bucket_bytes=bucket_bytes))
 
 
 @given(specs=TENSORS, bucket_bytes=st.integers(1, 4096))
@@ -58,18 +54,17 @@ def test_only_a_single_large_tensor_exceeds_a_bucket(specs, bucket_bytes):
 @settings(deadline=None, max_examples=40)
 def test_memory_that_held_something_else_gives_the_same_bytes_as_new_memory(specs, bucket_bytes):
     tensors = random_tensors(specs)
-    used = np.full(bucket_bytes, 0xFF, dtype=np.uint8)
-    reusing = pack_buckets(iter(tensors.items()), bucket_bytes=bucket_bytes, buffer=used)
-    found = [(metas, data.tobytes(), checksum) for metas, data, checksum in reusing]
-    expected = [(b.tensors, b.data.tobytes(), b.checksum) for b in packed(tensors, bucket_bytes)]
-    assert found == expected
+    for bucket in packed(tensors, bucket_bytes):  # all but the first in memory of the one before
+        (alone,) = packed({meta.name: tensors[meta.name] for meta in bucket.tensors}, bucket_bytes)
+        assert (alone.tensors, alone.checksum) == (bucket.tensors, bucket.checksum)
+        assert alone.data.tobytes() == bucket.data.tobytes()
 
 
 def test_buckets_of_one_size_are_laid_into_the_same_memory():
-    buffer = np.empty(64, dtype=np.uint8)
     tensors = random_tensors([((16,), torch.float32)] * 3)
-    each = pack_buckets(iter(tensors.items()), bucket_bytes=64, buffer=buffer)
-    assert [np.shares_memory(data, buffer) for _, data, _ in each] == [True] * 3
+    each = pack_buckets(iter(tensors.items()), put=lambda data: data, bucket_bytes=64)
+    first, *others = (bucket.data for bucket in each)
+    assert [np.shares_memory(data, first) for data in others] == [True] * 2
 
 
 @given(data=st.data())
@@ -100,10 +95,10 @@ def test_tensors_of_a_read_only_bucket_can_be_written():
 
 def test_a_packed_bucket_does_not_follow_later_changes_of_the_parameter():
     parameter = torch.nn.Parameter(torch.zeros(4))
-    ((metas, data, checksum),) = pack_buckets(iter([("w", parameter)]))
+    (bucket,) = pack_buckets(iter([("w", parameter)]), put=np.copy)
     with torch.no_grad():
         parameter.add_(1)
-    ((_, sent),) = unpack_bucket(WeightsBucket(metas, data, data.nbytes, checksum), data)
+    ((_, sent),) = unpack_bucket(bucket, bucket.data)
     assert sent.tolist() == [0, 0, 0, 0]
 
 

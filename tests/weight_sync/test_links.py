@@ -9,7 +9,7 @@ import torch
 
 from async_grpo import cluster
 from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
-from async_grpo.types import WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.types import WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import pack_buckets
 from async_grpo.weight_sync.links import WorkerClient, device_tensors
 
@@ -17,8 +17,7 @@ NAMED = [(f"w{i}", torch.full((i + 1, 700), float(i))) for i in range(9)]
 
 
 def snapshot_of(named, batches):
-    packed = pack_buckets(iter(named), bucket_bytes=40_000)
-    buckets = tuple(WeightsBucket(metas, data, data.nbytes, found) for metas, data, found in packed)
+    buckets = tuple(pack_buckets(iter(named), put=np.copy, bucket_bytes=40_000))
     return WeightsSnapshot(WeightsVersion(0, batches), buckets)
 
 
