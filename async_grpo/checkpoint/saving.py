@@ -32,12 +32,12 @@ from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.checkpoint.tensors import Tensors, save_tensors, staged_tensors
 from async_grpo.errors import CheckpointError
 from async_grpo.training.learner import Learner
-from async_grpo.training.ranks import Ranks
+from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep, WeightsSnapshot
 
 if TYPE_CHECKING:
-    from async_grpo.run.report import NoReport, Report
+    from async_grpo.run.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Checkpoints:
         ranks: Ranks,
         *,
         exports: Exports,
-        report: Report | NoReport,
+        report: Report | Absent,
         hashes: Future[Mapping[str, str]] | None,
         references: References,
     ) -> None:
@@ -158,7 +158,7 @@ class Checkpoints:
         tensors = staged_tensors(self._learner)
         self._saved = cut.batches
         self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
-        self._report.checkpointing(time.monotonic() - started)
+        self._report.stood_still("seconds_checkpointing", time.monotonic() - started)
 
     def _write(self, cut: _Cut, tensors: Tensors) -> None:
         """All ranks, in their threads; whatever goes wrong ends here."""

@@ -23,11 +23,11 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.preparation import open_run
-from async_grpo.run.report import NoReport, Report
+from async_grpo.run.report import Report
 from async_grpo.run.sampling import SampledData
 from async_grpo.run.stopping import polled
 from async_grpo.training.learner import Learner
-from async_grpo.training.ranks import Ranks
+from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import EndOfStep, Minibatch, StreamItem, WeightsSnapshot
 
 
@@ -78,7 +78,7 @@ def train(
     data: Data,
     learner: Learner,
     ranks: Ranks,
-    report: Report | NoReport,
+    report: Report | Absent,
     record: RunRecord,
     *,
     start: Start,
@@ -101,7 +101,7 @@ def train(
 
     def after_batch(end: EndOfStep) -> None:
         record.trained(end.batch + 1)
-        report.publishing(data.publish(end.batch + 1))
+        report.stood_still("seconds_publishing", data.publish(end.batch + 1))
         exports.export_if_due()
         if evaluation_is_due(learner.config, end.batch + 1):
             data.evaluate()
@@ -115,7 +115,7 @@ def train(
 def train_steps(
     items: Iterable[StreamItem],
     learner: Learner,
-    report: Report | NoReport,
+    report: Report | Absent,
     exports: Exports,
     *,
     after_batch: Callable[[EndOfStep], None],

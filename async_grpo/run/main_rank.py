@@ -42,9 +42,9 @@ from async_grpo.run.announcements import Announcements
 from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.recorder import start_recorder
 from async_grpo.run.recruitment import Demand, recruit
-from async_grpo.run.report import NoReport, Report
+from async_grpo.run.report import Report
 from async_grpo.run.watcher import Watcher
-from async_grpo.training.ranks import Ranks
+from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import (
     CanaryRow,
@@ -83,7 +83,7 @@ class MainRank:
         """Begin the run at the controller. Raises `ConfigError` when another run lives there."""
         self.plan = plan
         self.hashes: Future[Mapping[str, str]] | None = hashes
-        self.report: Report | NoReport = NoReport()
+        self.report: Report | Absent = Absent()
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._demand = demand
         self._cut: ResumePoint | None = plan.resume
@@ -112,7 +112,7 @@ class MainRank:
 
     def reporting(
         self, config: TrainConfig, start: Start
-    ) -> AbstractContextManager[Report | NoReport]:
+    ) -> AbstractContextManager[Report | Absent]:
         """Open the report of the run, in which the watcher shows what every stage does."""
         self.report = report = Report(config, start=start)
         self._watcher.show = report.console.status
@@ -245,7 +245,7 @@ class OtherRank:
     """What a rank other than 0 has: it reports nothing, gathers along, and follows rank 0."""
 
     def __init__(self) -> None:
-        self.report = NoReport()
+        self.report = Absent()
         self.hashes: Future[Mapping[str, str]] | None = None
         self.canary = canary_tokens(())
 
@@ -255,7 +255,7 @@ class OtherRank:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[NoReport]:
+    def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[Absent]:
         return contextlib.nullcontext(self.report)
 
     def connect(self, ranks: Ranks) -> RunClient:

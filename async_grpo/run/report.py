@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +41,22 @@ from async_grpo.types import EndOfStep
 from async_grpo.weight_sync.sync_report import SyncReport
 
 logger = logging.getLogger(__name__)
+STALLS = ("seconds_waiting", "seconds_publishing", "seconds_checkpointing")
+
+
+@dataclass(slots=True)
+class _Totals:
+    """What a checkpoint keeps of a report; one of version 0.1.0 lacks what has a default here."""
+
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+    seconds: float = 0.0  # of the run, up to the last step's end
+    skipped: dict[str, int] = field(default_factory=dict)  # steps, by why
+    failed_checkpoints: int = 0
+    batcher_restarts: int = 0
+    ends: dict[str, list[float]] = field(default_factory=dict)  # of what `conclude` tells
+    parts: list[dict[str, Any]] = field(default_factory=list)  # with other options
 
 
 class Report:
@@ -48,12 +65,14 @@ class Report:
     def __init__(self, config: TrainConfig, *, start: Start | None = None) -> None:
         """`start`: where the run begins; None, as by default: at its first question."""
         folder = Path(config.output_dir)
-        state = start.state.get("report") if start else None
         _prepare(folder, config, start)
         dump = config.dump_samples_filename
         self._dump = folder / dump if dump else None  # which the batcher writes
         if self._dump:
             self._dump.parent.mkdir(parents=True, exist_ok=True)
+        saved = copy.deepcopy(start.state.get("report", {})) if start else {}
+        saved.pop("file_bytes", None)
+        self._totals = _Totals(**saved)
         self._metrics = JsonlWriter(folder / METRICS_FILE)
         self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
         self._trackers = Trackers(
@@ -61,35 +80,22 @@ class Report:
             run_name=config.run_name,
             output_dir=folder,
             config=dataclasses.asdict(config),
-            first_step=state["steps"] + 1 if state else 1,
+            first_step=self._totals.steps + 1,
         )
         self._declared = find_algorithm(config).metrics
         self._health = Health()
         self.console = Console(num_batches=config.num_training_batches)
         self._open = contextlib.ExitStack()
-        self._num_steps = 0
-        self._skipped: Counter[str] = Counter()
-        self._num_samples = 0
-        self._num_tokens = 0
-        self._seconds = 0.0  # of the run, up to the last step's end
-        self._ends: dict[str, list[float]] = {}  # first and last value of what `conclude` tells
-        self._parts: list[dict[str, Any]] = []  # of a run whose options were changed on the way
         self._num_minibatches = 0  # this rank's, of the step being trained
         self._usual_minibatches = 0  # of the step before
         self._step_started = time.monotonic()
-        self._seconds_publishing = 0.0
-        self._seconds_waiting = 0.0
+        self._stood_still = dict.fromkeys(STALLS, 0.0)  # seconds of the step being trained
         self._sync: SyncReport | None = None
-        self._batcher_restarts = 0
-        self._failed_checkpoints = 0
         self._generation_timeout_s = config.generation_timeout_s
         self._is_bias_told = False
-        self._seconds_checkpointing = 0.0
-        if state:
-            self._restore(state)
         if start and (changed := changed_options(start, config)):
-            self._parts.append({"from_batch": start.batches, "changed": changed})
-        parameters = dataclasses.asdict(config) | {"parts": self._parts}
+            self._totals.parts.append({"from_batch": start.batches, "changed": changed})
+        parameters = dataclasses.asdict(config) | {"parts": self._totals.parts}
         try:
             write_json_atomic(folder / PARAMETERS_FILE, parameters)
         except ConfigError as error:  # of a run that goes on: nothing but a checkpoint is needed
@@ -97,9 +103,8 @@ class Report:
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
-        self._open.callback(self._trackers.finish)
-        self._open.callback(self._metrics.close)
-        self._open.callback(self._evaluations.close)
+        for end in (self._trackers.finish, self._metrics.close, self._evaluations.close):
+            self._open.callback(end)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,12 +119,12 @@ class Report:
         self._num_minibatches += 1
         usual = max(self._usual_minibatches, self._num_minibatches)
         about = f" of about {usual}" if self._usual_minibatches else ""
-        step = self._num_steps + 1
+        step = self._totals.steps + 1
         self.doing(f"training step {step}: minibatch {self._num_minibatches}{about}")
 
-    def publishing(self, seconds: float) -> None:
-        """This rank stood still to gather weights, which the next step's line will tell."""
-        self._seconds_publishing += seconds
+    def stood_still(self, metric: str, seconds: float) -> None:
+        """This rank waited; the metric, one of `STALLS`, says for what."""
+        self._stood_still[metric] += seconds
 
     def synced(self, sync: SyncReport) -> None:
         """The latest sync has finished, which every line tells until the next one has."""
@@ -127,33 +132,17 @@ class Report:
 
     def recovered(self) -> None:
         """The controller was lost, and the run goes on at another."""
-        self._batcher_restarts += 1
-
-    def checkpointing(self, seconds: float) -> None:
-        """This rank stood still to copy its tensors, or for the save before."""
-        self._seconds_checkpointing += seconds
+        self._totals.batcher_restarts += 1
 
     def checkpoint_failed(self) -> None:
         """A checkpoint was given up; heard from a thread."""
-        self._failed_checkpoints += 1
+        self._totals.failed_checkpoints += 1
 
     def state(self) -> dict[str, Any]:
         """The counters and how far the files go, for a checkpoint."""
-        return {
-            "steps": self._num_steps,
-            "skipped": dict(self._skipped),
-            "samples": self._num_samples,
-            "tokens": self._num_tokens,
-            "seconds": self._seconds,
-            "ends": dict(self._ends),
-            "parts": list(self._parts),
-            "failed_checkpoints": self._failed_checkpoints,
-            "batcher_restarts": self._batcher_restarts,
-            "file_bytes": {
-                writer.path.name: writer.path.stat().st_size
-                for writer in (self._metrics, self._evaluations)
-            },
-        }
+        writers = (self._metrics, self._evaluations)
+        file_bytes = {writer.path.name: writer.path.stat().st_size for writer in writers}
+        return dataclasses.asdict(self._totals) | {"file_bytes": file_bytes}
 
     def sync_files(self) -> None:
         """What is in the files by now survives a power cut, unless the disk refuses."""
@@ -164,55 +153,38 @@ class Report:
             except OSError as error:
                 logger.warning("a power cut may cost lines of %s: %s", path, error)
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._num_steps = state["steps"]
-        self._skipped = Counter(state["skipped"])
-        self._num_samples = state["samples"]
-        self._num_tokens = state["tokens"]
-        # Checkpoints of version 0.1.0 know nothing of these three.
-        self._seconds = state.get("seconds", 0.0)
-        self._ends = {name: list(ends) for name, ends in state.get("ends", {}).items()}
-        self._parts = list(state.get("parts", ()))
-        self._failed_checkpoints = state["failed_checkpoints"]
-        self._batcher_restarts = state["batcher_restarts"]
-
-    def waited(self, seconds: float) -> None:
-        """This rank stood still for want of samples."""
-        self._seconds_waiting += seconds
-
     def step(self, end: EndOfStep, result: StepResult, *, denominator: int) -> None:
         """One line of metrics for one gradient step, taken or skipped."""
-        if result.skipped:
-            logger.warning("gradient step %d was skipped: %s", self._num_steps + 1, result.skipped)
-            self._skipped[result.skipped] += 1
+        totals = self._totals
+        totals.steps += 1
+        if why := result.skipped:
+            logger.warning("gradient step %d was skipped: %s", totals.steps, why)
+            totals.skipped[why] = totals.skipped.get(why, 0) + 1
         for notice in end.notices:
             logger.warning("%s", notice)
         now = time.monotonic()
         seconds = now - self._step_started
-        self._num_steps += 1
-        self._seconds += seconds
-        self._num_samples += end.num_samples
-        self._num_tokens += end.num_tokens
+        totals.seconds += seconds
+        totals.samples += end.num_samples
+        totals.tokens += end.num_tokens
         facts = {
-            "step": self._num_steps,
+            "step": totals.steps,
             "iteration": end.batch,
-            "total_samples_accumulated": self._num_samples,
-            "total_tokens": self._num_tokens,
-            "total_seconds": self._seconds,
+            "total_samples_accumulated": totals.samples,
+            "total_tokens": totals.tokens,
+            "total_seconds": totals.seconds,
             "optimizer_steps": result.clocks.steps,
             "optimizer_samples": result.clocks.samples,
-            "skipped_steps_no_samples": self._skipped[NO_SAMPLES],
-            "skipped_steps_non_finite": self._skipped[NON_FINITE],
+            "skipped_steps_no_samples": totals.skipped.get(NO_SAMPLES, 0),
+            "skipped_steps_non_finite": totals.skipped.get(NON_FINITE, 0),
             "loss_denominator": denominator,
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "seconds": seconds,
-            "seconds_waiting": self._seconds_waiting,
-            "seconds_publishing": self._seconds_publishing,
-            "seconds_checkpointing": self._seconds_checkpointing,
-            "failed_checkpoints": self._failed_checkpoints,
-            "batcher_restarts": self._batcher_restarts,
+            "failed_checkpoints": totals.failed_checkpoints,
+            "batcher_restarts": totals.batcher_restarts,
             "num_minibatches": result.num_minibatches,
+            **self._stood_still,
             **(dataclasses.asdict(self._sync) if self._sync else {}),
         }
         row = metrics_row(
@@ -222,14 +194,14 @@ class Report:
             declared=self._declared,
         )
         self._metrics.write(row)
-        self._trackers.log(as_charts(row), step=self._num_steps)
+        self._trackers.log(as_charts(row), step=self._totals.steps)
         self.console.step(row)
         for sentence in self._health.see_row(row):
             logger.warning("%s", sentence)
         self._see("loss", row["loss"])
         self._usual_minibatches, self._num_minibatches = self._num_minibatches, 0
         self._warn_of_bias(row["perc_timed_out_samples"])
-        self._seconds_waiting = self._seconds_publishing = self._seconds_checkpointing = 0.0
+        self._stood_still = dict.fromkeys(STALLS, 0.0)
         self._step_started = now
 
     def _warn_of_bias(self, timed_out: float | None) -> None:
@@ -240,7 +212,7 @@ class Report:
             "%.1f %% of the samples of gradient step %d took longer than --generation-timeout-s %g "
             "and were dropped: training favours short outputs; --generation-timeout-s 0 drops none",
             100 * timed_out,
-            self._num_steps,
+            self._totals.steps,
             self._generation_timeout_s,
         )
 
@@ -269,58 +241,32 @@ class Report:
 
     def conclude(self) -> None:
         """Sum up a supervised run, resumed parts included."""
-        rate = self._num_tokens / self._seconds if self._seconds else None
+        rate = self._totals.tokens / self._totals.seconds if self._totals.seconds else None
         parts = [
-            f"{self._num_steps} steps of {number(self._num_tokens)} trained tokens in "
-            f"{duration(self._seconds)}, {number(rate)} tok/s"
+            f"{self._totals.steps} steps of {number(self._totals.tokens)} trained tokens in "
+            f"{duration(self._totals.seconds)}, {number(rate)} tok/s"
         ]
         parts += [
             f"{name} {number(first)} first, {number(last)} last"
-            for name, (first, last) in self._ends.items()
+            for name, (first, last) in self._totals.ends.items()
         ]
         logger.info("%s", "; ".join(parts))
 
     def _evaluated(self, measured: Mapping[str, float]) -> None:
         row = {
-            "step": self._num_steps,
-            "total_samples_accumulated": self._num_samples,
-            "total_tokens": self._num_tokens,
-            "total_seconds": self._seconds + time.monotonic() - self._step_started,
+            "step": self._totals.steps,
+            "total_samples_accumulated": self._totals.samples,
+            "total_tokens": self._totals.tokens,
+            "total_seconds": self._totals.seconds + time.monotonic() - self._step_started,
             **measured,
         }
         self._evaluations.write(row)
         charts = {f"evaluation/{name}": value for name, value in measured.items()}
-        self._trackers.log(charts, step=self._num_steps)
+        self._trackers.log(charts, step=self._totals.steps)
 
     def _see(self, name: str, value: float | int | None) -> None:
         if value is not None:
-            self._ends[name] = [self._ends.get(name, [value])[0], value]
-
-
-class NoReport:
-    """What every other rank has in the place of a `Report`: it keeps and says nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-    def doing(self, what: str) -> None: ...
-    def minibatch(self) -> None: ...
-    def waited(self, seconds: float) -> None: ...
-    def publishing(self, seconds: float) -> None: ...
-    def synced(self, sync: SyncReport) -> None: ...
-    def recovered(self) -> None: ...
-    def checkpointing(self, seconds: float) -> None: ...
-    def checkpoint_failed(self) -> None: ...
-    def sync_files(self) -> None: ...
-    def step(self, end: EndOfStep, result: StepResult, *, denominator: int) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def evaluation(self, result: EvaluationResult) -> None: ...
-    def held_out_loss(self, result: HeldOutLoss) -> None: ...
-    def conclude(self) -> None: ...
+            self._totals.ends[name] = [self._totals.ends.get(name, [value])[0], value]
 
 
 def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:

@@ -49,7 +49,7 @@ class SampledData(Iterator[StreamItem]):
                 self._recover(stream, str(error))
                 continue
             finally:
-                self._main.report.waited(stream.take_seconds_waiting())
+                self._main.report.stood_still("seconds_waiting", stream.take_seconds_waiting())
             if isinstance(item, EndOfStep):
                 self._main.step_agreed(item)
             return item

@@ -22,11 +22,11 @@ from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.loop import train
 from async_grpo.run.preparation import hash_contents, read_attention_ratio, warn_of_few
-from async_grpo.run.report import NoReport, Report
+from async_grpo.run.report import Report
 from async_grpo.run.stopping import until_stopped
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
-from async_grpo.training.ranks import Ranks
+from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import StreamItem, WeightsSnapshot
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
         record.forget()
     with (
         first_failure_recorded(record, ranks),
-        Report(config, start=start) if ranks.is_main else NoReport() as report,
+        Report(config, start=start) if ranks.is_main else Absent() as report,
     ):
         data = Demonstrations(pairs, held_out, learner, ranks, report, stop=stop)
         train(data, learner, ranks, report, record, start=start, hashes=hashes, stop=stop)
@@ -66,7 +66,7 @@ class Demonstrations:
         held_out: PairTable,
         learner: Learner,
         ranks: Ranks,
-        report: Report | NoReport,
+        report: Report | Absent,
         *,
         stop: Event,
     ) -> None:

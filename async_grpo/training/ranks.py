@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,18 @@ def as_rank_loss(error: BaseException) -> RankLostError | None:
     lost = RankLostError("another trainer rank has died: its own error, or its end, is the cause")
     lost.__cause__ = error
     return lost
+
+
+class Absent:
+    """In the place of what only rank 0 has: whatever is asked of it does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,10 +31,10 @@ from async_grpo.run.announcements import Announcements
 from async_grpo.run.loop import train_grpo, train_steps
 from async_grpo.run.main_rank import MainRank
 from async_grpo.run.preparation import load_data, plan_run
-from async_grpo.run.report import NoReport, Report
+from async_grpo.run.report import Report
 from async_grpo.run.sampling import SampledData
 from async_grpo.training.learner import Learner
-from async_grpo.training.ranks import Ranks
+from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.stream import RankStream
 from async_grpo.types import EndOfStep, Episode, Minibatch, Sample, Tally, Verdict, tally
 
@@ -45,9 +45,9 @@ def train_synchronously(story, ranks):
     """Generate, pack, step; then the next step."""
     config = story.config
     learner = Learner.build(config, ranks)
-    exports = Exports(config, learner, doing=NoReport().doing)
+    exports = Exports(config, learner, doing=Absent().doing)
     items = synchronous_items(story, ranks)
-    with Report(config) if ranks.is_main else NoReport() as report:
+    with Report(config) if ranks.is_main else Absent() as report:
         train_steps(items, learner, report, exports, after_batch=lambda _: exports.export_if_due())
 
 
