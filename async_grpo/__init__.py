@@ -3,7 +3,7 @@
 The path of one batch. `room/file.name` is a function or method in that file; `─▶` is its call.
 Rank 0 and the other ranks, the controller and each worker are processes of their own.
 
-    new weights    run/loop.train ─▶ run/sampling.publish ─▶ run/weights.publish
+    new weights    run/loop.train ─▶ run/sampling.publish ─▶ run/main_rank.collect
     (all ranks)      ─▶ weight_sync/publisher.collect, then in a thread of rank 0:
                      run/announcements.begin ─▶ controller/controller.publish ─▶
                      controller/registry.publish ─▶ rollout/worker.load_weights of every worker
@@ -36,7 +36,7 @@ Every loop of it, what it waits for, and what unblocks it:
                                     serves such weights        controller/updates.publish
     batching/pipeline._score        a reference that is due    controller/controller.published
     training/stream.__next__        its next item              batching/outbox.put, or Ctrl-C
-    run/weights.publish             the announcement before    the workers' acknowledgements
+    run/sampling.publish            the announcement before    the workers' acknowledgements
     run/recruitment.recruit         a worker of each role      controller/controller.register
     dispatcher/workers.check        nothing: once a second     its workers' deaths, the controller's
 

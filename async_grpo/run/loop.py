@@ -51,7 +51,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
             cluster.connect(config.ray_address, namespace=config.namespace)
         learner = Learner.build(config, ranks)
         with main.reporting(config, start) as report:
-            data = SampledData(config, ranks, learner, main, stop)
+            data = SampledData(ranks, learner, main, stop)
             train(data, learner, ranks, report, record, start=start, hashes=main.hashes, stop=stop)
 
 

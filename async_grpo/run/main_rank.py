@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -88,8 +88,7 @@ class MainRank:
         self._demand = demand
         self._cut: ResumePoint | None = plan.resume
         self._num_recoveries = 0
-        self._recorder = start_recorder(plan.config)
-        self._recorder_death = self._recorder.until_death.remote()
+        self._recorder_death: Awaitable[None] | None = None
         self.client = self._begin(find_or_make_controller())
         self._watcher = Watcher(lambda: self.client, record.incidents)
         config, dtype = plan.config, torch.bfloat16 if demand.device else torch.float32
@@ -155,7 +154,7 @@ class MainRank:
                 return
 
     def _begin(self, controller: ControllerHandle) -> RunClient:
-        if cluster.is_ready(self._recorder_death):
+        if self._recorder_death is None or cluster.is_ready(self._recorder_death):
             self._recorder = start_recorder(self.plan.config)
             self._recorder_death = self._recorder.until_death.remote()
         plan = replace(self.plan, resume=self._cut)
@@ -173,7 +172,7 @@ class MainRank:
         while True:
             client = self.client
             try:
-                result = self._evaluation(client, stop, lambda: ranks.agree(EVALUATING))
+                result = self._evaluation(client, ranks, stop)
                 break
             except ProcessLostError as error:
                 self.recover(client, str(error))
@@ -181,9 +180,7 @@ class MainRank:
         if result is not None:
             self.report.evaluation(result)
 
-    def _evaluation(
-        self, client: RunClient, stop: Event, meanwhile: Callable[[], object]
-    ) -> EvaluationResult | None:
+    def _evaluation(self, client: RunClient, ranks: Ranks, stop: Event) -> EvaluationResult | None:
         call, due_at = client.evaluate(), time.monotonic() + deadlines.RANKS_TOLD_S
         standstill = Standstill(client, timeout_s=self.plan.config.stall_timeout_s)
         while not cluster.is_ready(call):
@@ -191,7 +188,7 @@ class MainRank:
                 return None
             standstill.check()
             if time.monotonic() >= due_at:
-                meanwhile()
+                ranks.agree(EVALUATING)
                 due_at = time.monotonic() + deadlines.RANKS_TOLD_S
         result: EvaluationResult = cluster.wait(
             call, timeout_s=deadlines.STATUS_S, who="the evaluation of held-out questions"
@@ -241,54 +238,29 @@ class MainRank:
         return self._publisher.collect(tensors, version=version)
 
 
-class OtherRank:
-    """What a rank other than 0 has: it reports nothing, gathers along, and follows rank 0."""
+class OtherRank(Absent):
+    """What a rank other than 0 has: it gathers along, and follows rank 0."""
 
-    def __init__(self) -> None:
-        self.report = Absent()
-        self.hashes: Future[Mapping[str, str]] | None = None
-        self.canary = canary_tokens(())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    report = Absent()
+    hashes = None
+    canary = canary_tokens(())
 
     def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[Absent]:
-        return contextlib.nullcontext(self.report)
+        return self.report
 
     def connect(self, ranks: Ranks) -> RunClient:
         """The way to the run that rank 0 has begun."""
         return ranks.share(lambda: cast("RunClient", None))  # asked of rank 0 alone
-
-    def step_agreed(self, end: EndOfStep) -> None:
-        pass
-
-    def recover(self, lost: RunClient, reason: str) -> None:
-        pass
 
     def evaluate(self, ranks: Ranks, stop: Event) -> None:
         """Wait until rank 0 has its answer."""
         while ranks.agree(DONE) == EVALUATING:
             pass
 
-    def wait_announced(self) -> None:
-        pass
-
     def collect(
         self, tensors: NamedTensors, canary: tuple[CanaryRow, ...], *, num_batches: int
     ) -> None:
         join_gather(tensors)
 
-    def announce(self, num_batches: int) -> None:
-        pass
-
     def restore_first_reference(self, tensors: NamedTensors) -> None:
         join_gather(tensors)
-
-    def restore_moved_references(self, start: Start) -> None:
-        pass
-
-    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
-        return ()

@@ -1,19 +1,29 @@
-"""A sampled run's minibatches on every rank, over all losses of the controller."""
+"""A sampled run on every rank: its minibatches, over all losses of the controller, and its weights.
+
+All ranks gather weights; rank 0 announces them.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from threading import Event
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from async_grpo.checkpoint.resume import Start
-from async_grpo.config.train import TrainConfig
 from async_grpo.errors import RunLost
+from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.run.weights import Weights
+from async_grpo.training.fsdp import compute_dtype, iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
-from async_grpo.types import EndOfStep, StreamItem
+from async_grpo.types import CanaryRow, EndOfStep, StreamItem
+
+CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
 
 
 class SampledData(Iterator[StreamItem]):
@@ -23,15 +33,14 @@ class SampledData(Iterator[StreamItem]):
     """
 
     def __init__(
-        self, config: TrainConfig, ranks: Ranks, learner: Learner, main: MainRank | OtherRank,
-        stop: Event,
-    ) -> None:  # fmt: skip
-        self._config = config
+        self, ranks: Ranks, learner: Learner, main: MainRank | OtherRank, stop: Event
+    ) -> None:
+        self._config = learner.config
         self._ranks = ranks
         self._learner = learner
         self._main = main
         self._stop = stop
-        self._weights = Weights(learner, main)
+        self._num_updates = -1  # of the parameters, when they were gathered last
         self._stream: RankStream | None = None
         self.references_to_save = main.references_to_save
 
@@ -55,13 +64,34 @@ class SampledData(Iterator[StreamItem]):
             return item
 
     def restore(self, start: Start) -> None:
-        """Restore what the reference serves; collective, before the learner is restored."""
-        self._weights.restore_references(start)
+        """Restore what the reference serves; collective, before the learner is restored.
+
+        The policy must still be what the model folder holds.
+        """
+        if not self._learner.algorithm.needs_reference:
+            return
+        if self._config.reference_of(start.batches) == 0:
+            self._main.restore_first_reference(iter_full_tensors(self._learner.policy))
+        self._main.restore_moved_references(start)
 
     def publish(self, num_batches: int) -> float:
-        """Publish the policy after `num_batches` batches; returns the seconds it stood still."""
+        """Gather the weights after `num_batches` batches; rank 0 then announces them in a thread.
+
+        Collective. Returns the seconds that this rank stood still for it. Raises what went wrong
+        with the previous announcement.
+        """
         self._main.report.doing("publishing weights")
-        return self._weights.publish(num_batches)
+        started = time.monotonic()
+        self._main.wait_announced()
+        # Where every step of the batch was skipped, its version is another name of the weights
+        # that are out; the ranks agree on it, for they skip together.
+        if self._num_updates != self._learner.step.clocks.steps:
+            self._num_updates = self._learner.step.clocks.steps
+            canary = score_canary(self._learner, self._main.canary)
+            tensors = iter_full_tensors(self._learner.policy)
+            self._main.collect(tensors, canary, num_batches=num_batches)
+        self._main.announce(num_batches)
+        return time.monotonic() - started
 
     def evaluate(self) -> None:
         """Have the held-out questions graded, if there are any; collective."""
@@ -87,3 +117,20 @@ class SampledData(Iterator[StreamItem]):
         self._learner.discard()
         self._ranks.on_main(lambda: self._main.recover(stream.client, reason))
         self._stream = None
+
+
+@torch.no_grad()
+def score_canary(learner: Learner, rows: tuple[NDArray[np.int32], ...]) -> tuple[CanaryRow, ...]:
+    """Score the canary under the weights of this moment; ranks without rows fill in.
+
+    Leaves the root gathered, which `iter_full_tensors` undoes.
+    """
+    config, device = learner.config, learner.device
+    dtype = str(compute_dtype(config.mixed_precision, device)).removeprefix("torch.")
+    packed = to_device(collate_pairs([(row[:1], row[1:]) for row in rows]), device)
+    scored = learner.policy(packed, temperature=CANARY_TEMPERATURE, chunk_size=config.chunk_size)
+    parts = split_by_row(scored.logprobs, packed)
+    return tuple(
+        CanaryRow(row, part.float().cpu().numpy(), dtype)
+        for row, part in zip(rows, parts, strict=True)
+    )

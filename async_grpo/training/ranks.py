@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def as_rank_loss(error: BaseException) -> RankLostError | None:
 class Absent:
     """In the place of what only rank 0 has: whatever is asked of it does nothing."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_, **__: None
 
     def __enter__(self) -> Self:

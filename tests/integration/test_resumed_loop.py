@@ -59,7 +59,7 @@ SUPERVISED = {
 }
 STEP = "async_grpo.training.learner:Learner.update"
 MINIBATCH = "async_grpo.training.learner:Learner.accumulate"
-PUBLISH = "async_grpo.run.weights:Weights.publish"
+PUBLISH = "async_grpo.run.sampling:SampledData.publish"
 SHARDS = "async_grpo.checkpoint.saving:save_tensors"
 RENAME = "async_grpo.checkpoint.disk:rename"
 WRITE_SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"

@@ -31,7 +31,7 @@ class World:
         config = SimpleNamespace(stall_timeout_s=60.0, eval_data_path="held-out")
         main.plan = SimpleNamespace(config=config, held_out=())
         main.report = SimpleNamespace(
-            waited=lambda seconds: self.told.append(seconds) if seconds else None,
+            stood_still=lambda metric, seconds: self.told.append(seconds) if seconds else None,
             recovered=lambda: self.told.append("recovered"),
             doing=lambda what: None,
             evaluation=lambda result: self.told.append(result),
@@ -51,11 +51,10 @@ class World:
         )
         monkeypatch.setattr(sampling, "RankStream", self.stream)
         ranks = SimpleNamespace(rank=0, agree=int, on_main=lambda work: work())
-        learner = SimpleNamespace(discard=lambda: self.told.append("discarded"))
+        learner = SimpleNamespace(config=config, discard=lambda: self.told.append("discarded"))
         self.stop = Event()
-        monkeypatch.setattr(sampling, "Weights", lambda learner, main: None)
         self.ranks = ranks
-        self.data = SampledData(config, ranks, learner, main, self.stop)
+        self.data = SampledData(ranks, learner, main, self.stop)
 
     def begin(self, controller):
         if self.failures:

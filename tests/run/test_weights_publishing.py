@@ -16,8 +16,9 @@ from async_grpo import cluster
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.run.announcements import Announcements
 from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.run.weights import Weights
+from async_grpo.run.sampling import SampledData
 from async_grpo.training.fsdp import shard
+from async_grpo.training.ranks import Absent
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import PublishReport, WeightsAck, canary_tokens
 from async_grpo.weight_sync.buckets import unpack_bucket
@@ -52,7 +53,7 @@ class World:
         main = object.__new__(MainRank)
         main.plan = SimpleNamespace(config=config, incarnation=INCARNATION)
         main.client, main.canary, main._newest = self, canary_tokens(PROMPTS), None
-        main._publisher = Publisher()
+        main._publisher, main.report = Publisher(), Absent()
         main._announcements = Announcements(main._publisher, on_synced=on_synced)
         main._references = ReferenceSchedule(config)
         return main
@@ -97,7 +98,7 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
     reports, sent, forwards = [], [], []
     main = OtherRank() if rank else world.main(config, on_synced=reports.append)
     policy.register_forward_hook(lambda *_: forwards.append(1))
-    weights = Weights(learner, main)
+    weights = SampledData(None, learner, main, None)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
