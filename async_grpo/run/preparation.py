@@ -58,6 +58,7 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
         vocab_size=facts.vocab_size,
         tokenizer_hash=facts.tokenizer_hash,
         longest_prompt=max(questions.longest_prompt, held_out.longest_prompt),
+        row_limit=min(config.max_tokens_per_gpu, facts.max_positions),
         device=device_id(),
     )
     controller = find_or_make_controller()

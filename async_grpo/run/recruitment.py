@@ -19,14 +19,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED
 from async_grpo.errors import ConfigError, DeadlineError
-from async_grpo.roles import (
-    ENVIRONMENT,
-    GENERATION,
-    REFERENCE,
-    VERIFIER,
-    role_of,
-    teacher,
-)
+from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, role_of, teacher
 from async_grpo.types import WorkerInfo
 from async_grpo.weight_sync.routes import check_route
 
@@ -36,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 REMIND_INTERVAL_S = 10.0
+ANSWER = "--max-generation-tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +39,9 @@ class Demand:
     config: TrainConfig
     vocab_size: int
     longest_prompt: int  # in tokens
+    row_limit: int  # tokens that the turns of an episode may have together
     tokenizer_hash: str = ""
     device: str = ""  # the identity of the trainer's NVIDIA device, empty when it has none
-
-    @property
-    def longest_sample(self) -> int:
-        return self.longest_prompt + self.config.max_generation_tokens
 
 
 def recruit(controller: ControllerHandle, demand: Demand) -> None:
@@ -138,11 +129,13 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"{worker.model_path} has another hash ({worker.tokenizer_hash[:12]}) than that of "
             f"{config.model_name_or_path} ({demand.tokenizer_hash[:12]}): give both the same folder"
         )
-    if demand.longest_sample > worker.max_model_len:
+    needed = demand.longest_prompt + config.max_generation_tokens
+    row, remedy = f"the longest prompt with {ANSWER} {config.max_generation_tokens}", ANSWER
+    if config.environment not in SHIPPED:  # which may take turns as long as there is room
+        needed, row, remedy = demand.row_limit, "an episode", "the trainer's --max-tokens-per-gpu"
+    if needed > worker.max_model_len:
         flag = "--max-model-len" if worker.role == GENERATION else "--max-tokens-per-gpu"
         raise ConfigError(
-            f"{who} serves at most {worker.max_model_len} tokens, the longest prompt with "
-            f"--max-generation-tokens {config.max_generation_tokens} needs "
-            f"{demand.longest_sample}: start it with a larger {flag}, or lower "
-            "--max-generation-tokens"
+            f"{who} serves at most {worker.max_model_len} tokens, {row} needs {needed}: start it "
+            f"with a larger {flag}, or lower {remedy}"
         )

@@ -27,7 +27,13 @@ def demand(*, longest_prompt=16, **options):
         max_tokens_per_gpu=64,
         **options,
     )
-    return Demand(config, vocab_size=128, longest_prompt=longest_prompt, tokenizer_hash="ab" * 32)
+    return Demand(
+        config,
+        vocab_size=128,
+        longest_prompt=longest_prompt,
+        row_limit=config.max_tokens_per_gpu,
+        tokenizer_hash="ab" * 32,
+    )
 
 
 def test_a_worker_that_just_fits_is_taken():
@@ -69,6 +75,11 @@ def test_a_worker_that_just_fits_is_taken():
             r"needs 49: start it with a larger --max-tokens-per-gpu",
         ),
         (
+            WORKER,
+            {"environment": TWO_TURNS},
+            r"at most 48 tokens, an episode needs 64: .* larger --max-model-len, or lower the trai",
+        ),
+        (
             replace(WORKER, role=MATH, tokenizer_hash="cd" * 32),
             {},
             r"worker w1 must have the tokenizer of the model that is trained, but that of other",
@@ -96,7 +107,7 @@ def look(monkeypatch):
 
         def members(role):
             asked.append(role)
-            return (replace(WORKER, role=role),) if role in present else ()
+            return (replace(WORKER, role=role, max_model_len=64),) if role in present else ()
 
         controller = SimpleNamespace(members=SimpleNamespace(remote=members))
         recruit(controller, demand(worker_timeout_s=0.05, **options))
