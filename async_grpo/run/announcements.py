@@ -73,30 +73,26 @@ class Announcements:
             raise
 
     def _tell(self, client: RunClient, due: Mapping[str, WeightsSnapshot]) -> None:
-        started, newest = time.monotonic(), due[GENERATION]
-        together = tuple(role for role, snapshot in due.items() if snapshot is newest)
-        report = self._have_served(client, newest, together)[GENERATION]
-        for complaint in sync_complaints(newest, report):
-            logger.warning("%s", complaint)
-        self._on_synced(summarise_sync(newest, report, seconds=time.monotonic() - started))
-        for role, snapshot in due.items():
-            if snapshot is not newest:
-                self._have_served(client, snapshot, (role,))
+        newest = due[GENERATION]
+        for snapshot in dict.fromkeys((newest, *due.values())):
+            roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()
+            reports = self._transport.announce(
+                client, snapshot, roles=roles, timeout_s=deadlines.WEIGHTS_APPLIED_S
+            )
+            for role, report in reports.items():
+                reasons = "; ".join(report.failures.values())
+                # Later on workers were lost that had served: others, or successors, will come.
+                if not self._has_served and reasons and not report.acks:
+                    raise WorkerError(f"no {role} worker could load the weights: {reasons}")
+            if snapshot is newest:
+                self._report(snapshot, reports[GENERATION], seconds=time.monotonic() - started)
         self._has_served = True
         _wait(client.published(newest.version))
 
-    def _have_served(
-        self, client: RunClient, snapshot: WeightsSnapshot, roles: tuple[str, ...]
-    ) -> dict[str, PublishReport]:
-        reports = self._transport.announce(
-            client, snapshot, roles=roles, timeout_s=deadlines.WEIGHTS_APPLIED_S
-        )
-        for role, report in reports.items():
-            reasons = "; ".join(report.failures.values())
-            # Later on workers were lost that had served: others, or their successors, will come.
-            if not self._has_served and reasons and not report.acks:
-                raise WorkerError(f"no {role} worker could load the weights: {reasons}")
-        return reports
+    def _report(self, snapshot: WeightsSnapshot, report: PublishReport, *, seconds: float) -> None:
+        for complaint in sync_complaints(snapshot, report):
+            logger.warning("%s", complaint)
+        self._on_synced(summarise_sync(snapshot, report, seconds=seconds))
 
 
 def _wait(reference: Any) -> None:

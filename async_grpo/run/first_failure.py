@@ -50,12 +50,19 @@ class RunRecord:
         """Leave the record; False when another rank has done so before."""
         moved_at_s = self.incidents.moved_at_s
         status = self.incidents.status
+        is_bug = not isinstance(error, AsyncGrpoError)
+        trace = "".join(traceback.format_exception(error)).splitlines() if is_bug else None
         record = {
             "sentence": sentence,
-            **_here_and_now(self._rank),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "role": "trainer",
+            "rank": self._rank,
+            "node": socket.gethostname(),
+            "pid": os.getpid(),
+            "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             "exception": type(error).__name__,
             "message": str(error),
-            "traceback": None if isinstance(error, AsyncGrpoError) else _traceback(error),
+            "traceback": trace,
             "last_progress": {
                 "batches_completed": self._num_batches,
                 "seconds_since_batch": time.time() - self._trained_at_s,
@@ -86,7 +93,7 @@ def first_failure_recorded(record: RunRecord, ranks: Ranks) -> Iterator[None]:
         except (AsyncGrpoError, OSError) as refusal:  # a full disk, which is no cause of this
             logger.warning("what is known of the failure cannot be kept: %s", refusal)
         if isinstance(told, AsyncGrpoError) and (told is not error or sentence != str(told)):
-            raise _named(told, sentence) from error
+            raise (type(told)(sentence) if isinstance(told, CONSEQUENCES) else told) from error
         raise
 
 
@@ -103,25 +110,6 @@ def _sentence(error: BaseException, first: Incident | None) -> str:
     if not isinstance(error, AsyncGrpoError):
         return f"{type(error).__name__}: {said}"
     return said if first is None or first.reason in said else f"{first.reason}; then {said}"
-
-
-def _named(error: AsyncGrpoError, sentence: str) -> AsyncGrpoError:
-    return type(error)(sentence) if isinstance(error, CONSEQUENCES) else error
-
-
-def _here_and_now(rank: int) -> dict[str, Any]:
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "role": "trainer",
-        "rank": rank,
-        "node": socket.gethostname(),
-        "pid": os.getpid(),
-        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    }
-
-
-def _traceback(error: BaseException) -> list[str]:
-    return "".join(traceback.format_exception(error)).splitlines()
 
 
 def _account(incident: Incident) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from transformers import AutoTokenizer
@@ -21,7 +21,6 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.fingerprints import hash_data, hash_model
 from async_grpo.checkpoint.resume import Start, check_contents
 from async_grpo.checkpoint.saving import in_background
-from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.columns import parse_column_mapping
@@ -114,8 +113,28 @@ def hash_contents(
 
 def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
     """What is trained on and what is held out, all of it checked."""
-    held_out = _load(config, facts, config.held_out) if config.held_out else QuestionTable.of(())
-    return _load(config, facts, config.data), held_out
+    room = min(config.max_tokens_per_gpu, facts.max_positions) - config.max_generation_tokens
+    if room < 1:
+        raise ConfigError(
+            f"--max-generation-tokens ({config.max_generation_tokens}) must leave room for a "
+            f"prompt in the model's {facts.max_positions} positions: lower it"
+        )
+    reader = line_reader(config, facts, max_tokens=room)
+    questions, held_out = (
+        QuestionTable.of(load_records(source, reader.question) if source else ())
+        for source in (config.data, config.held_out)
+    )
+    return questions, held_out
+
+
+def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> LineReader:
+    """Reads lines of data, at most so long, for the model that is trained."""
+    return LineReader(
+        tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
+        vocab_size=facts.vocab_size,
+        max_tokens=max_tokens,
+        mapping=parse_column_mapping(config.column_mapping),
+    )
 
 
 def plan_run(
@@ -155,25 +174,4 @@ def plan_run(
 
 def read_attention_ratio(config: TrainConfig) -> float:
     """What the model's attention costs, for packing: see `batching.packing`."""
-    size = read_size(config.model_name_or_path)
-    return attention_ratio(
-        num_parameters=size.num_parameters,
-        num_layers=size.num_layers,
-        attention_width=size.attention_width,
-    )
-
-
-def _load(config: TrainConfig, facts: ModelFacts, source: DataSource) -> QuestionTable:
-    room = min(config.max_tokens_per_gpu, facts.max_positions) - config.max_generation_tokens
-    if room < 1:
-        raise ConfigError(
-            f"--max-generation-tokens ({config.max_generation_tokens}) must leave room for a "
-            f"prompt in the model's {facts.max_positions} positions: lower it"
-        )
-    reader = LineReader(
-        tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
-        vocab_size=facts.vocab_size,
-        max_tokens=room,
-        mapping=parse_column_mapping(config.column_mapping),
-    )
-    return QuestionTable.of(load_records(source, reader.question))
+    return attention_ratio(**asdict(read_size(config.model_name_or_path)))

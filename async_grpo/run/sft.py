@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator
 from threading import Event
-
-from transformers import AutoTokenizer
 
 from async_grpo.batching.supervised import supervised_stream
 from async_grpo.checkpoint.export import export_finished
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.config.train import TrainConfig
-from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
-from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream
 from async_grpo.data.table import PairTable
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.loop import train
-from async_grpo.run.preparation import hash_contents, read_attention_ratio, warn_of_few
+from async_grpo.run.preparation import (
+    hash_contents,
+    line_reader,
+    read_attention_ratio,
+    warn_of_few,
+)
 from async_grpo.run.report import Report
 from async_grpo.run.stopping import until_stopped
 from async_grpo.training.held_out import HeldOutPairs
@@ -42,12 +42,20 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
     if start.is_finished:
         export_finished(config, ranks, start)
         return
-    hashes = ranks.on_main(lambda: _check(config, start, num_ranks=ranks.world_size))
-    pairs, held_out, _ = _load(config)
-    learner = Learner.build(config, ranks)
+    pairs, held_out, facts = ranks.on_main(lambda: _load(config)) or _load(config)
+    hashes = ranks.on_main(lambda: hash_contents(config, facts, pairs, start=start))
     record = RunRecord(config.output_dir, rank=ranks.rank)
     if ranks.is_main:
+        num_tokens = sum(len(pair.completion_token_ids) for pair in pairs)
+        logger.info(
+            "%d pairs with %d tokens to train on, %d ranks",
+            len(pairs),
+            num_tokens,
+            ranks.world_size,
+        )
+        warn_of_few(config, len(pairs))
         record.forget()
+    learner = Learner.build(config, ranks)
     with (
         first_failure_recorded(record, ranks),
         Report(config, start=start) if ranks.is_main else Absent() as report,
@@ -119,27 +127,11 @@ class Demonstrations:
         return ()
 
 
-def _check(config: TrainConfig, start: Start, *, num_ranks: int) -> Future[Mapping[str, str]]:
-    pairs, _, facts = _load(config)
-    num_tokens = sum(len(pair.completion_token_ids) for pair in pairs)
-    logger.info("%d pairs with %d tokens to train on, %d ranks", len(pairs), num_tokens, num_ranks)
-    warn_of_few(config, len(pairs))
-    return hash_contents(config, facts, pairs, start=start)
-
-
 def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
-    """What is trained and what is held out.
-
-    Every rank reads the files itself; rank 0 checks them first, with everything else.
-    """
+    """What is trained, what is held out, and the model; every rank reads the files itself."""
     facts = check_model_folder(config.model_name_or_path)
-
-    reader = LineReader(
-        tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
-        vocab_size=facts.vocab_size,
-        max_tokens=min(config.max_tokens_per_gpu, facts.max_positions),
-        mapping=parse_column_mapping(config.column_mapping),
-    )
+    longest = min(config.max_tokens_per_gpu, facts.max_positions)
+    reader = line_reader(config, facts, max_tokens=longest)
     pairs, held_out = (
         PairTable.of(load_records(source, reader.pair) if source else ())
         for source in (config.data, config.held_out)

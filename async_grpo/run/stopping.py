@@ -20,7 +20,7 @@ class StopRequest(Event):
 
 
 @contextmanager
-def polled(stop: Event | None) -> Iterator[None]:
+def polled(stop: Event) -> Iterator[None]:
     """Around the loop of a run that polls `stop` before each item."""
     if not isinstance(stop, StopRequest):
         yield
@@ -33,13 +33,12 @@ def polled(stop: Event | None) -> Iterator[None]:
 
 
 def until_stopped(
-    items: Iterable[StreamItem], *, agree: Callable[[int], int], stop: Event | None
+    items: Iterable[StreamItem], *, agree: Callable[[int], int], stop: Event
 ) -> Iterator[StreamItem]:
     """The items until any rank has been asked to stop; for a stream that every rank makes itself.
 
     `agree` is `Ranks.agree`: the ranks end before the same item, and `stop` is set on all of them.
     """
-    stop = stop or Event()
     for item in items:
         if agree(int(stop.is_set())):
             stop.set()
