@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ from async_grpo.log_tail import last_words
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing, WorkerInfo
-    from async_grpo.types.handles import ControllerHandle
+    from async_grpo.types.handles import ControllerHandle, WorkerHandle
 
 logger = logging.getLogger(__name__)
 State = Literal["pausing", "loading", "registering", "serving"]
@@ -55,10 +55,10 @@ class SupervisedWorker:
         self._pause_s = 0.0
         self._info: WorkerInfo | None = None
         self._pid = 0
-        self._call: Any = None  # what the state waits for
+        self._call: Awaitable[Any]  # what the state waits for
         self.role = kind.role
-        self.worker_id = ""
-        self.handle: Any = None
+        self.worker_id = ""  # while there is none
+        self.handle: WorkerHandle  # of the worker with this id
 
     def check(
         self, controller: ControllerHandle, standing: Standing | None, *, now_s: float
@@ -76,8 +76,8 @@ class SupervisedWorker:
         except WorkerError as error:
             self._replace(str(error), now_s)
 
-    def _enter(self, state: State, now_s: float, call: Any = None) -> None:
-        self._state, self._state_since, self._call = state, now_s, call
+    def _enter(self, state: State, now_s: float) -> None:
+        self._state, self._state_since = state, now_s
 
     def start(self, now_s: float) -> None:
         """Have a worker begin to load, unless a pause is not over."""
@@ -86,7 +86,8 @@ class SupervisedWorker:
         self.worker_id = f"{self.role}-{uuid.uuid4().hex[:8]}"
         self.handle = self._kind.start(self.worker_id)
         self._pid, self._is_known = 0, False
-        self._enter("loading", now_s, self.handle.info.remote())
+        self._call = self.handle.info.remote()
+        self._enter("loading", now_s)
 
     def _load(self, controller: ControllerHandle, now_s: float) -> None:
         if not self._pid:
@@ -115,7 +116,8 @@ class SupervisedWorker:
 
     def _register(self, controller: ControllerHandle, now_s: float) -> None:
         assert self._info is not None, "a worker is asked for its facts before it registers"
-        self._enter("registering", now_s, controller.register.remote(self._info, self.handle))
+        self._call = controller.register.remote(self._info, self.handle)
+        self._enter("registering", now_s)
 
     def _await_registration(self, now_s: float) -> None:
         if cluster.is_ready(self._call):
@@ -164,7 +166,7 @@ class SupervisedWorker:
             cause, pause_s, self._budget.num_used, self._config.max_restarts,
         )  # fmt: skip
         self._pause_s = pause_s
-        self.handle, self.worker_id = None, ""
+        self.worker_id = ""
         self._enter("pausing", now_s)
 
     def _answer(self, who: str) -> Any:

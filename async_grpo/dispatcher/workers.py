@@ -12,10 +12,9 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from async_grpo import cluster, deadlines
 from async_grpo.config.worker import WorkerConfig
@@ -42,39 +41,28 @@ class Workers:
         self._say = say
         self._run = 0  # incarnation of the run that is served; 0: none
         self._controller: ControllerHandle | None = None  # None when it is lost
-        self._calls: list[Any] = []  # to the controller, under way
+        self._calls: list[Awaitable[dict[str, Standing]]] = []  # to the controller, under way
         self._called_at = 0.0
-        self._complaint: Any = None  # a call to the verifier pool
+        self._complaint: Awaitable[str] | None = None  # a call to the verifier pool
 
     def __enter__(self) -> Self:
-        """Start the workers, then find the controller while they load."""
-        config = self._config
-        kinds = worker_kinds(config)
+        """Start the workers; the controller is looked for by the first `check`, while they load."""
+        kinds = worker_kinds(self._config)
         needed: Counter[str] = Counter()
         for kind in kinds:
             needed.update({what: n * kind.num_workers for what, n in kind.resources.items()})
         self._check_room(+needed)
         self._workers = [
-            SupervisedWorker(kind, config, say=self._say)
+            SupervisedWorker(kind, self._config, say=self._say)
             for kind in kinds
             for _ in range(kind.num_workers)
         ]
         logger.info("starting %s", ", ".join(f"{k.num_workers} {k.role} worker(s)" for k in kinds))
         for worker in self._workers:
             worker.start(time.monotonic())
-        try:
-            self._controller = self._find_controller()
-        except BaseException:  # nobody else would end them
-            self._end_workers()
-            raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the workers out of their registries and end them; a lost cluster is no error."""
         import ray
         from ray.exceptions import RayError
@@ -87,20 +75,17 @@ class Workers:
             ]
             if calls:
                 ray.wait(calls, num_returns=len(calls), timeout=deadlines.RELEASED_S)
-            self._end_workers()
-
-    def _end_workers(self) -> None:
-        import ray
-
-        for worker in self._workers:
-            if worker.handle is not None:
-                ray.kill(worker.handle)
+            for worker in self._workers:
+                if worker.worker_id:
+                    ray.kill(worker.handle)
 
     def check(self) -> None:
         """Look after everything once; raises what no restart can mend."""
+        from async_grpo.controller.find import find_or_make_controller
+
         now_s = time.monotonic()
         if self._controller is None:  # since the last check: had the cluster ended, nobody would
-            self._controller = self._find_controller()
+            self._controller = find_or_make_controller()
         standing = self._poll_standing(self._controller, now_s)
         self._tell_of_run(standing)
         if self._controller is None:
@@ -109,11 +94,6 @@ class Workers:
             worker.check(self._controller, standing.get(worker.worker_id), now_s=now_s)
         if self._config.write_failed_generation_samples:
             self._relay_complaint()
-
-    def _find_controller(self) -> ControllerHandle:
-        from async_grpo.controller.find import find_or_make_controller
-
-        return find_or_make_controller()
 
     def _poll_standing(self, controller: ControllerHandle, now_s: float) -> Mapping[str, Standing]:
         """By worker id, as far as the controller has answered since the last time."""
@@ -131,7 +111,7 @@ class Workers:
             self._controller = None
             return {}
 
-    def _ask_standing(self, controller: ControllerHandle) -> list[Any]:
+    def _ask_standing(self, controller: ControllerHandle) -> list[Awaitable[dict[str, Standing]]]:
         ids: dict[str, list[str]] = {}
         for worker in self._workers:
             ids.setdefault(worker.role, []).append(worker.worker_id)
@@ -164,7 +144,7 @@ class Workers:
     def _relay_complaint(self) -> None:
         """Log what the verifier pool could not write."""
         if self._complaint is None:
-            pools = (each.handle for each in self._workers if each.role == VERIFIER and each.handle)
+            pools = (w.handle for w in self._workers if w.role == VERIFIER and w.worker_id)
             self._complaint = next((pool.complaint.remote() for pool in pools), None)
         elif cluster.is_ready(self._complaint):
             call, self._complaint = self._complaint, None
@@ -211,7 +191,9 @@ class Workers:
             time.sleep(POLL_INTERVAL_S)
 
 
-def _merged(calls: list[Any], *, timeout_s: float) -> dict[str, Standing]:
+def _merged(
+    calls: list[Awaitable[dict[str, Standing]]], *, timeout_s: float
+) -> dict[str, Standing]:
     """The answers to `standing` of several roles."""
     standing: dict[str, Standing] = {}
     for call in calls:

@@ -109,7 +109,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         self._expected_weights().check_complete(update_info["names"])
         self._begin_loading()
         recorder = _Recorder(self.model)
-        self.set_weight_update_target(recorder, self.model_config)  # type: ignore[arg-type]
+        self.set_weight_update_target(recorder, self.model_config)
         with torch.no_grad():
             super().update_weights(update_info)
         self.reset_weight_update_target()

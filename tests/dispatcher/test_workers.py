@@ -159,8 +159,11 @@ def test_workers_load_while_the_controller_is_found_and_end_when_there_is_none(s
         raise ConfigError("of other code")
 
     monkeypatch.setattr(find, "find_or_make_controller", find_none)
-    with pytest.raises(ConfigError, match="of other code"):
-        make_workers(scene, num_workers=2).__enter__()
+    with (
+        pytest.raises(ConfigError, match="of other code"),
+        make_workers(scene, num_workers=2) as workers,
+    ):
+        workers.check()
     assert scene.killed == list(scene.workers.values()) != []
 
 
