@@ -7,7 +7,8 @@ prefix cache for them, so the scores depend on these weights alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +34,9 @@ class CanaryPass:
     is raised.
     """
 
-    def __init__(
-        self, llm: AsyncLLM, rows: Sequence[CanaryRow], *, timeout_s: float = deadlines.CANARY_S
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, rows: Sequence[CanaryRow]) -> None:
         self._llm = llm
         self._rows = rows
-        self._timeout_s = timeout_s
         self._answers: list[RequestOutputCollector] = []
         self.problem = ""
 
@@ -51,7 +49,7 @@ class CanaryPass:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        try:
+        with self._problem("vLLM refused the canary"):
             for index, row in enumerate(self._rows):
                 answer = await self._llm.add_request(
                     f"canary-{index}",
@@ -60,32 +58,32 @@ class CanaryPass:
                     priority=FIRST_IN_QUEUE,
                 )
                 self._answers.append(answer)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # vLLM's boundary: the update itself is fine
-            self.problem = f"vLLM refused the canary: {error!r}"
 
     async def scores(self) -> tuple[NDArray[np.float32], ...]:
         """Each row's log-probabilities from its second token on; empty if any row failed."""
         outputs: list[RequestOutput] = []
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                for answer in self._answers:
-                    outputs.append(await answer.get())
+        with self._problem("the canary could not be scored"):
+            try:
+                async with asyncio.timeout(deadlines.CANARY_S):
+                    for answer in self._answers:
+                        outputs.append(await answer.get())
+            finally:
+                unanswered = [answer.request_id for answer in self._answers[len(outputs) :]]
+                if unanswered:
+                    await self._llm.abort(unanswered, internal=True)
             if not self.problem:
                 pairs = zip(self._rows, outputs, strict=True)
                 return tuple(_read(row, output) for row, output in pairs)
+        return ()
+
+    @contextlib.contextmanager
+    def _problem(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except EngineDeadError:
             raise
-        except TimeoutError:
-            self.problem = f"the canary was not scored within {self._timeout_s:g} s"
         except Exception as error:  # vLLM's boundary: the update itself is fine
-            self.problem = f"the canary could not be scored: {error!r}"
-        finally:
-            unanswered = [answer.request_id for answer in self._answers[len(outputs) :]]
-            if unanswered:
-                await self._llm.abort(unanswered, internal=True)
-        return ()
+            self.problem = f"{what}: {error!r}"
 
 
 def _read(row: CanaryRow, output: RequestOutput) -> NDArray[np.float32]:

@@ -21,7 +21,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.inputs import tokens_input
-from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -111,25 +110,18 @@ class Engine:
         """
         self._check_length(request)
         request_id = str(next(self._request_ids))
+        prompt = tokens_input(request.input_token_ids.tolist())
         running = self._running[request_id] = _Running(request.lease_id, time.monotonic())
         try:
             with _alive():
-                final = await self._final_output(request, request_id)
+                answers = self._llm.generate(prompt, sampling_params(request), request_id)
+                *_, final = [output async for output in answers]
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error
         finally:
             del self._running[request_id]
         self._delay.ended(began_at=running.began_at)
         return tuple(read_completion(output) for output in final.outputs)
-
-    async def _final_output(self, request: GenerationRequest, request_id: str) -> RequestOutput:
-        prompt = tokens_input(request.input_token_ids.tolist())
-        final: RequestOutput | None = None
-        async for output in self._llm.generate(prompt, sampling_params(request), request_id):
-            final = output
-        if final is None:
-            raise WorkerError(f"vLLM ended question {request.ordinal} without an answer")
-        return final
 
     def _check_length(self, request: GenerationRequest) -> None:
         num_prompt, num_output = len(request.input_token_ids), request.sampling.max_tokens
@@ -151,21 +143,19 @@ class Engine:
             WeightSyncError: refused or incomplete; the old weights serve on.
             EngineBrokenError: the loading itself failed.
         """
-        if not snapshot.buckets:
-            raise WeightSyncError("weights must hold at least one bucket, got none")
+        await self.expect(snapshot)
         with SharedFile(snapshot.size_bytes) as file:
             try:
                 await self._transfer("start_weight_update", self._llm.start_weight_update())
                 for bucket in snapshot.buckets:
-                    is_last = bucket is snapshot.buckets[-1]
-                    await self._stage(bucket, await fetch(bucket), file=file, is_last=is_last)
+                    await self._stage(bucket, await fetch(bucket), file=file)
                 states = self._llm.output_processor.request_states
                 began = [running.began_at for running in self._running.values()]
                 await self._delay.wait(began, lambda: len(states))
             except BaseException:  # cancelled too: the next update must find the engine ready
-                await self._discard()
+                await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
                 raise
-            return await self._apply(snapshot)
+            return await self.apply(snapshot)
 
     async def devices(self) -> tuple[str, ...]:
         """The identities of the NVIDIA devices that the engine's processes use, in their order."""
@@ -173,7 +163,7 @@ class Engine:
         return tuple(device for device in found if device)
 
     async def open_route(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
-        """Meet the trainer over NCCL, for `receive`; generation waits meanwhile.
+        """Meet the trainer over NCCL, for `apply`; generation waits meanwhile.
 
         Raises:
             WeightSyncError: the two cannot meet; the old weights serve on.
@@ -189,20 +179,8 @@ class Engine:
         call = self._llm.collective_rpc("expect_weights", args=(tensors,))
         await self._transfer("expect_weights", call)
 
-    async def receive(
-        self, snapshot: WeightsSnapshot, update_info: dict[str, Any], *, timeout_s: float
-    ) -> Loaded:
-        """As `load`, with parameters that come from the trainer's device straight into the model.
-
-        Generation stands still meanwhile, and there is no way back.
-
-        Raises:
-            EngineBrokenError: the loading failed, or did not end in time.
-        """
-        return await self._apply(snapshot, update_info=update_info, timeout_s=timeout_s)
-
     async def _stage(
-        self, bucket: WeightsBucket, data: NDArray[np.uint8], *, file: SharedFile, is_last: bool
+        self, bucket: WeightsBucket, data: NDArray[np.uint8], *, file: SharedFile
     ) -> None:
         info = {
             "path": file.path,
@@ -210,18 +188,24 @@ class Engine:
             "size_bytes": bucket.size_bytes,
             "checksum": bucket.checksum,
             "tensors": [list(meta) for meta in bucket.tensors],
-            "is_last": is_last,
         }
         request = WeightTransferUpdateRequest(update_info=info)
         await self._transfer("update_weights", self._llm.update_weights(request))
 
-    async def _apply(
+    async def apply(
         self,
         snapshot: WeightsSnapshot,
         *,
         update_info: dict[str, Any] | None = None,
         timeout_s: float = deadlines.WEIGHTS_APPLIED_S,
     ) -> Loaded:
+        """Serve what was staged, or what `update_info` says will come over NCCL.
+
+        Generation stands still meanwhile, and there is no way back.
+
+        Raises:
+            EngineBrokenError: the loading failed, or did not end in time.
+        """
         canary, paused_at = CanaryPass(self._llm, snapshot.canary), time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
@@ -259,9 +243,6 @@ class Engine:
             await self._transfer("update_weight_version", renaming)
         finally:
             await self._transfer("resume_generation", self._llm.resume_generation())
-
-    async def _discard(self) -> None:
-        await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
 
     async def _transfer(
         self, what: str, call: Awaitable[T], *, timeout_s: float = deadlines.BUCKET_STAGED_S

@@ -186,7 +186,7 @@ class GenerationWorker:
         """Take a snapshot over NCCL; unless all of it has come in time, this process ends."""
         await self._serve(
             snapshot,
-            lambda: self._engine.receive(snapshot, update_info, timeout_s=timeout_s),
+            lambda: self._engine.apply(snapshot, update_info=update_info, timeout_s=timeout_s),
             transport="nccl",
         )
 

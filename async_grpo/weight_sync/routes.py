@@ -28,21 +28,16 @@ process, but trainer rank 0 and worker w share GPU-1: use object_store
     """
     if transport == OBJECT_STORE:
         return
-    option, who = f"--weight-transport {transport}", f"worker {worker.worker_id}"
+    who = f"worker {worker.worker_id}"
     if not sender:
-        raise ConfigError(
-            f"{option} needs an NVIDIA device in trainer rank 0, which has none: use {OBJECT_STORE}"
-        )
-    if not worker.devices:
-        raise ConfigError(
-            f"{option} needs an NVIDIA device in every generation worker, {who} has none: use "
-            f"{OBJECT_STORE}"
-        )
-    if sender in worker.devices:
-        raise ConfigError(
-            f"{option} needs a device of its own for every process, but trainer rank 0 and {who} "
-            f"share {sender}: use {OBJECT_STORE}"
-        )
+        need = "an NVIDIA device in trainer rank 0, which has none"
+    elif not worker.devices:
+        need = f"an NVIDIA device in every generation worker, {who} has none"
+    elif sender in worker.devices:
+        need = f"a device of its own for every process, but trainer rank 0 and {who} share {sender}"
+    else:
+        return
+    raise ConfigError(f"--weight-transport {transport} needs {need}: use {OBJECT_STORE}")
 
 
 def check_group(group: Any) -> None:

@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
 from async_grpo.weight_sync.buckets import check_bytes, dtype_name, view_tensor
-from async_grpo.weight_sync.manifest import ExpectedWeights, read_expected
+from async_grpo.weight_sync.manifest import ExpectedWeights
 from async_grpo.weight_sync.routes import check_group
 
 BACKEND = "staged_file"
@@ -47,7 +47,6 @@ class StagedBucket:
     size_bytes: int
     checksum: int
     tensors: list[list]  # TensorMeta each, as messages carry it
-    is_last: bool
 
 
 class StagedFileEngine(NCCLWeightTransferEngine):
@@ -64,9 +63,10 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 
     def expect(self, tensors: list[list]) -> None:
         """Raise `WeightSyncError` unless these are exactly the model's parameters."""
-        metas = _metas(tensors)
-        self._expected_weights().check(metas)
-        self._expected_weights().check_complete({meta.name for meta in metas})
+        if self._expected is None:
+            dtype = dtype_name(self.model_config.dtype)
+            self._expected = ExpectedWeights.read(self.model_config.model, dtype=dtype)
+        self._expected.check(_metas(tensors))
 
     def start_weight_update(self) -> None:
         self._staged: dict[str, torch.Tensor] = {}
@@ -81,13 +81,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
             self._receive(update_info)
 
     def _stage(self, bucket: StagedBucket) -> None:
-        """Map and verify one bucket.
-
-        Raises:
-            WeightSyncError: wrong bytes, or parameters that are not exactly the model's.
-        """
-        metas = _metas(bucket.tensors)
-        self._expected_weights().check(metas)
+        """Map one bucket; raises `WeightSyncError` for other bytes than were sent."""
         # Copy-on-write, so that torch takes it for writable; nothing writes.
         data = np.memmap(
             bucket.path,
@@ -97,16 +91,10 @@ class StagedFileEngine(NCCLWeightTransferEngine):
             shape=(bucket.size_bytes,),
         )
         check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
-        for meta in metas:
-            if meta.name in self._staged:
-                raise WeightSyncError(f"parameter {meta.name!r} must be sent once, got it twice")
-            self._staged[meta.name] = view_tensor(data, meta)
-        if bucket.is_last:
-            self._expected_weights().check_complete(self._staged)
+        self._staged |= {meta.name: view_tensor(data, meta) for meta in _metas(bucket.tensors)}
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         """Load all parameters from the trainer's device; an error leaves a broken model."""
-        self._expected_weights().check_complete(update_info["names"])
         self._begin_loading()
         recorder = _Recorder(self.model)
         self.set_weight_update_target(recorder, self.model_config)
@@ -138,16 +126,6 @@ class StagedFileEngine(NCCLWeightTransferEngine):
     def _begin_loading(self) -> None:
         _forget_packed(self.model)
         initialize_layerwise_reload(self.model)
-
-    def _expected_weights(self) -> ExpectedWeights:
-        if self._expected is None:
-            text_config = self.model_config.hf_config.get_text_config()
-            self._expected = read_expected(
-                self.model_config.model,
-                dtype=dtype_name(self.model_config.dtype),
-                tied_head=bool(text_config.tie_word_embeddings),
-            )
-        return self._expected
 
 
 class _Recorder:

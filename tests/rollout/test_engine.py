@@ -68,7 +68,7 @@ def sent_twice(snapshot):
 
 
 def empty(snapshot):
-    return dataclasses.replace(snapshot, buckets=()), "at least one bucket"
+    return dataclasses.replace(snapshot, buckets=()), "are missing"
 
 
 BROKEN = [damaged, truncated, without_its_last_bucket, sent_twice, empty]
