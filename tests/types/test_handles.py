@@ -12,7 +12,13 @@ from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}
 OF_ROLE = {
-    GenerationWorker: {"load_weights", "generate"},
+    GenerationWorker: {
+        "load_weights",
+        "generate",
+        "open_route",
+        "expect_weights",
+        "receive_weights",
+    },  # fmt: skip
     LogprobWorker: {"load_weights", "logprobs"},
     EnvironmentWorker: {"play"},
     VerifierPool: {"verify", "try_out", "take_share", "complaint"},
