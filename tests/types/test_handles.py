@@ -11,14 +11,9 @@ from async_grpo.types.handles import ControllerHandle, RecorderHandle, WorkerHan
 from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}
+DEVICE_TRANSPORT = {"open_route", "expect_weights", "receive_weights"}
 OF_ROLE = {
-    GenerationWorker: {
-        "load_weights",
-        "generate",
-        "open_route",
-        "expect_weights",
-        "receive_weights",
-    },  # fmt: skip
+    GenerationWorker: {"load_weights", "generate", *DEVICE_TRANSPORT},
     LogprobWorker: {"load_weights", "logprobs"},
     EnvironmentWorker: {"play"},
     VerifierPool: {"verify", "try_out", "take_share", "complaint"},
