@@ -222,5 +222,5 @@ def test_weights_that_fail_while_they_are_loaded_break_the_engine(stack, monkeyp
         with pytest.raises(EngineBrokenError, match=r"0\.1 failed.*out of memory"):
             stack.serve(SECOND)
     # Nothing was really loaded here: put the engine in order for the tests that follow.
-    stack.run(stack.engine._discard())
+    stack.run(stack.engine._llm.collective_rpc("discard_weight_update"))
     stack.run(stack.engine._llm.resume_generation())
