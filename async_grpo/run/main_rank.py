@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -118,10 +118,6 @@ class MainRank:
         return report
 
     # The controller
-
-    def connect(self, ranks: Ranks) -> RunClient:
-        """Share the way to the run with the other ranks; collective."""
-        return ranks.share(lambda: self.client)
 
     def step_agreed(self, end: EndOfStep) -> None:
         """All ranks hold the end of a step: a recovery goes on after it."""
@@ -244,13 +240,10 @@ class OtherRank(Absent):
     report = Absent()
     hashes = None
     canary = canary_tokens(())
+    client: RunClient  # rank 0 shares its own
 
     def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[Absent]:
         return self.report
-
-    def connect(self, ranks: Ranks) -> RunClient:
-        """The way to the run that rank 0 has begun."""
-        return ranks.share(lambda: cast("RunClient", None))  # asked of rank 0 alone
 
     def evaluate(self, ranks: Ranks, stop: Event) -> None:
         """Wait until rank 0 has its answer."""

@@ -104,7 +104,7 @@ class SampledData(Iterator[StreamItem]):
 
     def _open(self) -> RankStream:
         self._stream = RankStream(
-            self._main.connect(self._ranks),
+            self._ranks.share(lambda: self._main.client),
             rank=self._ranks.rank,
             stall_timeout_s=self._config.stall_timeout_s,
             agree=self._ranks.agree,

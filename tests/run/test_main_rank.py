@@ -42,7 +42,6 @@ class World:
             repeat=lambda client: self.told.append(f"repeated to {client.number}"),
         )
         main._begin = self.begin
-        main.connect = lambda ranks: main.client
         main.client = self.begin(None)
         self.told.clear()
         monkeypatch.setattr(main_rank, "find_or_make_controller", lambda: None)
@@ -50,7 +49,9 @@ class World:
             main_rank, "recruit", lambda controller, demand: self.told.append("recruited")
         )
         monkeypatch.setattr(sampling, "RankStream", self.stream)
-        ranks = SimpleNamespace(rank=0, agree=int, on_main=lambda work: work())
+        ranks = SimpleNamespace(
+            rank=0, agree=int, on_main=lambda work: work(), share=lambda work: work()
+        )
         learner = SimpleNamespace(config=config, discard=lambda: self.told.append("discarded"))
         self.stop = Event()
         self.ranks = ranks
