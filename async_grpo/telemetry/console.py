@@ -116,13 +116,13 @@ def panel(progress: Progress, *, now_s: float) -> RenderableType:
 
 
 def _stage_table(status: PipelineStatus) -> Table:
-    counts = [(name, getattr(status, key)) for name, key in STAGES]
-    largest = max(1, *(count for _, count in counts))
+    counts = {stage.replace("_", " "): getattr(status, stage) for stage in STAGES}
+    largest = max(1, *counts.values())
     table = Table.grid(padding=(0, 1))
     table.add_column(min_width=12)
     table.add_column(justify="right", min_width=6)
     table.add_column()
-    for name, count in counts:
+    for name, count in counts.items():
         bar = "━" * -(-BAR_WIDTH * count // largest)
         table.add_row(name, f"{count:,}", Text(bar, style="cyan"))
     return table

@@ -9,13 +9,7 @@ from async_grpo.types import PipelineStatus
 
 Row = Mapping[str, float | int | None]
 
-STAGES = (
-    ("generating", "generating"),
-    ("verifying", "verifying"),
-    ("in reference", "in_reference"),
-    ("ready", "ready"),
-    ("training", "training"),
-)
+STAGES = ("generating", "verifying", "in_reference", "ready", "training")  # of a status
 RATE_WINDOW_S = 20.0
 NUM_BATCHES_FOR_ETA = 20
 
@@ -89,7 +83,7 @@ class Progress:
         if status is None:
             return f"waiting for the pipeline, {duration(self.elapsed_s(now_s))}"
         parts = [f"batch {self.batch_text}"]
-        parts += [f"{name} {getattr(status, key)}" for name, key in STAGES]
+        parts += [f"{stage.replace('_', ' ')} {getattr(status, stage)}" for stage in STAGES]
         parts += [f"reward so far {number(self.reward)}"]
         parts += [f"generated {number(self.tokens_per_second)} tok/s"]
         parts += [f"trainer: {self.activity}"] if self.activity else []

@@ -96,15 +96,11 @@ def _rotate(path: Path) -> list[Path]:
 def _drop_from(path: Path, first: int) -> None:
     """Remove the lines of slot `first` and of later ones from a dump, in one step a file."""
     for file in dump_files(path):
-        with file.open("rb") as lines:
-            if all(_is_earlier(line, first) for line in lines):
-                continue
-        _rewrite(file, first)
-
-
-def _rewrite(file: Path, first: int) -> None:
-    with file.open("rb") as old, replacing(file) as new:
-        new.writelines(line for line in old if _is_earlier(line, first))
+        with file.open("rb") as old:
+            if not all(_is_earlier(line, first) for line in old):
+                old.seek(0)
+                with replacing(file) as new:
+                    new.writelines(line for line in old if _is_earlier(line, first))
 
 
 def _is_earlier(line: bytes, first: int) -> bool:
