@@ -15,42 +15,17 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.manifest import MANIFEST_NAME, Manifest
 from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER, METRICS_FILE, PARAMETERS_FILE
-from async_grpo.config.option import flag, require
+from async_grpo.config.option import Change, flag, options_of_change, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError, ConfigError
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import ResumePoint
 
 logger = logging.getLogger(__name__)
-# They define which questions a step is made of, and which weights score them.
-FIXED = (
-    "algorithm",
-    "environment",
-    "batch_size",
-    "train_minibatch_size",
-    "samples_per_question",
-    "infinite_sampler_seed",
-    "max_staleness",
-    "num_batches_per_ref_model_update",
-)
-# They say where a run finds and leaves things, not what it is.
-PLACES = (
-    "output_dir", "resume", "overwrite", "model_name_or_path", "model_revision", "data_path",
-)  # fmt: skip
+FIXED = options_of_change(TrainConfig, Change.FIXED)
+PLACES = options_of_change(TrainConfig, Change.PLACE)
 # Beside these a run that has left no checkpoint may differ from one that starts in its place.
-INCIDENTAL = (
-    "resume",
-    "overwrite",
-    "keep_checkpoints",
-    "dump_token_columns",
-    "dump_max_gib",
-    "trackers",
-    "ray_address",
-    "worker_timeout_s",
-    "stall_timeout_s",
-    "logging_level",
-    "allow_high_learning_rate",
-)
+INCIDENTAL = options_of_change(TrainConfig, Change.INCIDENTAL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
+from enum import Flag, auto
 from typing import Any
 
 from async_grpo.errors import ConfigError
@@ -20,10 +21,20 @@ BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], int, str]] = {
 }
 
 
+class Change(Flag):
+    """What it means that a run which goes on has another value of an option than before."""
+
+    RECORDED = 0
+    FIXED = auto()  # it is refused: the option says what a step is made of, or which weights score
+    PLACE = auto()  # the option says where a run finds and leaves things, not what it is
+    INCIDENTAL = auto()  # nothing to a run that begins in the place of one without a checkpoint
+
+
 def option(
     default: Any,
     *,
     must: str = NOT_NEGATIVE,
+    change: Change = Change.RECORDED,
     choices: Sequence[str] = (),
     none: Any = None,
     aliases: Sequence[str] = (),
@@ -31,18 +42,24 @@ def option(
 ) -> Any:
     """A dataclass field for one option, whose help stands below it; `choices` are its legal values.
 
-    `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `none`: its value where
+    `must`: one of `BOUNDS`, which a number is held to; empty: any will do. `change`: what one means
+    to a run that goes on; by default it is recorded. `none`: its value where
     None is typed, which nobody may who has not said what it means. `aliases`: other names of it on
     the command line. `group`: the heading in `--help` of this option and of those that follow it in
     its class.
     """
-    metadata = {"must": must, "choices": choices, "none": none, "aliases": aliases, "group": group}
-    return field(default=default, metadata=metadata)
+    metadata = {"must": must, "change": change, "choices": choices, "none": none}
+    return field(default=default, metadata=metadata | {"aliases": aliases, "group": group})
 
 
 def required(*, group: str = "") -> Any:
-    """A dataclass field for an option without a default."""
-    return option(MISSING, group=group)
+    """A dataclass field for an option without a default, which names a place."""
+    return option(MISSING, change=Change.PLACE, group=group)
+
+
+def options_of_change(config_class: type[Any], change: Change) -> tuple[str, ...]:
+    """The options of which a change means this."""
+    return tuple(each.name for each in fields(config_class) if change in each.metadata["change"])
 
 
 def groups_of(config_class: type[Any]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from async_grpo import deadlines
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.config.option import LOG_LEVELS, POSITIVE, names_in, option, required
+from async_grpo.config.option import LOG_LEVELS, POSITIVE, Change, names_in, option, required
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
 from async_grpo.config.source import DataSource
@@ -26,13 +26,13 @@ class TrainConfig(ObjectiveConfig):
     """JSONL file, or anything datasets.load_dataset reads"""
     eval_data_path: str = option("", none="")
     """held-out data, graded (sft: its loss) before, during and after training"""
-    output_dir: str = option("runs/latest")
+    output_dir: str = option("runs/latest", change=Change.PLACE)
     """folder for metrics, samples and exports"""
     num_training_batches: int = option(100, must=POSITIVE)
     """batches to train"""
-    batch_size: int = option(32, must=POSITIVE)
+    batch_size: int = option(32, must=POSITIVE, change=Change.FIXED)
     """questions (sft: pairs) a batch; weights are published once each"""
-    samples_per_question: int = option(8, must=POSITIVE)
+    samples_per_question: int = option(8, must=POSITIVE, change=Change.FIXED)
     """outputs sampled for each question"""
     max_generation_tokens: int = option(512, must=POSITIVE)
     """longest output in tokens"""
@@ -41,18 +41,20 @@ class TrainConfig(ObjectiveConfig):
     max_tokens_per_gpu: int = option(16384, must=POSITIVE)
     """prompt + output tokens of one rank's minibatch"""
 
-    algorithm: str = option("grpo", aliases=("objective",), group="The run and its data")
+    algorithm: str = option(
+        "grpo", aliases=("objective",), group="The run and its data", change=Change.FIXED
+    )
     """grpo, sft on prompt and completion pairs or on plain text, or your own: package.module:Name,
     path/to/file.py:Name"""
-    environment: str = option("single_turn")
+    environment: str = option("single_turn", change=Change.FIXED)
     """how questions are played: single_turn, or your own, on workers of --mode environment:
     package.module:Name, path/to/file.py:Name"""
-    resume: str = option("auto")
+    resume: str = option("auto", change=Change.PLACE | Change.INCIDENTAL)
     """auto: go on from the newest good checkpoint of the output folder, if there is one; never; or
     the folder of a checkpoint, or of a run"""
-    overwrite: bool = option(False)
+    overwrite: bool = option(False, change=Change.PLACE | Change.INCIDENTAL)
     """replace the run that the output folder holds"""
-    model_revision: str = option("", none="")
+    model_revision: str = option("", none="", change=Change.PLACE)
     """branch, tag or commit of a model on a hub; empty: its main branch"""
     data_split: str = option("train")
     """split of a datasets.load_dataset source"""
@@ -64,18 +66,18 @@ class TrainConfig(ObjectiveConfig):
     """configuration of --eval-data-path; empty: --data-config if both are the same source"""
     column_mapping: str = option("")
     """our=yours pairs for other column names, such as input=question,answer=solution"""
-    infinite_sampler_seed: int = option(37, must="")
+    infinite_sampler_seed: int = option(37, must="", change=Change.FIXED)
     """seed of the endless permutation of the questions"""
     eval_every_batches: int = option(0)
     """batches between evaluations; 0: only first and last"""
 
-    train_minibatch_size: int = option(0, group="Batches and sampling")
+    train_minibatch_size: int = option(0, group="Batches and sampling", change=Change.FIXED)
     """questions a gradient step, a divisor of --batch-size; 0: the whole batch"""
     temperature: float = option(1.0)
     """sampling temperature, also of every log-probability"""
-    max_staleness: int = option(1)
+    max_staleness: int = option(1, change=Change.FIXED)
     """batches that generation may run ahead of published weights; 0: strictly on-policy"""
-    num_batches_per_ref_model_update: int = option(1_000_000, must=POSITIVE)
+    num_batches_per_ref_model_update: int = option(1_000_000, must=POSITIVE, change=Change.FIXED)
     """batches between updates of the reference model with the policy's weights"""
     deterministic: bool = option(False)
     """form rounds in ordinal order from complete steps; needs --max-staleness 0"""
@@ -106,7 +108,7 @@ class TrainConfig(ObjectiveConfig):
     """decoupled weight decay of AdamW"""
     max_grad_norm: float = option(1.0)
     """clip of the global gradient norm; 0: no clipping"""
-    allow_high_learning_rate: bool = option(False)
+    allow_high_learning_rate: bool = option(False, change=Change.INCIDENTAL)
     """take a --learning-rate above 0.01 as meant"""
 
     loss_chunksize: int = option(1024, none=0, group="Memory and speed")
@@ -133,28 +135,28 @@ class TrainConfig(ObjectiveConfig):
     """samples trained between exports to hf_format/; 0: only at the end"""
     checkpoint_every_batches: int = option(10)
     """batches between checkpoints that the run can go on from, and one at the end; 0: none"""
-    keep_checkpoints: int = option(2, must=POSITIVE)
+    keep_checkpoints: int = option(2, must=POSITIVE, change=Change.INCIDENTAL)
     """checkpoints kept, the newest ones"""
     dump_samples_filename: str = option("samples.jsonl", none="")
     """file for every trained sample: a name in the output folder, or a path; empty: none"""
-    dump_token_columns: bool = option(False)
+    dump_token_columns: bool = option(False, change=Change.INCIDENTAL)
     """also dump token ids, masks and log-probabilities, about 90 bytes an output token"""
-    dump_max_gib: float = option(4.0)
+    dump_max_gib: float = option(4.0, change=Change.INCIDENTAL)
     """room for dumped samples in GiB, in four files: the oldest goes for a new one; 0: no limit"""
-    trackers: str = option("tensorboard", none="")
+    trackers: str = option("tensorboard", none="", change=Change.INCIDENTAL)
     """comma-separated accelerate trackers, such as tensorboard,wandb; empty: none"""
     run_name: str = option("async-grpo")
     """name of the run in trackers"""
-    logging_level: str = option("INFO", choices=LOG_LEVELS)
+    logging_level: str = option("INFO", choices=LOG_LEVELS, change=Change.INCIDENTAL)
     """log detail"""
 
-    ray_address: str = option("auto", group="Ray cluster")
+    ray_address: str = option("auto", group="Ray cluster", change=Change.INCIDENTAL)
     """host:port of the Ray cluster; auto: the one on this machine"""
     namespace: str = option("async-grpo")
     """Ray namespace that the run's actors share"""
-    worker_timeout_s: float = option(300.0, must=POSITIVE)
+    worker_timeout_s: float = option(300.0, must=POSITIVE, change=Change.INCIDENTAL)
     """seconds to wait for the workers that the run needs"""
-    stall_timeout_s: float = option(900.0)
+    stall_timeout_s: float = option(900.0, change=Change.INCIDENTAL)
     """seconds without progress after which a request is tried again elsewhere, and without any in
     the whole run, after which it ends; tokens are progress: no output takes too long"""
     generation_timeout_s: float = option(0.0)
