@@ -75,6 +75,12 @@ def _said(sample: dict[str, Any]) -> str:
     return without_prompt(sample["output"], sample.get("input") or "")
 
 
+def _prepare_countdown() -> None:
+    """Let Python make the code faster that each request runs."""
+    for _ in range(50):
+        countdown({"output": "8-2+9=15", "nums": [2, 9, 8], "target": 15})
+
+
 def _prepare_mathematics(adapter: Callable[[dict[str, Any]], Any]) -> None:
     warm_up(lambda output, answer: adapter({"output": output, "answer": answer}))
 
@@ -87,8 +93,9 @@ def _prepare_code_execution() -> None:
     require_jail()
 
 
-for _adapter in (math_verify, sympy):
+for _adapter in (mathd, math_verify, sympy):
     _adapter.prepare = functools.partial(_prepare_mathematics, _adapter)  # type: ignore[attr-defined]
+countdown.prepare = _prepare_countdown  # type: ignore[attr-defined]
 code_execution.prepare = _prepare_code_execution  # type: ignore[attr-defined]
 
 SHIPPED = {
