@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 PACKED = "packed"  # the name under which transformers knows `packed_attention`
+Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # The kernel has always taken grouped heads; from torch 2.12 on, `varlen_attn` needs a flag for it.
 GROUPED_HEADS = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
@@ -69,10 +70,11 @@ def packed_attention(
         cu_seq_lens_q = torch.tensor([0, max_length_q], dtype=torch.int32, device=query.device)
     if repeat_index is not None:
         query, key, value = (_tokens(tensor, repeat_index) for tensor in (query, key, value))
+    heads = (query, key, value)
     if query.device.type == "cuda" and query.dtype in HALF_TYPES:
-        output = _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)
+        output = _varlen(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
-        output = _by_sequence(query, key, value, cu_seq_lens_q, scaling, sliding_window)
+        output = _by_sequence(heads, cu_seq_lens_q, scaling, sliding_window)
     return output if first_index is None else output.index_select(1, first_index), None
 
 
@@ -84,19 +86,13 @@ def _tokens(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scaling: float | None,
-    sliding_window: int | None,
+    heads: Heads, cu_seqlens: Tensor, max_seqlen: int, scaling: float | None, window: int | None
 ) -> Tensor:
     """One fused CUDA kernel over all sequences, [1, T, A, D]."""
     from torch.nn.attention.varlen import varlen_attn  # imports CUDA kernels
 
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    look_back = -1 if sliding_window is None else sliding_window - 1
+    rows = (tensor[0].transpose(0, 1) for tensor in heads)
+    look_back = -1 if window is None else window - 1
     output = varlen_attn(
         *rows,
         cu_seqlens,
@@ -112,21 +108,16 @@ def _varlen(
 
 @torch.compiler.disable  # lengths differ in every row: compiling would never end
 def _by_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
+    heads: Heads, cu_seqlens: Tensor, scaling: float | None, window: int | None
 ) -> Tensor:
     """One SDPA a sequence, exact on every device and type, [1, T, A, D]."""
     lengths = cu_seqlens.diff().tolist()
     outputs = []
     # Token after token is how projections lay tensors out: cut and joined so, nothing is reordered.
-    rows = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in (query, key, value))
+    rows = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in heads)
     for parts in zip(*rows, strict=True):
         q, k, v = (part.transpose(1, 2) for part in parts)
-        mask = _window_mask(q.shape[2], sliding_window, q.device)
+        mask = _window_mask(q.shape[2], window, q.device)
         output = scaled_dot_product_attention(
             q,
             k,

@@ -84,6 +84,14 @@ def token_logprobs(
     return TokenLogprobs(logprobs, entropy, dict(zip(names, values, strict=True)))
 
 
+class _Head(NamedTuple):
+    """What makes logits of hidden states."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    temperature: float
+
+
 class _Setting(NamedTuple):
     temperature: float
     chunk_size: int
@@ -107,6 +115,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         setting: _Setting,
     ) -> tuple[Tensor, ...]:
+        head = _Head(weight, bias, setting.temperature)
         statistics_of = _compiled(_statistics) if setting.compile else _statistics
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Made first: what outlives a chunk, allocated between chunks, would fragment the heap until
@@ -117,12 +126,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         for rows in _chunks(len(targets), setting.chunk_size):
             logprobs[rows], log_normaliser[rows], entropy[rows], whole = statistics_of(
-                hidden[rows],
-                weight,
-                bias,
-                targets=targets[rows],
-                temperature=setting.temperature,
-                keeps_whole=bool(setting.terms),
+                hidden[rows], head, targets[rows], keeps_whole=bool(setting.terms)
             )
             for value, term in zip(values, setting.terms, strict=True):
                 if len(targets):
@@ -138,6 +142,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
         grad_chosen = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
+        head = _Head(weight, bias, ctx.setting.temperature)
         pairs = zip(ctx.setting.terms, grads[2:], strict=True)
         used = [(term, grad) for term, grad in pairs if grad is not None and len(targets)]
         gradient_of = _compiled(_grad_logits) if ctx.setting.compile else _grad_logits
@@ -147,10 +152,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for rows in _chunks(len(targets), ctx.setting.chunk_size):
             grad = gradient_of(
                 hidden[rows],
-                weight,
-                bias,
-                targets=targets[rows],
-                temperature=ctx.setting.temperature,
+                head,
+                targets[rows],
                 log_normaliser=log_normaliser[rows],
                 entropy=entropy[rows],
                 grad_chosen=grad_chosen[rows],
@@ -196,22 +199,16 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += _product(left, right)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, head: _Head) -> Tensor:
     """[C, V] logits over temperature, in at least float32: a fresh tensor."""
-    logits = _product(hidden, weight.T)
-    if bias is not None:
-        logits += bias
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    logits = _product(hidden, head.weight.T)
+    if head.bias is not None:
+        logits += head.bias
+    return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
 
 def _statistics(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    targets: Tensor,
-    temperature: float,
-    keeps_whole: bool,
+    hidden: Tensor, head: _Head, targets: Tensor, *, keeps_whole: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """log-probability of the targets, log-normaliser and entropy, each [C], and on request all
     log-probabilities [C, V].
@@ -219,11 +216,11 @@ def _statistics(
     With x the logits minus their largest and z = sum exp(x): entropy = log z - sum(x exp(x)) / z,
     whose terms are all positive. One exponential of the chunk serves all three.
     """
-    logits = _logits(hidden, weight, bias, temperature)
+    logits = _logits(hidden, head)
     largest = logits.amax(-1, keepdim=True)
     logits.sub_(largest)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-    if bias is not None:
+    if head.bias is not None:
         logits.clamp_(min=LEAST_LOGPROB)
     exponentials = logits.exp()
     total = exponentials.sum(-1)
@@ -235,11 +232,9 @@ def _statistics(
 
 def _grad_logits(
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
+    head: _Head,
     targets: Tensor,
-    temperature: float,
+    *,
     log_normaliser: Tensor,
     entropy: Tensor,
     grad_chosen: Tensor,
@@ -253,16 +248,18 @@ def _grad_logits(
     d entropy / d logit_j = -p_j (logprob_j + entropy)
     d term / d logit_j = g_j - p_j Σ_v g_v, where g is its gradient by log-probabilities
     """
-    logprobs = _logits(hidden, weight, bias, temperature).sub_(log_normaliser[:, None])
-    if bias is not None:
+    logprobs = _logits(hidden, head).sub_(log_normaliser[:, None])
+    if head.bias is not None:
         logprobs.clamp_(min=LEAST_LOGPROB)
-    of_terms = [_term_gradient(logprobs, term, grad / temperature, rows) for term, grad in terms]
-    grad_chosen = grad_chosen[:, None] / temperature
+    of_terms = [
+        _term_gradient(logprobs, term, grad / head.temperature, rows) for term, grad in terms
+    ]
+    grad_chosen = grad_chosen[:, None] / head.temperature
     if grad_entropy is None:
         grad = logprobs.exp_().mul_(-grad_chosen)
     else:
         grad = logprobs.exp()
-        grad_entropy = grad_entropy[:, None] / temperature
+        grad_entropy = grad_entropy[:, None] / head.temperature
         logprobs.add_(entropy[:, None]).mul_(grad_entropy).add_(grad_chosen)
         grad.mul_(logprobs).neg_()
     for each in of_terms:

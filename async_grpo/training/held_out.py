@@ -67,7 +67,7 @@ class HeldOutPairs:
             scored = policy(
                 to_device(packed, device),
                 temperature=1.0,
-                chunk_size=self._learner.config.loss_chunksize,
+                chunk_size=self._learner.config.chunk_size,
             )
             sums[0] -= scored.logprobs.double().sum()
             sums[1] += scored.logprobs.numel()

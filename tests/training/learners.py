@@ -18,7 +18,7 @@ def make_learner(folder, **options):
     small = {"batch_size": 4, "train_minibatch_size": 2, "loss_chunksize": 8, "trackers": ""}
     penalty = {"kl_coefficient": 0.1, "kl_estimator": "k2"}
     paths = {"model_name_or_path": "m", "data_path": "d", "output_dir": str(folder)}
-    config = TrainConfig(**small, **(penalty | paths | options))
+    config = TrainConfig(**(small | penalty | paths | options))
     ranks = SimpleNamespace(rank=3, device=torch.device("cpu"))
     return Learner(PolicyModel(tiny_model(tied=True)), config, ranks)
 

@@ -35,12 +35,14 @@ def oracle_loss(pairs, model):
     return sum(loss.sum().item() for loss in losses), sum(map(len, losses))
 
 
-@pytest.mark.parametrize("max_tokens", [24, 4096])
-def test_the_loss_is_a_mean_over_all_tokens_whatever_the_packing(tmp_path, max_tokens, monkeypatch):
+@pytest.mark.parametrize(("max_tokens", "chunk_size"), [(24, 8), (4096, 8), (24, 0)])
+def test_the_loss_is_a_mean_over_all_tokens_whatever_the_packing(
+    tmp_path, max_tokens, chunk_size, monkeypatch
+):
     monkeypatch.setattr("async_grpo.training.held_out.PACKED_TOGETHER", 4)
     pairs = make_pairs(9)
     options = {"max_tokens_per_gpu": max_tokens, "max_generation_tokens": 12, "algorithm": "sft"}
-    learner = make_learner(tmp_path, **options)
+    learner = make_learner(tmp_path, loss_chunksize=chunk_size, **options)
     alone = Ranks(0, 1, learner.device, mesh=None)
     result = HeldOutPairs(pairs, learner, alone).loss()
     loss_sum, num_tokens = oracle_loss(pairs, tiny_model(tied=True))
