@@ -45,7 +45,7 @@ def train_synchronously(story, ranks):
     """Generate, pack, step; then the next step."""
     config = story.config
     learner = Learner.build(config, ranks)
-    exports = Exports(config, learner, doing=Absent().doing)
+    exports = Exports(learner, doing=Absent().doing)
     items = synchronous_items(story, ranks)
     with Report(config) if ranks.is_main else Absent() as report:
         train_steps(items, learner, report, exports, after_batch=lambda _: exports.export_if_due())
