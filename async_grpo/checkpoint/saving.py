@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-References = Callable[[int], tuple[WeightsSnapshot, ...]]
+References = Callable[[int], tuple[WeightsSnapshot, ...] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Checkpoints:
         return self._last is not None and self._last.batches == self._committed
 
     def _cut(self, end: EndOfStep) -> _Cut:
-        references = self._references(end.batch + 1)
+        references = self._references(end.batch + 1) or ()  # None where rank 0's are absent
         state = {
             "clocks": dataclasses.asdict(self._learner.step.clocks),
             "report": self._report.state(),
