@@ -52,14 +52,8 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     plan = plan_run(config, facts, questions, held_out, num_ranks=num_ranks, resume=start.point)
     cluster.connect(config.ray_address, namespace=config.namespace)
     plan = replace(plan, rules=start_rules(config))
-    demand = Demand(
-        config,
-        vocab_size=facts.vocab_size,
-        tokenizer_hash=facts.tokenizer_hash,
-        longest_prompt=max(questions.longest_prompt, held_out.longest_prompt),
-        row_limit=min(config.max_tokens_per_gpu, facts.max_positions),
-        device=device_id(),
-    )
+    longest_prompt = max(questions.longest_prompt, held_out.longest_prompt)
+    demand = Demand(config, facts, longest_prompt, device=device_id())
     controller = find_or_make_controller()
     recruit(controller, demand)
     try_rewards(controller, questions[0], config)

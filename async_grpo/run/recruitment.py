@@ -19,6 +19,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED
 from async_grpo.errors import ConfigError, DeadlineError
+from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, role_of, teacher
 from async_grpo.types import WorkerInfo
 from async_grpo.weight_sync.routes import check_route
@@ -37,10 +38,8 @@ class Demand:
     """What every worker of the run must be able to serve."""
 
     config: TrainConfig
-    vocab_size: int
+    model: ModelFacts
     longest_prompt: int  # in tokens
-    row_limit: int  # tokens that the turns of an episode may have together
-    tokenizer_hash: str = ""
     device: str = ""  # the identity of the trainer's NVIDIA device, empty when it has none
 
 
@@ -105,7 +104,7 @@ def _find(controller: ControllerHandle, role: str, demand: Demand, why: str) -> 
 
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     """Raise `ConfigError` for a worker whose answers this run could not use."""
-    config, who = demand.config, f"worker {worker.worker_id}"
+    config, model, who = demand.config, demand.model, f"worker {worker.worker_id}"
     follows = role_of(worker.role).follows
     if follows == "none":
         return
@@ -117,22 +116,23 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"{worker.temperature}: give both the same, or leave the worker's out"
         )
     # A teacher's head may be padded to another width: its tokens are what must be the same.
-    if follows != "own" and worker.vocab_size != demand.vocab_size:
+    if follows != "own" and worker.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{who} must serve the model that is trained, but its vocabulary has "
-            f"{worker.vocab_size} tokens instead of {demand.vocab_size}: start it with "
+            f"{worker.vocab_size} tokens instead of {model.vocab_size}: start it with "
             f"--model-path {config.model_name_or_path} instead of {worker.model_path}"
         )
-    if worker.tokenizer_hash and worker.tokenizer_hash != demand.tokenizer_hash:
+    if worker.tokenizer_hash and worker.tokenizer_hash != model.tokenizer_hash:
         raise ConfigError(
             f"{who} must have the tokenizer of the model that is trained, but that of "
             f"{worker.model_path} has another hash ({worker.tokenizer_hash[:12]}) than that of "
-            f"{config.model_name_or_path} ({demand.tokenizer_hash[:12]}): give both the same folder"
+            f"{config.model_name_or_path} ({model.tokenizer_hash[:12]}): give both the same folder"
         )
     needed = demand.longest_prompt + config.max_generation_tokens
     row, remedy = f"the longest prompt with {ANSWER} {config.max_generation_tokens}", ANSWER
     if config.environment not in SHIPPED:  # which may take turns as long as there is room
-        needed, row, remedy = demand.row_limit, "an episode", "the trainer's --max-tokens-per-gpu"
+        needed = min(config.max_tokens_per_gpu, model.max_positions)
+        row, remedy = "an episode", "the trainer's --max-tokens-per-gpu"
     if needed > worker.max_model_len:
         flag = "--max-model-len" if worker.role == GENERATION else "--max-tokens-per-gpu"
         raise ConfigError(

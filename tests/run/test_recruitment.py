@@ -7,6 +7,7 @@ import pytest
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ConfigError, DeadlineError
+from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher
 from async_grpo.run import recruitment
 from async_grpo.run.recruitment import Demand, check_worker, command_for, recruit
@@ -27,13 +28,8 @@ def demand(*, longest_prompt=16, **options):
         max_tokens_per_gpu=64,
         **options,
     )
-    return Demand(
-        config,
-        vocab_size=128,
-        longest_prompt=longest_prompt,
-        row_limit=config.max_tokens_per_gpu,
-        tokenizer_hash="ab" * 32,
-    )
+    model = ModelFacts("model", 128, 4096, (), tokenizer_hash="ab" * 32)
+    return Demand(config, model, longest_prompt)
 
 
 def test_a_worker_that_just_fits_is_taken():
