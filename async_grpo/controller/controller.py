@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -122,11 +122,14 @@ class Controller:
         """Give a worker no new work, in this run and later ones, until it is told otherwise."""
         self.registry_of(role).drain(worker_id, draining=draining)
 
-    async def standing(self, role: str, worker_ids: tuple[str, ...]) -> dict[str, Standing]:
-        """How each of these workers is seen here; a sign of life too."""
+    async def standing(self, worker_ids: Mapping[str, Sequence[str]]) -> dict[str, Standing]:
+        """How each worker, listed by role, is seen here; a sign of life too."""
         self._idle_ticks = 0
         run = self._run.id.incarnation if self._run else 0
-        return self.registry_of(role).standing(worker_ids, run=run)
+        standing: dict[str, Standing] = {}
+        for role, names in worker_ids.items():
+            standing |= self.registry_of(role).standing(names, run=run)
+        return standing
 
     async def current_run(self) -> RunId | None:
         """For whoever looks on from outside."""

@@ -150,7 +150,7 @@ class WorkerRegistry:
             self.history.note("drained" if draining else "undrained", worker_id)
             self._line.serve()
 
-    def standing(self, worker_ids: tuple[str, ...], *, run: int = 0) -> dict[str, Standing]:
+    def standing(self, worker_ids: Collection[str], *, run: int = 0) -> dict[str, Standing]:
         """How each of these workers is seen here, while `run` is served (0: none)."""
         standing = {}
         for name in worker_ids:

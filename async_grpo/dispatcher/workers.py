@@ -41,7 +41,7 @@ class Workers:
         self._say = say
         self._run = 0  # incarnation of the run that is served; 0: none
         self._controller: ControllerHandle | None = None  # None when it is lost
-        self._calls: list[Awaitable[dict[str, Standing]]] = []  # to the controller, under way
+        self._call: Awaitable[dict[str, Standing]] | None = None  # to the controller, under way
         self._called_at = 0.0
         self._complaint: Awaitable[str] | None = None  # a call to the verifier pool
 
@@ -97,28 +97,25 @@ class Workers:
 
     def _poll_standing(self, controller: ControllerHandle, now_s: float) -> Mapping[str, Standing]:
         """By worker id, as far as the controller has answered since the last time."""
-        if not self._calls:
-            self._calls, self._called_at = self._ask_standing(controller), now_s
-        if not all(map(cluster.is_ready, self._calls)):
+        if self._call is None:
+            self._call, self._called_at = self._ask_standing(controller), now_s
+        if not cluster.is_ready(self._call):
             if now_s - self._called_at > deadlines.CONTROLLER_SILENCE_S:
                 self._end_frozen_controller()
             return {}
-        calls, self._calls = self._calls, []
+        call, self._call = self._call, None
         try:
-            return _merged(calls, timeout_s=deadlines.ANSWER_S)
+            return cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=CONTROLLER)
         except (ProcessLostError, ClusterError) as error:
             logger.warning("%s; it is looked for again", error)
             self._controller = None
             return {}
 
-    def _ask_standing(self, controller: ControllerHandle) -> list[Awaitable[dict[str, Standing]]]:
+    def _ask_standing(self, controller: ControllerHandle) -> Awaitable[dict[str, Standing]]:
         ids: dict[str, list[str]] = {}
         for worker in self._workers:
-            ids.setdefault(worker.role, []).append(worker.worker_id)
-        return [
-            controller.standing.remote(role, tuple(filter(None, worker_ids)))
-            for role, worker_ids in ids.items()
-        ]
+            ids.setdefault(worker.role, []).extend(filter(None, [worker.worker_id]))
+        return controller.standing.remote(ids)
 
     def _end_frozen_controller(self) -> None:
         import ray
@@ -127,7 +124,7 @@ class Workers:
             "%s has not answered for %g s and is ended", CONTROLLER, deadlines.CONTROLLER_SILENCE_S
         )
         ray.kill(self._controller)
-        self._calls, self._controller = [], None
+        self._call = self._controller = None
 
     def _tell_of_run(self, standing: Mapping[str, Standing]) -> None:
         """Say when a run begins or ends to be served, or another takes its place."""
@@ -169,7 +166,8 @@ class Workers:
     def _num_leases(self) -> int:
         if self._controller is None:
             return 0
-        standing = _merged(self._ask_standing(self._controller), timeout_s=deadlines.RELEASED_S)
+        call = self._ask_standing(self._controller)
+        standing = cluster.wait(call, timeout_s=deadlines.RELEASED_S, who=CONTROLLER)
         return sum(worker.num_leases for worker in standing.values())
 
     def _check_room(self, needed: Mapping[str, float]) -> None:
@@ -189,13 +187,3 @@ class Workers:
                     f"or start Ray with a larger --num-{what.lower()}s"
                 )
             time.sleep(POLL_INTERVAL_S)
-
-
-def _merged(
-    calls: list[Awaitable[dict[str, Standing]]], *, timeout_s: float
-) -> dict[str, Standing]:
-    """The answers to `standing` of several roles."""
-    standing: dict[str, Standing] = {}
-    for call in calls:
-        standing |= cluster.wait(call, timeout_s=timeout_s, who=CONTROLLER)
-    return standing

@@ -6,7 +6,7 @@ protocols to the actors' classes.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ControllerHandle(Protocol):
     register: Remote[[WorkerInfo, WorkerHandle], None]
     deregister: Remote[[str, str], None]
     drain: Remote[[str, str], None]
-    standing: Remote[[str, tuple[str, ...]], dict[str, Standing]]
+    standing: Remote[[Mapping[str, Sequence[str]]], dict[str, Standing]]
     roles: Remote[[], tuple[str, ...]]
     members: Remote[[str], tuple[WorkerInfo, ...]]
     receivers: Remote[[str], tuple[tuple[WorkerInfo, WorkerHandle], ...]]

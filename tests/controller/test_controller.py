@@ -340,7 +340,7 @@ def test_a_controller_that_nobody_needs_ends_itself():
     async def scenario():
         house = House()
         for _ in range(10):  # longer than it would idle
-            await house.controller.standing(MATH, ("nobody",))
+            await house.controller.standing({MATH: ("nobody",)})
             await asyncio.sleep(IDLE_TICKS / 2)
         await house.join("engine")
         await asyncio.sleep(2 * IDLE_TICKS)

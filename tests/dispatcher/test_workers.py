@@ -55,8 +55,8 @@ class Controller(FakeActor):
         assert "dispatcher process" in info.owner
         self.admitted.append(info.worker_id)
 
-    def _standing(self, role, names):
-        assert all(name.startswith(f"{role}-") for name in names)
+    def _standing(self, ids):
+        assert all(name.startswith(f"{role}-") for role, names in ids.items() for name in names)
         return {
             name: Standing(
                 name in self.admitted and name not in self.excluded,
@@ -64,6 +64,7 @@ class Controller(FakeActor):
                 self.excluded.get(name, ""),
                 self.run,
             )
+            for names in ids.values()
             for name in names
         }
 
@@ -186,8 +187,8 @@ def test_the_controller_hears_of_every_role_again_and_again(scene):
     scene.brings_pool = True
     with make_workers(scene) as workers:
         scene.pass_time(workers, 3)
-        asked = [call[1] for call in scene.controller.calls if call[0] == "standing"]
-        assert asked == [GENERATION, VERIFIER] * 3
+        asked = [list(call[1]) for call in scene.controller.calls if call[0] == "standing"]
+        assert asked == [[GENERATION, VERIFIER]] * 3
 
 
 def test_a_dispatcher_says_when_a_run_begins_and_ends(scene):
