@@ -53,7 +53,7 @@ class SupervisedWorker:
         self._state: State = "pausing"
         self._state_since = float("-inf")
         self._pause_s = 0.0
-        self._info: WorkerInfo | None = None
+        self._info: WorkerInfo  # as soon as it has loaded
         self._pid = 0
         self._call: Awaitable[Any]  # what the state waits for
         self.role = kind.role
@@ -115,7 +115,6 @@ class SupervisedWorker:
             )
 
     def _register(self, controller: ControllerHandle, now_s: float) -> None:
-        assert self._info is not None, "a worker is asked for its facts before it registers"
         self._call = controller.register.remote(self._info, self.handle)
         self._enter("registering", now_s)
 

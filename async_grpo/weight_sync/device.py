@@ -103,7 +103,10 @@ class DeviceTransport:
 
         def run() -> None:
             try:
-                self._take_slot(outcome, deadline)
+                if not self._slots.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+                    raise DeadlineError("other workers took all of the time")
+                # Free again with the outcome, though this thread may hang on.
+                outcome.add_done_callback(lambda _: self._slots.release())
                 link.send(snapshot, deadline=deadline, on_failure=fail)
                 with contextlib.suppress(InvalidStateError):
                     outcome.set_result(None)
@@ -112,9 +115,3 @@ class DeviceTransport:
 
         threading.Thread(target=run, name=f"weights-to-{who}", daemon=True).start()
         return outcome
-
-    def _take_slot(self, outcome: Future[None], deadline: float) -> None:
-        """Wait for one; it is free again with the outcome, though a thread may hang on."""
-        if not self._slots.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            raise DeadlineError("other workers took all of the time")
-        outcome.add_done_callback(lambda _: self._slots.release())
