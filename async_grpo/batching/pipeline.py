@@ -118,7 +118,7 @@ class SlotPipeline:
             self._with_scores, temperature=request.sampling.temperature, version=reference
         )
         episodes, verdicts = await self.play(
-            question, request, oldest=oldest, on_discard=on_discard
+            question, request, oldest=oldest, slot=request.ordinal, on_discard=on_discard
         )
         samples = tuple(
             Sample(
@@ -147,14 +147,13 @@ class SlotPipeline:
         request: GenerationRequest,
         *,
         oldest: WeightsVersion,
-        slot: Hashable | None = None,
+        slot: Hashable,
         on_discard: OnDiscard = lambda reason: None,
     ) -> Played:
         """The group's episodes and a verdict for each, in the environment of the run.
 
-        `slot` tells requests apart that share an ordinal; the ordinal by default.
+        `slot` tells apart what shares an ordinal: a run's slots and held-out questions.
         """
-        slot = request.ordinal if slot is None else slot
         if self._episodes_request is not None:
             asked = self._episodes_request(question, request, oldest)
             episodes, verdicts = await self._play_elsewhere(asked, slot, on_discard)
@@ -174,16 +173,13 @@ class SlotPipeline:
     async def _play_elsewhere(
         self, request: EpisodesRequest, slot: Hashable, on_discard: OnDiscard
     ) -> Played:
-        def check(played: PlayedGroup) -> None:
-            check_episodes(request, played.episodes)
-
         with self._in_stage("generating", request.num_samples):
             try:
                 played: PlayedGroup = await self._leased(
                     ENVIRONMENT,
                     "play",
                     request,
-                    check=check,
+                    check=lambda played: check_episodes(request, played.episodes),
                     gives_up=EpisodeFailed,  # the worker has played it again already
                     cost=request.num_samples,
                     slot=slot,
@@ -202,17 +198,13 @@ class SlotPipeline:
         on_discard: OnDiscard,
     ) -> tuple[Turn, ...]:
         """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
-
-        def check(turns: tuple[Turn, ...]) -> None:
-            check_completions(request, turns, oldest)
-
         with self._in_stage("generating", request.num_samples):
             try:
                 turns: tuple[Turn, ...] = await self._leased(
                     GENERATION,
                     "generate",
                     request,
-                    check=check,
+                    check=lambda turns: check_completions(request, turns, oldest),
                     gives_up=DeadlineError,  # the user wants no longer output
                     cost=request.num_samples,
                     version=oldest,
@@ -266,7 +258,7 @@ class SlotPipeline:
                 role,
                 "logprobs",
                 request,
-                check=partial(check_scores, request),
+                check=lambda scores: check_scores(request, scores),
                 cost=request.num_tokens,
                 version=request.version,
                 slot=samples[0].ordinal,

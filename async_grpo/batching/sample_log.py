@@ -33,14 +33,12 @@ class SampleLog:
         *,
         next_ordinal: int = 0,
         has_tokens: bool = False,
-        max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
         """None: nothing is dumped. The dump is cut back to `next_ordinal` before the first line."""
         self._recorder = recorder
         self._writer = uuid.uuid4().hex
         self._next_ordinal = next_ordinal
         self._has_tokens = has_tokens
-        self._max_queued_bytes = max_queued_bytes
         self._queue: list[tuple[int, bytes]] = []  # samples of a group, and their lines
         self._queued_bytes = 0
         self._sending: asyncio.Task[None] | None = None
@@ -68,7 +66,7 @@ class SampleLog:
             for sample, fate in zip(group.samples, fates, strict=True)
         ]
         content = pickle.dumps(lines)  # JSON is the recorder's work: it takes many times longer
-        if self._queued_bytes + len(content) > self._max_queued_bytes:
+        if self._queued_bytes + len(content) > MAX_QUEUED_BYTES:
             self._count_unsent(len(lines), "the run's recorder is slower than the run")
             return
         self._queue.append((len(lines), content))

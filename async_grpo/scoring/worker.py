@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from async_grpo import cluster, deadlines
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.roles import REFERENCE, role_of
-from async_grpo.scoring.coalesce import take_forward
 from async_grpo.types import (
     LogprobRequest,
     Pulse,
@@ -221,3 +220,26 @@ class LogprobWorker:
             _Output(prompt, token_ids, request.temperature, version, new_future())
             for prompt, token_ids in rows
         ]
+
+
+def take_forward(line: list[_Output], *, max_tokens: int) -> list[_Output]:
+    """The outputs of the next packed forward, removed from `line`; each fits by itself.
+
+    Oldest weights go first, then who came first; later ones with the same weights fill the room
+    that is left.
+
+    >>> from types import SimpleNamespace
+    >>> line = [SimpleNamespace(num_tokens=n, version=WeightsVersion(0, 0)) for n in (60, 50, 40)]
+    >>> [[output.num_tokens for output in take_forward(line, max_tokens=100)] for _ in range(3)]
+    [[60, 40], [50], []]
+    """
+    version = min((output.version for output in line), default=None)
+    room, taken, left = max_tokens, [], []
+    for output in line:
+        if output.version == version and output.num_tokens <= room:
+            taken.append(output)
+            room -= output.num_tokens
+        else:
+            left.append(output)
+    line[:] = left
+    return taken

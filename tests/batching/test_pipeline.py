@@ -136,7 +136,7 @@ def test_the_last_try_waits_until_a_worker_in_trouble_has_been_missed():
 
     async def scenario():
         with pytest.raises(SlotFailed):
-            await stage.pipeline.play(QUESTION, REQUEST, oldest=OLDEST)
+            await stage.pipeline.play(QUESTION, REQUEST, oldest=OLDEST, slot=5)
         clock.append(asyncio.get_running_loop().time())
 
     run(scenario())

@@ -4,6 +4,7 @@ import json
 import pytest
 from scripted import Handle, make_sample, make_verdict, run
 
+from async_grpo.batching import sample_log
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.deadlines import RECORDER_FLUSH_S
 from async_grpo.errors import ProcessLostError
@@ -111,10 +112,12 @@ def test_a_step_waits_a_moment_for_a_recorder_that_is_stuck_and_no_longer():
     run(scene())
 
 
-def test_what_does_not_fit_in_the_queue_is_counted_and_said_once():
+def test_what_does_not_fit_in_the_queue_is_counted_and_said_once(monkeypatch):
+    monkeypatch.setattr(sample_log, "MAX_QUEUED_BYTES", 1500)
+
     async def scene():
         recorder = Recorder()
-        log = SampleLog(Handle(recorder), max_queued_bytes=1500)
+        log = SampleLog(Handle(recorder))
         for ordinal in range(5):
             await asyncio.sleep(0)
             write(log, ordinal, *[make_sample(VERSION, ordinal=ordinal) for _ in range(3)])
