@@ -75,13 +75,7 @@ class Report:
         self._totals = _Totals(**saved)
         self._metrics = JsonlWriter(folder / METRICS_FILE)
         self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
-        self._trackers = Trackers(
-            config.tracker_names,
-            run_name=config.run_name,
-            output_dir=folder,
-            config=dataclasses.asdict(config),
-            first_step=self._totals.steps + 1,
-        )
+        self._trackers = Trackers(config, first_step=self._totals.steps + 1)
         self._declared = find_algorithm(config).metrics
         self._health = Health()
         self.console = Console(num_batches=config.num_training_batches)

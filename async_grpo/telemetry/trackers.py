@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import threading
@@ -10,6 +11,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,26 +35,16 @@ class Trackers:
     that cannot start.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        *,
-        run_name: str,
-        output_dir: Path,
-        config: Mapping[str, Any],
-        first_step: int = 1,
-    ) -> None:
+    def __init__(self, config: TrainConfig, *, first_step: int = 1) -> None:
         """`first_step`: what an earlier life of the run has logged from there on is undone."""
         self._trackers: list[GeneralTracker] = []
-        if names:
+        if config.tracker_names:
             _silence_writer_threads()
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(config.tracker_names):
             try:
-                tracker = _start(name, run_name, output_dir, config, first_step)
+                self._trackers.append(_start(name, config, first_step))
             except OSError as error:
                 logger.warning("the run goes on without the tracker %s: %s", name, error)
-            else:
-                self._trackers.append(tracker)
 
     def log(self, row: Mapping[str, float | int | None], *, step: int) -> None:
         """Send the numbers of `row`; a tracker that fails is given up, training goes on."""
@@ -104,25 +96,20 @@ def _silence_writer_threads() -> None:
     threading.excepthook = hook
 
 
-def _start(
-    name: str, run_name: str, output_dir: Path, config: Mapping[str, Any], first_step: int
-) -> GeneralTracker:
+def _start(name: str, config: TrainConfig, first_step: int) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
+    output_dir = Path(config.output_dir)
     arguments = _arguments(name, output_dir, first_step)
     if tracker_class.requires_logging_directory:
         folder = output_dir / name
         folder.mkdir(parents=True, exist_ok=True)
         arguments["logging_dir"] = str(folder)
-    hyperparameters = {
-        key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in config.items()
-    }
     try:
-        tracker = tracker_class(run_name, **arguments)
+        tracker = tracker_class(config.run_name, **arguments)
         tracker.start()
-        tracker.store_init_configuration(hyperparameters)
+        tracker.store_init_configuration(dataclasses.asdict(config))
     except Exception as error:  # a service outside this process, of any kind
         if getattr(error, "errno", None) in DISK_ERRORS:
             raise  # as it is: an OSError

@@ -1,8 +1,8 @@
+import dataclasses
 import logging
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -11,20 +11,25 @@ from accelerate.tracking import GeneralTracker
 from full_disk import no_file_beyond
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
 from async_grpo.telemetry.trackers import TRACKERS, Trackers, check_trackers
 
 ROW = {"step": 3, "avg_reward": 0.5, "kl": None}
 
 
-def make(tmp_path, names, **changes):
-    return Trackers(
-        names,
+def options(folder, names):
+    return TrainConfig(
+        model_name_or_path="m",
+        data_path="x",
+        output_dir=str(folder),
+        trackers=",".join(names),
         run_name="run",
-        output_dir=tmp_path,
-        config={"learning_rate": 1e-6, "data_path": Path("x"), "seed": None},
-        **changes,
     )
+
+
+def make(folder, names):
+    return Trackers(options(folder, names))
 
 
 class FakeTracker(GeneralTracker):
@@ -87,7 +92,7 @@ def test_a_registered_tracker_gets_config_rows_and_the_end(tmp_path, fake):
     (tracker,) = fake.made
     assert tracker.calls == [
         ("start", None, None),
-        ("config", {"learning_rate": 1e-6, "data_path": "x", "seed": "None"}, None),
+        ("config", dataclasses.asdict(options(tmp_path, ["fake", "fake"])), None),
         ("log", {"step": 3, "avg_reward": 0.5}, 3),
         ("finish", None, None),
     ]
@@ -127,12 +132,14 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy():
 
 DISTRIBUTED = """
 import sys, torch.distributed as dist
-from pathlib import Path
+from async_grpo.config.train import TrainConfig
 from async_grpo.telemetry.trackers import Trackers
 dist.init_process_group("gloo")
 group = dist.group.WORLD
 if dist.get_rank() == 0:
-    trackers = Trackers(["tensorboard"], run_name="run", output_dir=Path(sys.argv[1]), config={})
+    trackers = Trackers(
+        TrainConfig(model_name_or_path="m", data_path="d", output_dir=sys.argv[1], run_name="run")
+    )
     trackers.log({"avg_reward": 0.5}, step=1)
     trackers.finish()
 assert dist.group.WORLD is group and len(dist.distributed_c10d._world.pg_map) == 1
