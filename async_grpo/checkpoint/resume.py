@@ -240,7 +240,9 @@ def _check_nothing_due(config: TrainConfig, output: Path) -> None:
     if differing := _differing(config, output, INCIDENTAL):
         raise _occupied(config, f"it was started with another {flag(differing[0])}")
     # The first one is written while the run goes on, and at the latest with the second.
-    is_lost = _trained_batches(output, config) >= 2 * config.checkpoint_every_batches
+    metrics = output / METRICS_FILE
+    num_steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    is_lost = num_steps // config.steps_per_batch >= 2 * config.checkpoint_every_batches
     if is_lost or not config.checkpoint_every_batches:
         raise _occupied(config, "it has left no checkpoint to go on from")
 
@@ -252,19 +254,10 @@ def _differing(config: TrainConfig, output: Path, ignored: tuple[str, ...]) -> l
 
 def _saved_options(output: Path) -> Mapping[str, Any]:
     try:
-        options = json.loads((output / PARAMETERS_FILE).read_text())
+        options: dict[str, Any] = json.loads((output / PARAMETERS_FILE).read_text())
     except (OSError, ValueError):
         return {}
-    return options if isinstance(options, dict) else {}
-
-
-def _trained_batches(output: Path, config: TrainConfig) -> int:
-    try:
-        with open(output / METRICS_FILE, "rb") as file:
-            num_steps = sum(1 for _ in file)
-    except FileNotFoundError:
-        return 0
-    return num_steps // config.steps_per_batch
+    return options
 
 
 def _occupied(config: TrainConfig, reason: str) -> ConfigError:

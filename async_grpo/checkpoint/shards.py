@@ -20,7 +20,7 @@ def write_shards(
     One file's are in memory at a time, at most `max_bytes` or a single parameter.
     Raises `CheckpointError` when the disk refuses.
     """
-    for number, shard in enumerate(_cut(tensors, max_bytes), 1):
+    for number, shard in enumerate(cut_by_size(tensors, max_bytes), 1):
         file = folder / f"{stem}_{number:05}.safetensors"
         try:
             save_file(shard, file, metadata={"format": "pt"})
@@ -29,7 +29,9 @@ def write_shards(
         yield file, list(shard)
 
 
-def _cut(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+def cut_by_size(
+    tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[dict[str, Tensor]]:
     """Whole parameters in their order, cut wherever another one would exceed `max_bytes`."""
     shard: dict[str, Tensor] = {}
     size_bytes = 0

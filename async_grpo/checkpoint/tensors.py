@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from async_grpo.checkpoint.resume import Start
+from async_grpo.checkpoint.shards import cut_by_size
 from async_grpo.errors import CheckpointError
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.training.fsdp import reshard
@@ -129,15 +130,9 @@ def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """
     world_size = dist.get_world_size()
     numbers = {name: 1 for rank in range(world_size) for name in _random_names(rank)}
-    number, size_bytes = 1, 0
-    for name, tensor in tensors.items():
-        if name in numbers:
-            continue
-        own_bytes = tensor.numel() * tensor.element_size() // world_size
-        if size_bytes and size_bytes + own_bytes > FILE_BYTES:
-            number, size_bytes = number + 1, 0
-        numbers[name] = number
-        size_bytes += own_bytes
+    sharded = ((name, tensor) for name, tensor in tensors.items() if name not in numbers)
+    for number, part in enumerate(cut_by_size(sharded, FILE_BYTES * world_size), 1):
+        numbers |= dict.fromkeys(part, number)
     return numbers
 
 
