@@ -23,37 +23,15 @@ def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
     }
 
 
-class FailedSamples:
-    """Appends to the file that is wanted; one that cannot be written ends nothing."""
-
-    def __init__(self, path: str) -> None:
-        """`path` is empty when nobody wants the file."""
-        self._path = path
-        self._complaint: str | None = None  # empty: it has been told
-
-    def append(self, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]) -> None:
-        """A line of JSON for each sample whose verdict is an error."""
-        pairs = zip(requests, verdicts, strict=True)
-        text = "".join(_line(r, v) for r, v in pairs if v.status == "error")
-        if not text or not self._path:
-            return
-        try:
-            with Path(self._path).open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(text)
-        except OSError as error:
-            if self._complaint is None:
-                self._complaint = (
-                    f"samples that could not be graded are not kept in {self._path}: {error}"
-                )
-
-    def take_complaint(self) -> str:
-        """Why the file could not be written, once; else nothing."""
-        complaint = self._complaint
-        if complaint:
-            self._complaint = ""
-        return complaint or ""
-
-
-def _line(request: VerificationRequest, verdict: Verdict) -> str:
-    line = adapter_sample(request) | {"adapter": verdict.adapter, "reason": verdict.reason}
-    return json.dumps(line, ensure_ascii=False, default=str) + "\n"
+def append_failed(
+    path: str, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]
+) -> None:
+    """Append a line of JSON for each sample whose verdict is an error."""
+    lines = [
+        adapter_sample(request) | {"adapter": verdict.adapter, "reason": verdict.reason}
+        for request, verdict in zip(requests, verdicts, strict=True)
+        if verdict.status == "error"
+    ]
+    if lines:
+        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(x, ensure_ascii=False, default=str) + "\n" for x in lines)

@@ -9,7 +9,6 @@ unblocked by  a verdict, or the kill of a process that overran
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -28,10 +27,10 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.failed_samples import FailedSamples, adapter_sample
+from async_grpo.verification.confinement import why_unconfined
+from async_grpo.verification.failed_samples import adapter_sample, append_failed
 from async_grpo.verification.sandbox import Sandbox
 
-logger = logging.getLogger(__name__)
 # Texts that may wait in a pool, a core: one that hangs must not keep the others from being graded.
 TEXTS_WAITING = 1024
 
@@ -66,11 +65,18 @@ class VerifierPool:
         self._sandbox = Sandbox(config, num_processes=1)
         self._verifying: dict[int, int] = {}  # samples, by lease
         self._done: Counter[str] = Counter()
-        self._failed_samples = FailedSamples(failed_samples)
+        self._failed_samples = failed_samples
+        self._complaints: list[str] = []
+        self._num_told = 0  # of them, to its dispatcher
 
     async def info(self) -> WorkerInfo:
         """Who this pool is, once it can grade; raises `ConfigError` for an unusable adapter."""
         await self._sandbox.start()
+        if not self._sandbox.is_confined:
+            self._complain(
+                "rewards are graded within limits only, with the user's files and network "
+                f"({why_unconfined()}): docs/verification.md says what that means"
+            )
         here = int(cluster.resources_here().get("CPU", 1))
         # Ray may be told of more cores than the machine has.
         num_cores = max(1, min(here, os.cpu_count() or 1))
@@ -108,7 +114,14 @@ class VerifierPool:
         finally:
             del self._verifying[lease_id]
         self._done.update(verdict.status for verdict in verdicts)
-        self._failed_samples.append(outputs, verdicts)
+        if self._failed_samples:
+            try:
+                append_failed(self._failed_samples, outputs, verdicts)
+            except OSError as error:
+                self._complain(
+                    f"samples that could not be graded are not kept in {self._failed_samples}: "
+                    f"{error}"
+                )
         return verdicts
 
     async def try_out(self, request: VerificationRequest) -> tuple[Verdict, ...]:
@@ -120,7 +133,13 @@ class VerifierPool:
 
     async def complaint(self) -> str:
         """What its dispatcher should say, once; mostly nothing."""
-        return self._failed_samples.take_complaint()
+        untold = self._complaints[self._num_told :]
+        self._num_told = len(self._complaints)
+        return "; ".join(untold)
+
+    def _complain(self, sentence: str) -> None:
+        if sentence not in self._complaints:
+            self._complaints.append(sentence)
 
     async def abort_all(self) -> None:
         """Nothing: each verification ends by itself, within its limit."""

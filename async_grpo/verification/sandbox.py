@@ -6,7 +6,6 @@ group --requests of an adapter--> fork server --> outcomes, accidents tried agai
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from async_grpo.verification.server import GraderServer
 from async_grpo.verification.tasks import Outcome
 from async_grpo.verification.verdict import best_verdict, is_settled, settle
 
-logger = logging.getLogger(__name__)
 PATIENCE_S = 0.5  # a request that takes longer makes room for another
 PIECE_S = 2.0  # of a group's samples in one process, about; a slow adapter's go side by side
 MAX_PIECE = 64
@@ -55,13 +53,7 @@ class Sandbox:
 
     async def start(self) -> None:
         """Start the servers; raises `ConfigError` when the adapters cannot be imported."""
-        missing = await asyncio.to_thread(why_unconfined)
-        if missing:
-            logger.warning(
-                "rewards are graded within limits only, with the user's files and network (%s): "
-                "docs/verification.md says what that means",
-                missing,
-            )
+        await asyncio.to_thread(why_unconfined)  # which may take a while, once
         shipped = await self._start_shipped()
         others = tuple(name for name in self._config.reward_names if name not in shipped)
         if others:

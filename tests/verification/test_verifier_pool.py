@@ -124,6 +124,18 @@ def test_a_file_that_cannot_be_written_ends_nothing_and_is_complained_of_once(ra
 
 
 @pytest.mark.integration
+def test_a_pool_that_cannot_confine_tells_its_dispatcher_why_and_once(ray):
+    config = VerifierConfig(reward_names=("countdown",), search_paths=(REPOSITORY,))
+    without = {"env_vars": {"ASYNC_GRPO_VERIFIER_NAMESPACES": "0"}}
+    actor = ray.remote(VerifierPool).options(num_cpus=0, runtime_env=without)
+    pool = actor.remote(config, worker_id="verifier-1")
+    ray.get(pool.info.remote(), timeout=60)
+    told = ray.get(pool.complaint.remote(), timeout=60)
+    assert "(ASYNC_GRPO_VERIFIER_NAMESPACES=0 is set)" in told
+    assert ray.get(pool.complaint.remote(), timeout=60) == ""
+
+
+@pytest.mark.integration
 def test_users_functions_do_not_see_the_folder_with_rays_sockets(ray, tmp_path):
     folder = ray._private.worker._global_node.get_temp_dir_path()
     path = tmp_path / "look.py"
