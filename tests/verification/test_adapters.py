@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,3 +119,23 @@ def test_what_cannot_be_loaded_is_told_in_one_sentence(tmp_path, name, registry,
         load(name, registry=registry, folder=tmp_path)
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+HEAVY = {"numpy", "torch", "sympy", "threading", "logging", "asyncio"}
+LOAD = """
+import sys
+from async_grpo.verification import config, fork_server, verifier
+
+names, paths = (sys.argv[1],), (sys.argv[2],)
+adapters, greeting = verifier.load(config.VerifierConfig(reward_names=names, search_paths=paths))
+assert greeting["shipped"], greeting
+print(*sys.modules)
+"""
+
+
+@pytest.mark.parametrize("name", ["countdown", "mathd"])
+def test_a_server_of_light_rewards_holds_no_library_that_each_fork_would_pay_for(name):
+    command = [sys.executable, "-c", LOAD, name, str(REPOSITORY)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert HEAVY & set(done.stdout.split()) == set()
