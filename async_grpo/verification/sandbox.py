@@ -54,25 +54,22 @@ class Sandbox:
     async def start(self) -> None:
         """Start the servers; raises `ConfigError` when the adapters cannot be imported."""
         await asyncio.to_thread(why_unconfined)  # which may take a while, once
-        shipped = await self._start_shipped()
-        others = tuple(name for name in self._config.reward_names if name not in shipped)
-        if others:
+        names = self._config.reward_names
+        if of_registry := tuple(name for name in names if ":" not in name):
+            await self._start_shipped(of_registry)
+        if others := tuple(name for name in names if name not in self._servers):
             await self._start_server(others, shipped=False)
 
-    async def _start_shipped(self) -> tuple[str, ...]:
+    async def _start_shipped(self, names: tuple[str, ...]) -> None:
         """Start the server of our own graders; which rewards those are, its registry says."""
-        names = tuple(name for name in self._config.reward_names if ":" not in name)
-        if not names:
-            return ()
         try:
             server = await self._start_server(names, shipped=True)
         except ConfigError:  # a user's registry that needs the network, or is wrong in any case
-            return ()
+            return
         for name in set(names) - set(server.shipped):
             del self._servers[name]
         if not server.shipped:
             server.close()
-        return server.shipped
 
     async def _start_server(self, names: tuple[str, ...], *, shipped: bool) -> GraderServer:
         config = replace(self._config, reward_names=names)
