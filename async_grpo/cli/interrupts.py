@@ -42,21 +42,13 @@ class RankInterrupts:
     """Handles the signals of one trainer rank, whatever its main thread does.
 
     The first signal sets `stop` while the run polls it; otherwise it raises `Interrupted` on rank 0
-    and exits another rank. After `grace_s`, or at a second deliberate signal, the process exits.
+    and exits another rank. After its grace, or at a second deliberate signal, the process exits.
     """
 
-    def __init__(
-        self,
-        stop: StopRequest,
-        *,
-        is_main: bool,
-        say: Callable[[str], None],
-        grace_s: float = deadlines.RANK_GRACE_S,
-    ) -> None:
+    def __init__(self, stop: StopRequest, *, is_main: bool, say: Callable[[str], None]) -> None:
         self._stop = stop
         self._is_main = is_main
         self._say = say
-        self._grace_s = grace_s
         self.number = 0  # of the first signal; 0 when there was none
 
     def listen(self) -> None:
@@ -95,7 +87,7 @@ class RankInterrupts:
     def _answer(self) -> None:
         number, asked_at = self._next_signal(None), time.monotonic()
         if self._is_ending():
-            self.number, left_s = number, self._grace_s
+            self.number, left_s = number, deadlines.RANK_GRACE_S
             self._stop.set()
             self._say(f"{_name(number)}: ending in order; once more ends at once")
         elif self._is_main:

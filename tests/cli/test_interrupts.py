@@ -23,6 +23,7 @@ from async_grpo.cli.torchrun import end_with_agent, ends_at_once, is_main_rank
 from async_grpo.run.stopping import StopRequest, polled
 
 interrupts.SAME_REQUEST_S, deadlines.RANK_BREAK_OFF_S = {same_s}, 2.0
+deadlines.RANK_GRACE_S = {grace_s}
 
 def ready():
     print("ready", flush=True)
@@ -55,7 +56,7 @@ stop = StopRequest()
 def say(text):  # in one piece: two threads may speak
     os.write(1, text.encode() + bytes([10]))
 
-answers = interrupts.RankInterrupts(stop, is_main=is_main_rank(), say=say, grace_s={grace_s})
+answers = interrupts.RankInterrupts(stop, is_main=is_main_rank(), say=say)
 answers.listen()
 end_with_agent()
 with ends_at_once(stop), command_boundary(), answers.on_interrupt({folder!r}):
