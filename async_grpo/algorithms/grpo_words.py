@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from async_grpo.config.option import flag
-from async_grpo.config.presets import preset_in_words, preset_options
+from async_grpo.config.presets import preset_options, typed_out
 from async_grpo.config.train import TrainConfig
 
 DENOMINATORS = {
@@ -40,7 +40,8 @@ def _preset(config: TrainConfig) -> str:
     if not config.preset:
         return ""
     longest = config.max_generation_tokens
-    sentence = preset_in_words(config.preset, max_generation_tokens=longest)
+    typed = typed_out(config.preset, max_generation_tokens=longest)
+    sentence = f"--preset {config.preset} stands for {typed}"
     named = preset_options(config.preset, max_generation_tokens=longest)
     changed = [
         f"{flag(name)} {getattr(config, name)}"
