@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from async_grpo import cluster, deadlines
 from async_grpo.checkpoint.shards import write_shards
 from async_grpo.types import WeightsSnapshot
-from async_grpo.weight_sync.buckets import unpack_bucket
+from async_grpo.weight_sync.links import device_tensors
 
 SHARD_BYTES = 1 << 30
 
@@ -24,15 +24,10 @@ def save_references(snapshots: Iterable[WeightsSnapshot], folder: Path) -> None:
     """Write each snapshot to files of its own. Raises `CheckpointError` when the disk refuses."""
     for snapshot in snapshots:
         prefix = _prefix(snapshot.version.batches)
-        tensors = ((prefix + name, tensor) for name, tensor in _unpacked(snapshot))
+        gathered = device_tensors(snapshot, torch.device("cpu"))
+        tensors = ((prefix + name, tensor) for name, tensor in gathered)
         for _ in write_shards(tensors, folder, stem=prefix.rstrip("."), max_bytes=SHARD_BYTES):
             pass
-
-
-def _unpacked(snapshot: WeightsSnapshot) -> Iterator[tuple[str, Tensor]]:
-    for bucket in snapshot.buckets:
-        data = cluster.wait(bucket.data, timeout_s=deadlines.BUCKET_FETCH_S, who="the object store")
-        yield from unpack_bucket(bucket, data)
 
 
 def read_reference(folder: Path, batches: int) -> Iterator[tuple[str, Tensor]]:

@@ -217,13 +217,13 @@ class MainRank:
 
     def restore_first_reference(self, tensors: NamedTensors) -> None:
         """Take the run's first weights for the reference of a resumed run; collective."""
-        self._references.restore([self._collected(tensors, 0)])
+        self._references.restore(self._collected(tensors, 0))
 
     def restore_moved_references(self, start: Start) -> None:
         """Take the later weights of the reference from a checkpoint."""
         for batches in start.state["references"]:
             saved = read_reference(Path(str(start.folder)), batches)
-            self._references.restore([self._collected(saved, batches)])
+            self._references.restore(self._collected(saved, batches))
 
     def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
         """Return what a checkpoint after `batches` holds of the reference, once it has moved."""

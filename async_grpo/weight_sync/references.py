@@ -10,8 +10,6 @@ every batch before that needs an older one, so v is due when v + S batches are c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import WeightsSnapshot
 
@@ -46,9 +44,9 @@ class ReferenceSchedule:
         self._kept = {kept: weights for kept, weights in self._kept.items() if kept > due}
         return self._served
 
-    def restore(self, snapshots: Iterable[WeightsSnapshot]) -> None:
-        """Before the first `completed` of a resumed run: all that `to_save` gave, and version 0."""
-        self._kept |= {snapshot.version.batches: snapshot for snapshot in snapshots}
+    def restore(self, snapshot: WeightsSnapshot) -> None:
+        """Before the first `completed` of a resumed run: what `to_save` gave, and version 0."""
+        self._kept[snapshot.version.batches] = snapshot
 
     def to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
         """What a run that goes on after `batches` needs beside model folder and policy."""

@@ -151,7 +151,8 @@ def test_a_resumed_run_serves_the_references_of_one_that_went_on(staleness, peri
     assert all(0 < snapshot.version.batches < resumed_at for snapshot in saved)
     assert len(saved) <= 1 + -(-max(staleness - 1, 0) // period)
     folder = [WeightsSnapshot(WeightsVersion(0, 0), ())] if served == 0 else []
-    resumed.restore([*saved, *folder])
+    for snapshot in (*saved, *folder):
+        resumed.restore(snapshot)
     again = serve(resumed, resumed_at, None)
     assert again == served == needed(resumed_at, staleness=staleness, period=period)
     for batches in range(resumed_at + 1, resumed_at + 10):

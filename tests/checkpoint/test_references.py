@@ -5,6 +5,7 @@ import torch
 
 from async_grpo import cluster
 from async_grpo.checkpoint import references
+from async_grpo.weight_sync import links
 
 BUCKETS = {
     "first": [("a", torch.arange(6.0)), ("b", torch.ones(2, 3))],
@@ -18,7 +19,7 @@ def test_a_moved_reference_comes_back_whole_however_it_is_cut(
 ):
     monkeypatch.setattr(references, "SHARD_BYTES", max_bytes)
     monkeypatch.setattr(cluster, "wait", lambda data, **_: data)
-    monkeypatch.setattr(references, "unpack_bucket", lambda bucket, data: iter(BUCKETS[data]))
+    monkeypatch.setattr(links, "unpack_bucket", lambda bucket, data: iter(BUCKETS[data]))
     buckets = tuple(SimpleNamespace(data=name) for name in BUCKETS)
     snapshot = SimpleNamespace(version=SimpleNamespace(batches=12), buckets=buckets)
     references.save_references([snapshot], tmp_path)
