@@ -132,7 +132,12 @@ class GenerationWorker:
         Raises:
             WorkerError: the request cannot be served, or its answer cannot be trained on.
         """
-        self._check(request)
+        wanted = request.sampling.temperature
+        if self._temperature is not None and wanted != self._temperature:
+            raise WorkerError(
+                f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
+                f"{wanted}: give worker and trainer the same --temperature"
+            )
         completions = await self._alive(self._engine.generate(request))
         texts = self._tokenizer.batch_decode(
             [completion.token_ids for completion in completions], skip_special_tokens=True
@@ -141,19 +146,6 @@ class GenerationWorker:
         return tuple(
             replace(completion, text=text, worker_id=self._worker_id) for completion, text in pairs
         )
-
-    def _check(self, request: GenerationRequest) -> None:
-        if self._version is None:
-            raise WorkerError(
-                f"worker {self._worker_id} must not generate before it serves published weights: "
-                "register it first"
-            )
-        wanted = request.sampling.temperature
-        if self._temperature is not None and wanted != self._temperature:
-            raise WorkerError(
-                f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
-                f"{wanted}: give worker and trainer the same --temperature"
-            )
 
     async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
         """Serve a snapshot, while requests are running; one that is not newer changes nothing.

@@ -90,7 +90,7 @@ def test_a_worker_tells_what_it_can_do_and_generates_only_published_weights(work
     )
     assert (info.model_path, info.vocab_size, info.max_model_len) == (model_folder, 128, 512)
     assert get(workers[0].ping.remote()).serves == "none"
-    with pytest.raises(WorkerError, match="worker early must not generate before"):
+    with pytest.raises(WorkerError, match="a worker must not generate before"):
         get(workers[0].generate.remote(REQUEST))
 
 
