@@ -27,6 +27,7 @@ from async_grpo.algorithms.base import REFERENCE
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.export import Exports
 from async_grpo.model.folder import check_model_folder
+from async_grpo.run import sampling
 from async_grpo.run.announcements import Announcements
 from async_grpo.run.loop import train_grpo, train_steps
 from async_grpo.run.main_rank import MainRank
@@ -135,7 +136,7 @@ class Killer:
     @contextmanager
     def at_work(self):
         take, publish, begin = SampledData.__next__, SampledData.publish, Announcements.begin
-        evaluate, receive, connect = MainRank._evaluation, RankStream._take_next, MainRank.connect
+        evaluate, receive = MainRank._evaluation, RankStream._take_next
 
         def next_item(data):
             item = take(data)
@@ -166,20 +167,19 @@ class Killer:
                 self._strike("held end")
             return item, proposal
 
-        def connect_and_withhold(main, ranks):
-            client = connect(main, ranks)
+        def withhold_and_stream(client, **options):
             for kind, number in self._kills:
                 if kind == "held end":
                     call = client.controller.__ray_call__.remote(withholding(number))
                     ray.get(call, timeout=TIMEOUT_S)
-            return client
+            return RankStream(client, **options)
 
         with (
             patch.object(SampledData, "__next__", next_item),
             patch.object(SampledData, "publish", publish_and_strike),
             patch.object(Announcements, "begin", begin_and_strike),
             patch.object(MainRank, "_evaluation", evaluate_and_strike),
-            patch.object(MainRank, "connect", connect_and_withhold),
+            patch.object(sampling, "RankStream", withhold_and_stream),
             patch.object(RankStream, "_take_next", receive_and_strike),
         ):
             yield
