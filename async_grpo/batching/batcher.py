@@ -27,7 +27,7 @@ from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
-from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
+from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.statistics import StepSums
 from async_grpo.batching.step_groups import StepGroups
@@ -310,9 +310,9 @@ class ExperienceBatcher:
             formed = self._rounds.next_round(now_s, hungry=self._outbox.is_hungry)
             if isinstance(formed, Round):
                 self._outbox.put(self._minibatches(formed))
-            elif isinstance(formed, StepMarker):
+            elif isinstance(formed, StepKey):
                 await self._log.flush()  # what a checkpoint of this step counts is in the dump
-                end = self._end_of_step(formed.step)  # the way back is rank 0's to keep
+                end = self._end_of_step(formed)  # the way back is rank 0's to keep
                 others = [dataclasses.replace(end, resume=None)] * (self._plan.num_ranks - 1)
                 self._outbox.put((end, *others))
             else:

@@ -9,7 +9,7 @@ A round goes out as soon as one of these holds:
   `fill_target` to any sample at all within `patience_s`. The budget is a ceiling, not a target that
   starves trainers.
 
-Steps go out one after the other, each closed by `StepMarker`; early finishers of later steps wait.
+Steps go out one after the other, each closed by its key; early finishers of later steps wait.
 What one more sample costs does not depend on how many wait: before its step is complete a round is
 formed from the oldest two rounds' worth, of which it leaves the small ones, to fill later gaps.
 """
@@ -33,13 +33,6 @@ class Round:
     step: StepKey
     index: int  # within the step, from 0
     bins: tuple[tuple[Key, ...], ...]  # one a rank
-
-
-@dataclass(frozen=True, slots=True)
-class StepMarker:
-    """Every round of `step` has gone out."""
-
-    step: StepKey
 
 
 @dataclass(slots=True)
@@ -109,8 +102,8 @@ class RoundFormer:
         """No further sample of `step` will be offered."""
         self._complete.add(step)
 
-    def next_round(self, now_s: float, *, hungry: bool) -> Round | StepMarker | None:
-        """What goes out now, if anything; call again until None.
+    def next_round(self, now_s: float, *, hungry: bool) -> Round | StepKey | None:
+        """What goes out now, if anything, or the key of a step that has; call again until None.
 
         `hungry`: trainers are idle, with nothing left to train. `now_s` is any monotonic clock.
 
@@ -121,7 +114,7 @@ class RoundFormer:
         Round(step=StepKey(batch=0, step_in_batch=0), index=0, bins=(((0, 0),), ()))
         >>> former.step_complete(StepKey(0, 0))
         >>> former.next_round(8.5, hungry=False)
-        StepMarker(step=StepKey(batch=0, step_in_batch=0))
+        StepKey(batch=0, step_in_batch=0)
         """
         ready = self._ready.get(self.current_step, _Ready())
         if not (hungry and (ready.items or ready.planned)):
@@ -166,11 +159,11 @@ class RoundFormer:
         self._hungry_since_s = None
         return formed
 
-    def _end_step(self) -> StepMarker:
+    def _end_step(self) -> StepKey:
         ended = self.current_step
         self._complete.discard(ended)
         self._ready.pop(ended, None)
         self._round_index = 0
         num_batches, step_in_batch = divmod(ended.step_in_batch + 1, self._steps_per_batch)
         self.current_step = StepKey(ended.batch + num_batches, step_in_batch)
-        return StepMarker(ended)
+        return ended

@@ -354,12 +354,9 @@ async def _under(owner: Lease | None, work: Work[T]) -> T:
     lost = LeaseLost(LossCause.OWNER, "the lease under which the asker works has ended")
     if owner is None:
         raise lost
-    task = asyncio.ensure_future(work())
-    waited: set[asyncio.Future[Any]] = {task, owner.ended}
     try:
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not owner.is_valid:
-            raise lost
-        return task.result()
-    finally:
-        task.cancel()
+        return await owner.during(work())
+    except LeaseLost:
+        if owner.is_valid:  # it is the work's own
+            raise
+        raise lost from None

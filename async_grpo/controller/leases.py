@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo import cluster
 from async_grpo.controller.heartbeat import in_ticks
@@ -17,6 +17,7 @@ from async_grpo.types import WeightsVersion, WorkerInfo
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle
 
+T = TypeVar("T")
 TryAcquire = Callable[[float, WeightsVersion | None, str | None], "Lease | None"]
 
 
@@ -55,27 +56,33 @@ class Lease:
         if hasattr(request, "lease_id"):
             request = replace(request, lease_id=self.lease_id)
         call = getattr(self.handle, method).remote(request)
-        answer = asyncio.ensure_future(cluster.work(call, timeout_s=timeout_s, who=self._who))
         try:
-            await asyncio.wait({answer, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+            return await self.during(cluster.work(call, timeout_s=timeout_s, who=self._who))
+        except ProcessLostError as error:
+            # One death ends all leases on the worker at this moment, this one among them.
+            self._fence(self.worker_id, LossCause.DIED, str(error))
             self.check()
-            try:
-                return answer.result()
-            except ProcessLostError as error:
-                # One death ends all leases on the worker at this moment, this one among them.
-                self._fence(self.worker_id, LossCause.DIED, str(error))
-                self.check()
-                raise
-            except LeaseLost as error:  # one that the worker itself had asked for
-                raise WorkerError(str(error)) from error
+            raise
+        except LeaseLost as error:
+            self.check()  # else it is one that the worker itself had asked for
+            raise WorkerError(str(error)) from error
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; `LeaseLost` when the lease ends first, which ends the work."""
+        task = asyncio.ensure_future(work)
+        waited: set[asyncio.Future[Any]] = {task, self.ended}
+        try:
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            return task.result()
         finally:
-            answer.cancel()
-            answer.add_done_callback(_forget)
+            task.cancel()
+            task.add_done_callback(_forget)
 
     def check(self) -> None:
-        """Raise `LeaseLost` when the lease has been lost."""
-        if self.ended.done() and (lost := self.ended.result()) is not None:
-            raise lost
+        """Raise `LeaseLost` when the lease has ended."""
+        if self.ended.done():
+            raise self.ended.result() or LeaseLost(LossCause.OWNER, "the lease was returned")
 
     def end(self, lost: LeaseLost | None = None) -> None:
         """The lease is returned, or `lost`."""

@@ -18,7 +18,7 @@ from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
-from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
+from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.controller.balancer import Balancer
 from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
 from benchmarks.scaling import clock
@@ -104,7 +104,7 @@ class _Service:
         self._line: deque[tuple[WeightsVersion, asyncio.Future[str]]] = deque()
         self._control = clock.Process()
         self._outbox = Outbox(1)  # all ranks ask at once, and wait for the slowest
-        self._formed: dict[int, Round | StepMarker] = {}  # by index in the stream
+        self._formed: dict[int, Round | StepKey] = {}  # by index in the stream
         self._items: dict[tuple[int, int], Item] = {}
         self._unsettled: dict[StepKey, int] = {}  # questions
         self._first_ready: dict[int, float] = {}
@@ -271,7 +271,7 @@ def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
     return sum(map(of, steps)) / len(steps)
 
 
-def _stand_in(formed: Round | StepMarker) -> Minibatch | EndOfStep:
+def _stand_in(formed: Round | StepKey) -> Minibatch | EndOfStep:
     if isinstance(formed, Round):
         return Minibatch(formed.index, ())
     return EndOfStep(formed.step.batch, formed.step.step_in_batch, True, 0, 0)

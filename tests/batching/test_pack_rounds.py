@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.batching.placement import Sizes, even_out, place, place_tightly
-from async_grpo.batching.rounds import RoundFormer, StepMarker
+from async_grpo.batching.rounds import RoundFormer
 from benchmarks.packing import SHAPES, Case, lengths_of, plan
 
 BUDGET = 1000
@@ -59,7 +59,7 @@ def test_a_complete_step_goes_out_as_one_plan(lengths, num_ranks, rng):
         assert former.next_round(0.0, hungry=True) is None
     former.step_complete(STEP)
     sent = []
-    while not isinstance(formed := former.next_round(0.0, hungry=True), StepMarker):
+    while not isinstance(formed := former.next_round(0.0, hungry=True), StepKey):
         sent.append(formed.bins)
         assert former.num_ready == len(items) - sum(len(keys) for bins in sent for keys in bins)
     assert sent == pack_rounds(items, num_ranks=num_ranks, max_tokens=BUDGET)

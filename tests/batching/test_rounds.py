@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.packing import Item, estimate_cost
-from async_grpo.batching.rounds import Round, RoundFormer, StepMarker
+from async_grpo.batching.rounds import Round, RoundFormer
 
 BUDGET = 100
 FIRST, SECOND = StepKey(0, 0), StepKey(0, 1)
@@ -84,7 +84,7 @@ def test_a_complete_step_drains_in_as_few_rounds_as_it_needs():
         rounds.offer(FIRST, item=item(ordinal, 40))
     rounds.step_complete(FIRST)
     first, last, end = (rounds.next_round(0.0, hungry=False) for _ in range(3))
-    assert (first.index, last.index, end) == (0, 1, StepMarker(FIRST))
+    assert (first.index, last.index, end) == (0, 1, FIRST)
     assert len(keys_of(first)) == 4
     assert rounds.num_ready == 0
 
@@ -106,10 +106,10 @@ def test_early_finishers_of_later_steps_wait():
     assert rounds.next_round(0.0, hungry=True) is None
     assert rounds.next_round(99.0, hungry=True) is None
     rounds.step_complete(FIRST)
-    assert rounds.next_round(99.0, hungry=True) == StepMarker(FIRST)
+    assert rounds.next_round(99.0, hungry=True) == FIRST
     formed = rounds.next_round(99.0, hungry=True)
     assert (formed.step, formed.index, len(keys_of(formed))) == (SECOND, 0, 4)
-    assert rounds.next_round(99.0, hungry=True) == StepMarker(SECOND)
+    assert rounds.next_round(99.0, hungry=True) == SECOND
     assert rounds.current_step == StepKey(1, 0)
 
 
@@ -123,7 +123,7 @@ def test_deterministic_rounds_wait_for_the_whole_step_and_forget_the_order_of_ar
         rounds.step_complete(FIRST)
         outcomes.append([rounds.next_round(0.0, hungry=True) for _ in range(4)])
     assert outcomes[0] == outcomes[1]
-    assert outcomes[0][-1] == StepMarker(FIRST)
+    assert outcomes[0][-1] == FIRST
 
 
 def test_a_sample_beyond_the_budget_is_refused_when_it_is_offered():
@@ -183,8 +183,8 @@ class RoundsMachine(RuleBasedStateMachine):
 
     def receive(self, out):
         current = self.key(self.ended)
-        if isinstance(out, StepMarker):
-            assert out.step == current
+        if isinstance(out, StepKey):
+            assert out == current
             assert current in self.complete
             assert current not in self.step_of.values(), "a sample of the step was left behind"
             self.ended += 1
