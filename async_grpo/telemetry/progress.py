@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping
 
@@ -10,6 +11,12 @@ from async_grpo.types import PipelineStatus
 Row = Mapping[str, float | int | None]
 
 STAGES = ("generating", "verifying", "in_reference", "ready", "training")  # of a status
+STEP_LINE = (
+    "step {step} · batch {batch} · reward {avg_reward} · best {avg_max_reward_in_group} · "
+    "length {avg_output_tokens} · timed out {perc_timed_out_samples} · entropy {entropy} · "
+    "loss {loss} · KL {kl} · gradient {grad_norm} · lag {max_lag} · mismatch {mismatch_kl} · "
+    "{tokens_per_second} tok/s · {seconds} s · {failed} % failed"
+)
 RATE_WINDOW_S = 20.0
 NUM_BATCHES_FOR_ETA = 20
 
@@ -103,34 +110,16 @@ def step_line(row: Row, *, num_batches: int) -> str:
     >>> step_line({"step": 3, "iteration": 2, "avg_reward": 0.5}, num_batches=9)
     'step 3 · batch 3/9 · reward 0.5'
     """
-    parts = [f"step {number(row.get('step'))}"]
-    iteration = row.get("iteration")
-    if iteration is not None:
-        parts.append(f"batch {int(iteration) + 1}/{num_batches}")
-    parts += [
-        wording.format(number(row[key]))
-        for key, wording in STEP_WORDING.items()
-        if row.get(key) is not None
-    ]
+    told = {key: number(value) for key, value in row.items() if value is not None}
+    if (batch := row.get("iteration")) is not None:
+        told["batch"] = f"{int(batch) + 1}/{num_batches}"
     if failed := row.get("perc_failed_samples"):
-        parts.append(f"{number(100 * failed)} % failed")
+        told["failed"] = number(100 * failed)
+    parts = []
+    for part in STEP_LINE.split(" · "):
+        with contextlib.suppress(KeyError):  # of what the row lacks
+            parts.append(part.format_map(told))
     return " · ".join(parts)
-
-
-STEP_WORDING = {
-    "avg_reward": "reward {}",
-    "avg_max_reward_in_group": "best {}",
-    "avg_output_tokens": "length {}",
-    "perc_timed_out_samples": "timed out {}",
-    "entropy": "entropy {}",
-    "loss": "loss {}",
-    "kl": "KL {}",
-    "grad_norm": "gradient {}",
-    "max_lag": "lag {}",
-    "mismatch_kl": "mismatch {}",
-    "tokens_per_second": "{} tok/s",
-    "seconds": "{} s",
-}
 
 
 def number(value: float | int | None) -> str:
