@@ -51,7 +51,6 @@ class LossSums:
 
     loss: Tensor  # [] differentiable, Σ w_i * loss_it
     sums: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; all minibatches add up
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # [] each; the largest counts
 
 
 class Algorithm:

@@ -58,17 +58,14 @@ def grpo_loss(
         loss = loss + config.kl_coefficient * kl_sums["kl_sum"]
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * (packed.weights * entropy).sum()
-    mismatch_sums, maxima = _mismatch(logprobs, packed.behaviour_logprobs)
     sums = {
         "policy_loss_sum": policy_sum,
         **kl_sums,
-        "sampled_tokens": logprobs.new_full((), logprobs.numel(), dtype=torch.float64),
         "clipped_tokens": clipped.sum(),
         "corrected_tokens": corrected.sum(),
         "far_tokens": _is_far(logprobs, old, packed, config).sum(),
-        **mismatch_sums,
     }
-    return LossSums(loss, sums=sums, maxima=maxima)
+    return LossSums(loss, sums=sums)
 
 
 def _of_sampled(
@@ -114,25 +111,3 @@ def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: Trai
     if config.kl_in_loss:
         is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
     return is_far
-
-
-@torch.no_grad()
-def _mismatch(logprobs: Tensor, behaviour: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How far trainer and engine differ on what was sampled: (sums, maxima), [] each.
-
-    Of the ratio exp(lp - b): Σ of the k3 estimate of KL(behaviour || policy), Σ and Σ of squares,
-    which make the effective sample size; the largest ratio, and the largest |lp - b|.
-    """
-    difference = logprobs - behaviour
-    ratio = torch.exp(difference)
-    sums = {
-        "mismatch_kl_sum": (torch.expm1(difference) - difference).sum(),
-        "mismatch_ratio_sum": ratio.sum(),
-        "mismatch_ratio_square_sum": ratio.square().sum(),
-    }
-    none = difference.new_zeros(1)
-    maxima = {
-        "mismatch_max": torch.cat([difference.abs(), none]).max(),
-        "mismatch_ratio_max": torch.cat([ratio, none]).max(),
-    }
-    return sums, maxima

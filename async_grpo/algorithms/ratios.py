@@ -119,3 +119,30 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor
         return 0.5 * log_ratio.square()
     log_ratio = bounded(log_ratio)
     return torch.expm1(log_ratio) - log_ratio
+
+
+@torch.no_grad()
+def mismatch(
+    logprobs: Tensor, packed: PackedMinibatch
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How far trainer and engine differ on what was sampled: (sums, maxima), [] each.
+
+    Of the ratio exp(lp - b): Σ of the k3 estimate of KL(behaviour || policy), Σ and Σ of squares,
+    which make the effective sample size; the largest ratio, and the largest |lp - b|.
+    """
+    difference = logprobs - packed.behaviour_logprobs
+    if packed.is_given is not None:
+        difference = difference[~packed.is_given]
+    ratio = torch.exp(difference)
+    sums = {
+        "sampled_tokens": difference.new_full((), difference.numel(), dtype=torch.float64),
+        "mismatch_kl_sum": (torch.expm1(difference) - difference).sum(),
+        "mismatch_ratio_sum": ratio.sum(),
+        "mismatch_ratio_square_sum": ratio.square().sum(),
+    }
+    none = difference.new_zeros(1)
+    maxima = {
+        "mismatch_max": torch.cat([difference.abs(), none]).max(),
+        "mismatch_ratio_max": torch.cat([ratio, none]).max(),
+    }
+    return sums, maxima

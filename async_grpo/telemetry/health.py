@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -56,11 +57,14 @@ def _cut(row: Row, num_steps: int) -> str:
 
 
 def _even(row: Row, num_steps: int) -> str:
+    mean, best = row.get("avg_reward") or 0.0, row.get("avg_max_reward_in_group") or 0.0
     if not row.get("num_samples") or row.get("perc_with_0_advantage") != 1.0:
+        return ""
+    if not math.isclose(mean, best, abs_tol=1e-9):  # an algorithm without advantages
         return ""
     return (
         f"in the last {num_steps} steps all samples of a question had the same reward (mean "
-        f"{row.get('avg_reward') or 0.0:.3g}): nothing is learnt from rewards; look at the reward "
+        f"{mean:.3g}): nothing is learnt from rewards; look at the reward "
         "function and at some outputs in the dump of samples: the task may be solved, too hard, "
         "or its answers not found"
     )

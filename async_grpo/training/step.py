@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from async_grpo.algorithms.base import Algorithm, LossSums
+from async_grpo.algorithms.ratios import mismatch
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
@@ -92,10 +93,14 @@ class GradientStep:
         with deferred_gradients(self._policy, defer=self._config.defer_gradient_sync):
             result.loss.backward()
         loss, entropy = result.loss.detach(), scored.entropy.detach()
-        common = {"loss_sum": loss, "entropy_sum": entropy.sum()}
-        for name, value in {**common, **result.sums}.items():
+        sums = {"loss_sum": loss, "entropy_sum": entropy.sum(), **result.sums}
+        maxima: dict[str, Tensor] = {}
+        if not self._algorithm.learns_from_pairs:  # somebody sampled some of it
+            mismatch_sums, maxima = mismatch(scored.logprobs, packed)
+            sums |= mismatch_sums
+        for name, value in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
-        for name, value in result.maxima.items():
+        for name, value in maxima.items():
             number = value.detach().double()
             self._maxima[name] = torch.maximum(self._maxima.get(name, number), number)
         self.count(trained_tokens=entropy.numel(), trained_samples=packed.num_samples)

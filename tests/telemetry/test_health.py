@@ -7,6 +7,7 @@ from async_grpo.telemetry.health import NUM_STEPS, REPEAT_STEPS, Health
 HEALTHY = {
     "num_samples": 32,
     "avg_reward": 0.4,
+    "avg_max_reward_in_group": 0.7,
     "perc_with_0_advantage": 0.25,
     "perc_truncated_samples": 0.5,
     "avg_output_tokens": 40.0,
@@ -15,8 +16,15 @@ HEALTHY = {
     "learning_rate": 3e-6,
 }
 CUT = HEALTHY | {"perc_truncated_samples": 1.0, "avg_output_tokens": 64.0}
-EVEN = HEALTHY | {"perc_with_0_advantage": 1.0, "avg_reward": 1.0, "trained_tokens": 0}
+EVEN = HEALTHY | {
+    "perc_with_0_advantage": 1.0,
+    "avg_reward": 1.0,
+    "avg_max_reward_in_group": 1.0,
+    "trained_tokens": 0,
+}
+DISTILLED = HEALTHY | {"perc_with_0_advantage": 1.0}
 APART = HEALTHY | {"mismatch_kl": 236.0, "learning_rate": 3.0}
+BOTH = ("avg_reward", "avg_max_reward_in_group")
 SFT = {"loss": 0.3, "trained_tokens": 500, "mismatch_kl": None, "avg_reward": None}
 
 
@@ -29,6 +37,7 @@ def told(rows):
 def test_a_healthy_run_hears_nothing():
     assert told([HEALTHY] * 300) == []
     assert told([SFT] * 300) == []
+    assert told([DISTILLED] * 300) == []  # rewards that no advantage is made of
     assert told([{}] * 300) == []  # steps without samples
 
 
@@ -69,5 +78,5 @@ def test_steps_that_train_nothing_measure_no_mismatch():
 
 
 def test_a_collapsed_run_is_told_of_all_that_ails_it():
-    collapsed = CUT | EVEN | {"perc_truncated_samples": 1.0, "avg_reward": 0.0}
+    collapsed = CUT | EVEN | {"perc_truncated_samples": 1.0} | dict.fromkeys(BOTH, 0.0)
     assert [step for step, _ in told([APART] + [collapsed] * 20)] == [1, 6, 6]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracle import make_config, make_sample
 
 from async_grpo.algorithms.grpo_loss import grpo_loss
-from async_grpo.algorithms.ratios import kl_penalty
+from async_grpo.algorithms.ratios import kl_penalty, mismatch
 from async_grpo.model.collate import collate
 
 PLAIN = make_config(ratio_mode="behaviour", clip_low=0.2, clip_high=0.3)
@@ -83,13 +83,14 @@ def test_metric_sums_by_hand():
     sample = make_sample([1], [2, 3], behaviour=[-1.0, -2.0])
     packed = collate([sample], aggregation="token-mean", dtype=torch.float64)
     result = grpo_loss(*scored([-1.5, -2.0]), packed, config=PLAIN)
-    sums = {name: value.item() for name, value in result.sums.items()}
+    mismatch_sums, maxima = mismatch(scored([-1.5, -2.0])[0], packed)
+    sums = {name: value.item() for name, value in {**result.sums, **mismatch_sums}.items()}
     assert sums["mismatch_kl_sum"] == pytest.approx(np.exp(-0.5) - 1 + 0.5)
     assert sums["mismatch_ratio_sum"] == pytest.approx(np.exp(-0.5) + 1)
     assert sums["mismatch_ratio_square_sum"] == pytest.approx(np.exp(-1) + 1)
     assert sums["policy_loss_sum"] == result.loss.item() == pytest.approx(-np.exp(-0.5) - 1)
-    assert result.maxima["mismatch_max"].item() == 0.5
-    assert result.maxima["mismatch_ratio_max"].item() == 1.0
+    assert maxima["mismatch_max"].item() == 0.5
+    assert maxima["mismatch_ratio_max"].item() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -142,4 +143,5 @@ def test_a_filler_adds_nothing_to_any_sum():
     packed = collate([], aggregation="sample-mean", scores={"reference": 0})
     objective = make_config(ratio_mode="behaviour", kl_coefficient=0.1)
     result = grpo_loss(*scored([]), packed, config=objective)
-    assert all(value.item() == 0 for value in (*result.sums.values(), *result.maxima.values()))
+    sums, maxima = mismatch(scored([])[0], packed)
+    assert not any(value.item() for part in (result.sums, sums, maxima) for value in part.values())

@@ -17,6 +17,14 @@ from async_grpo.model.policy import PolicyModel
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, GradientStep
 
+REINFORCE = """
+from async_grpo.algorithms.base import Algorithm, LossSums
+class Reinforce(Algorithm):
+    def loss(self, scored, packed):
+        ratio = (scored.logprobs - packed.behaviour_logprobs).exp()
+        return LossSums(-(packed.weights * packed.advantages * ratio).sum())
+"""
+
 
 def make_config(**changes):
     options = {
@@ -93,6 +101,20 @@ def test_metrics_do_not_depend_on_the_partition():
         results.append(step.finish(5).metrics)
     assert results[0] == pytest.approx(results[1], rel=1e-10)
     assert results[0]["mismatch_max"] > 0.1
+
+
+def test_the_mismatch_is_measured_whatever_the_algorithm(tmp_path):
+    (tmp_path / "mine.py").write_text(REINFORCE)
+    model, found = tiny_model(tied=True, dtype=torch.float64), []
+    samples = batch(model, count=5)
+    for algorithm in ("grpo", f"{tmp_path}/mine.py:Reinforce"):
+        config = make_config(max_staleness=1, learning_rate=1e-30, algorithm=algorithm)
+        step, _ = make_step(PolicyModel(model), config)
+        step.accumulate(pack(samples))
+        metrics = step.finish(5).metrics
+        found.append({name: metrics[name] for name in ("sampled_tokens", "mismatch_kl_sum")})
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
+    assert found[0]["mismatch_kl_sum"] > 0
 
 
 def test_without_samples_nothing_moves():
