@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import Counter
 
 STAGES = ("generating", "verifying", "in_reference")
+NOTHING = {"pipeline_seconds": 0.0} | {
+    f"{stage}_{kind}": 0.0 for stage in STAGES for kind in ("idle_seconds", "seconds")
+}
 
 
 class StageClock:
@@ -16,9 +19,8 @@ class StageClock:
 
     def __init__(self, now_s: float) -> None:
         self.counts = Counter(dict.fromkeys(STAGES, 0))
-        self._changed_s = self._taken_s = now_s
-        self._idle_s = dict.fromkeys(STAGES, 0.0)
-        self._sample_s = dict.fromkeys(STAGES, 0.0)
+        self._changed_s = now_s
+        self._sums = dict(NOTHING)
 
     def add(self, stage: str, num_samples: int, *, now_s: float) -> None:
         """Samples enter a stage, or leave it (negative)."""
@@ -36,19 +38,14 @@ class StageClock:
         (4.0, 2.0, 16.0)
         """
         self._advance(now_s)
-        sums = {"pipeline_seconds": now_s - self._taken_s}
-        for stage in STAGES:
-            sums[f"{stage}_idle_seconds"] = self._idle_s[stage]
-            sums[f"{stage}_seconds"] = self._sample_s[stage]
-        self._taken_s = now_s
-        self._idle_s = dict.fromkeys(STAGES, 0.0)
-        self._sample_s = dict.fromkeys(STAGES, 0.0)
+        sums, self._sums = self._sums, dict(NOTHING)
         return sums
 
     def _advance(self, now_s: float) -> None:
         elapsed_s = now_s - self._changed_s
         self._changed_s = now_s
+        self._sums["pipeline_seconds"] += elapsed_s
         for stage, count in self.counts.items():
-            self._sample_s[stage] += elapsed_s * count
+            self._sums[f"{stage}_seconds"] += elapsed_s * count
             if not count:
-                self._idle_s[stage] += elapsed_s
+                self._sums[f"{stage}_idle_seconds"] += elapsed_s
