@@ -114,14 +114,17 @@ def victim(fault: str) -> int | None:
     return next(iter(pids[fault.split()[-1]]), None)
 
 
-async def kill(fault: str) -> None:
-    while True:
+async def kill(fault: str, box: Sandbox) -> None:
+    """A request ends within milliseconds, so one after another is hit until a kill came in time."""
+    before = accidents(box)
+    while accidents(box) == before:
         pid = victim(fault)
         if pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # a request ends within milliseconds
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                return
-        await asyncio.sleep(0.001)
+                if fault != "killed request":
+                    return
+        await asyncio.sleep(0.005)
 
 
 def accidents(box: Sandbox) -> int:
@@ -149,7 +152,7 @@ async def run_trial(box: Sandbox, fault: str, repeats: int) -> Trial:
             if fault in TEXTS:
                 await inject_text(box, fault, trial)
             elif fault != "none":
-                await kill(fault)
+                await kill(fault, box)
             else:
                 watcher.cancel()
                 await asyncio.sleep(0.5)
