@@ -1,0 +1,64 @@
+"""A save from the end of a batch to what a resume reads, in one process with a group of its own."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from learners import make_learner, make_minibatches
+from oracle import sent
+from torch.distributed.device_mesh import init_device_mesh
+
+from async_grpo.checkpoint.resume import Start, find_start
+from async_grpo.checkpoint.saving import Checkpoints
+from async_grpo.checkpoint.tensors import restore_learner
+from async_grpo.training.fsdp import shard
+from async_grpo.training.learner import Learner
+from async_grpo.training.ranks import Absent, Ranks
+from async_grpo.types import EndOfStep
+
+GOOD, *_ = make_minibatches()
+
+
+@pytest.fixture
+def ranks():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Ranks(0, 1, torch.device("cpu"), init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+
+
+def trained(folder, ranks, *, num_steps):
+    plain = make_learner(folder, train_minibatch_size=4, checkpoint_every_batches=1)
+    learner = Learner(shard(plain.policy, ranks.mesh), plain.config, ranks)
+    for step in range(num_steps):
+        learner.accumulate(GOOD)
+        learner.update(EndOfStep(step, 0, True, 2, 9, sent=sent(GOOD.samples)))
+    return learner
+
+
+def checkpoints_of(learner, ranks, report, references):
+    exports = SimpleNamespace(state=lambda: {"samples": 2, "last_export": -1})
+    return Checkpoints(
+        learner, ranks, exports=exports, report=report, hashes=None, references=references
+    )
+
+
+@pytest.mark.parametrize("of_rank_0", [True, False])
+def test_what_a_batch_leaves_is_what_a_resume_begins_with(tmp_path, ranks, of_rank_0):
+    """Of rank 0, which has counters and references, and of a rank where they are absent."""
+    learner = trained(tmp_path, ranks, num_steps=2)
+    report = SimpleNamespace(state=lambda: {"steps": 2}, doing=print, sync_files=lambda: None)
+    report.stood_still = lambda name, seconds: None
+    had = (report, lambda batches: ()) if of_rank_0 else (Absent(), Absent().references_to_save)
+    checkpoints = checkpoints_of(learner, ranks, *had)
+    checkpoints.batch_ended(EndOfStep(1, 0, True, 2, 9))
+    checkpoints.wait()
+    assert checkpoints.is_complete
+
+    start = find_start(learner.config)
+    assert isinstance(start, Start) and start.batches == 2
+    again = trained(tmp_path / "again", ranks, num_steps=0)
+    restore_learner(again, start)
+    assert again.step.clocks == learner.step.clocks
+    pairs = zip(again.policy.parameters(), learner.policy.parameters(), strict=True)
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
