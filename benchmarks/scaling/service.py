@@ -274,7 +274,7 @@ def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
 def _stand_in(formed: Round | StepKey) -> Minibatch | EndOfStep:
     if isinstance(formed, Round):
         return Minibatch(formed.index, ())
-    return EndOfStep(formed.step.batch, formed.step.step_in_batch, True, 0, 0)
+    return EndOfStep(formed.batch, formed.step_in_batch, True, 0, 0)
 
 
 def _now() -> float:
