@@ -2,23 +2,21 @@
 
 A rank's bin holds at most `max_tokens` tokens. Ranks wait for the slowest at every round, so bins
 are balanced by estimated FLOPs, which grow with the square of a sample's length, not by tokens.
+One rule: samples from the longest to the shortest, each to the least costly bin that has room for
+it. Where that needs more rounds than the tokens do, the fullest bin that has room is tried: worse
+balanced, but it may save a whole round.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from async_grpo.batching import placement
-from async_grpo.batching.placement import NOWHERE, Sizes
-
 Key = tuple[int, ...]  # (ordinal, index in group, row)
 DEFAULT_ATTENTION_RATIO = 8192.0  # 12 times the hidden size of a model of a few 100M parameters
-
-FEW_ROUNDS = 8  # beyond, filling all but one of them tightly is no better than evenly
 
 
 class Item(NamedTuple):
@@ -69,18 +67,13 @@ def pack_round(items: Sequence[Item], *, num_ranks: int, max_tokens: int) -> Pac
     >>> pack_round(items, num_ranks=2, max_tokens=100)
     PackedRound(bins=(((0, 0), (0, 3)), ((0, 1), (0, 2))), leftover=())
     """
-    ordered, sizes = _in_order(items, num_ranks, max_tokens)
-    bins = placement.place(sizes, num_ranks, max_tokens=max_tokens)
-    if NOWHERE in bins and sum(sizes.tokens) <= num_ranks * max_tokens:
-        tight = placement.place_tightly(sizes, num_ranks, max_tokens=max_tokens)
-        if NOWHERE not in tight:  # worse balanced, but it saves a whole round
-            bins = tight
-    leftover = tuple(item for item, b in zip(ordered, bins, strict=True) if b == NOWHERE)
-    if len(leftover) == len(ordered):
-        return PackedRound(((),) * num_ranks, leftover)
-    rounds = [_members(bins, num_ranks)]
-    (evened,) = placement.even_out(rounds, sizes, max_tokens=max_tokens)
-    return PackedRound(_keys(evened, ordered), leftover)
+    ordered = _longest_first(items, num_ranks, max_tokens)
+    bins, leftover = _place(ordered, num_ranks, max_tokens=max_tokens)
+    if leftover and sum(item.num_tokens for item in items) <= num_ranks * max_tokens:
+        tight = _place(ordered, num_ranks, max_tokens=max_tokens, tightly=True)
+        if not tight[1]:
+            bins, leftover = tight
+    return PackedRound(tuple(map(_keys, bins)), tuple(leftover))
 
 
 def pack_rounds(
@@ -89,125 +82,68 @@ def pack_rounds(
     """Every item into few rounds that are fast: bins of keys a round, the longest round first.
 
     Ranks wait for each other within a round only, so the time is the sum over rounds of the most
-    costly bin. Of several plans with the fewest rounds found, the fastest is evened out.
+    costly bin: bins of like cost meet in a round, which no other grouping of them beats.
     Deterministic, whatever the order of `items`.
 
     >>> items = [Item((0, i), n, n) for i, n in enumerate([90, 60, 50, 30, 10])]
     >>> pack_rounds(items, num_ranks=2, max_tokens=100)
     [(((0, 0),), ((0, 1),)), (((0, 2),), ((0, 3), (0, 4)))]
     """
-    ordered, sizes = _in_order(items, num_ranks, max_tokens)
+    ordered = _longest_first(items, num_ranks, max_tokens)
     if not ordered:
         return []
-    plans = [_Plan.of(bins, sizes, num_ranks) for bins in _placements(sizes, num_ranks, max_tokens)]
-    best = min(plans, key=lambda plan: (len(plan.rounds), plan.time))
-    rounds = placement.even_out(best.rounds, sizes, max_tokens=max_tokens)
-    return [_keys(bins, ordered) for bins in rounds]
+    bins = sorted(_fewest_bins(ordered, num_ranks, max_tokens), key=_cost, reverse=True)
+    keys = [_keys(members) for members in bins]
+    return [tuple(keys[at : at + num_ranks]) for at in range(0, len(keys), num_ranks)]
 
 
-class _Plan(NamedTuple):
-    rounds: list[list[list[int]]]  # the indices of each rank's items, round by round
-    time: float  # sum over rounds of the most costly bin
-
-    @classmethod
-    def of(cls, bins: Sequence[int], sizes: Sizes, num_ranks: int) -> _Plan:
-        """Bins of like cost meet in a round: no other grouping of the same bins is faster."""
-        cost_B = np.bincount(bins, weights=sizes.costs)
-        by_cost_B = np.argsort(-cost_B, kind="stable")
-        members = _members(bins, len(cost_B))
-        filled = [members[number] for number in by_cost_B if members[number]]
-        filled += [[]] * (-len(filled) % num_ranks)
-        rounds = [filled[at : at + num_ranks] for at in range(0, len(filled), num_ranks)]
-        return cls(rounds, float(cost_B[by_cost_B[::num_ranks]].sum()))
+def _fewest_bins(ordered: list[Item], num_ranks: int, max_tokens: int) -> list[list[Item]]:
+    """Bins of as few rounds as the rule finds, from the fewest that the tokens allow."""
+    num_large = sum(2 * item.num_tokens > max_tokens for item in ordered)
+    num_tokens = sum(item.num_tokens for item in ordered)
+    num_rounds = math.ceil(max(num_tokens / max_tokens, num_large) / num_ranks)
+    while True:
+        for tightly in (False, True):
+            num_bins = num_rounds * num_ranks
+            bins, leftover = _place(ordered, num_bins, max_tokens=max_tokens, tightly=tightly)
+            if not leftover:
+                return bins
+        num_rounds += 1
 
 
-def _placements(sizes: Sizes, num_ranks: int, max_tokens: int) -> Iterator[list[int]]:
-    """The bin of every item by several rules, over as many bins as the rounds have ranks."""
-    num_large = sum(2 * num_tokens > max_tokens for num_tokens in sizes.tokens)
-    fewest = math.ceil(max(sum(sizes.tokens) / max_tokens, num_large) / num_ranks)
-    total = sum(sizes.costs)
-    # Fill round after round: frugal with rounds, because every round ends more than half full.
-    num_bins = (2 * fewest + 1) * num_ranks
-    handicaps = [2 * total * (number // num_ranks) for number in range(num_bins)]
-    filling = placement.place(sizes, num_bins, max_tokens=max_tokens, handicaps=handicaps)
-    yield filling
-    num_rounds = 1 + max(filling) // num_ranks
-    if num_rounds > fewest:
-        tight = placement.place_tightly(sizes, fewest * num_ranks, max_tokens=max_tokens)
-        if NOWHERE not in tight:
-            yield tight
-            num_rounds = fewest
-    for options in _levels(sizes, num_ranks, num_rounds, max_tokens):
-        bins = placement.place(sizes, num_rounds * num_ranks, max_tokens=max_tokens, **options)
-        if NOWHERE not in bins:
-            yield bins
-    if 1 < num_rounds <= FEW_ROUNDS:
-        bins = _tight_but_last(sizes, num_ranks, num_rounds, max_tokens)
-        if NOWHERE not in bins:
-            yield bins
+def _place(
+    ordered: Sequence[Item], num_bins: int, *, max_tokens: int, tightly: bool = False
+) -> tuple[list[list[Item]], list[Item]]:
+    """Each item to the least costly bin that has room, or to the fullest; and what found none."""
+    bins: list[list[Item]] = [[] for _ in range(num_bins)]
+    leftover = []
+    room_B = np.full(num_bins, max_tokens)
+    cost_B = np.zeros(num_bins)
+    for index, item in enumerate(ordered):
+        # The first items go to empty bins in both cases: no rank is left without work.
+        by_B = room_B if tightly and index >= num_bins else cost_B
+        fits_B = room_B >= item.num_tokens
+        number = int(np.where(fits_B, by_B, np.inf).argmin())
+        if not fits_B[number]:
+            leftover.append(item)
+            continue
+        bins[number].append(item)
+        room_B[number] -= item.num_tokens
+        cost_B[number] += item.cost
+    return bins, leftover
 
 
-def _tight_but_last(sizes: Sizes, num_ranks: int, num_rounds: int, max_tokens: int) -> list[int]:
-    """Each round but the last as full as it gets, and what is left shared evenly."""
-    bins, left = [NOWHERE] * len(sizes.tokens), list(range(len(sizes.tokens)))
-    for number in range(num_rounds):
-        fill = placement.place if number == num_rounds - 1 else placement.place_tightly
-        rest = Sizes([sizes.tokens[at] for at in left], [sizes.costs[at] for at in left])
-        for index, rank in zip(left, fill(rest, num_ranks, max_tokens=max_tokens), strict=True):
-            if rank != NOWHERE:
-                bins[index] = number * num_ranks + rank
-        left = [index for index in left if bins[index] == NOWHERE]
-    return bins
-
-
-def _levels(
-    sizes: Sizes, num_ranks: int, num_rounds: int, max_tokens: int
-) -> Iterator[dict[str, list[float]]]:
-    """How high the bins of each round are to be filled: all alike; or up to its longest sample.
-
-    A sample above half of the budget shares its bin with no other such sample. So the first of
-    each `num_ranks` of them sets the least height of a round, and filling its round's other bins
-    up to that height costs no time.
-    """
-    yield {}
-    num_bins, total = num_rounds * num_ranks, sum(sizes.costs)
-    firsts = [
-        cost
-        for number, (num_tokens, cost) in enumerate(zip(sizes.tokens, sizes.costs, strict=True))
-        if number % num_ranks == 0 and (number == 0 or 2 * num_tokens > max_tokens)
-    ]
-    tall = 0
-    while tall < min(len(firsts), num_rounds - 1) and firsts[tall] * (num_rounds - tall) > (
-        total / num_ranks - sum(firsts[:tall])
-    ):
-        tall += 1
-    for num_set in sorted({min(tall, 1), tall} - {0}):
-        heights = firsts[:num_set]
-        level = max(0.0, total / num_ranks - sum(heights)) / (num_rounds - num_set)
-        heights += [level] * (num_rounds - num_set)
-        by_bin = [heights[number // num_ranks] for number in range(num_bins)]
-        num_limited = num_set * num_ranks
-        limits = [height * (1 + 1e-9) for height in by_bin[:num_limited]]
-        limits += [math.inf] * (num_bins - num_limited)
-        yield {"handicaps": [-height for height in by_bin], "limits": limits}
-
-
-def _in_order(items: Sequence[Item], num_ranks: int, max_tokens: int) -> tuple[list[Item], Sizes]:
+def _longest_first(items: Sequence[Item], num_ranks: int, max_tokens: int) -> list[Item]:
     _check(items, num_ranks, max_tokens)
-    ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
-    return ordered, Sizes([item.num_tokens for item in ordered], [item.cost for item in ordered])
+    return sorted(items, key=lambda item: (-item.num_tokens, item.key))
 
 
-def _members(bins: Sequence[int], num_bins: int) -> list[list[int]]:
-    members: list[list[int]] = [[] for _ in range(num_bins)]
-    for index, number in enumerate(bins):
-        if number != NOWHERE:
-            members[number].append(index)
-    return members
+def _cost(members: Sequence[Item]) -> float:
+    return sum(item.cost for item in members)
 
 
-def _keys(bins: Sequence[Sequence[int]], ordered: Sequence[Item]) -> tuple[tuple[Key, ...], ...]:
-    return tuple(tuple(sorted(ordered[index].key for index in indices)) for indices in bins)
+def _keys(members: Sequence[Item]) -> tuple[Key, ...]:
+    return tuple(sorted(item.key for item in members))
 
 
 def _check(items: Sequence[Item], num_ranks: int, max_tokens: int) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
-from async_grpo.batching.placement import Sizes, even_out, place, place_tightly
+from async_grpo.batching.packing import Item, estimate_cost, pack_round, pack_rounds
 from async_grpo.batching.rounds import RoundFormer
 from benchmarks.packing import SHAPES, Case, lengths_of, plan
 
@@ -97,14 +96,10 @@ def test_plans_are_near_the_lower_bound(shape):
                 case = Case(lengths_of(shape, count), num_ranks, max_tokens, 22_973.0)
                 found = plan(case)
                 slowness.append(found.slowness)
-                assert found.num_rounds <= 1.03 * found.fewest_rounds + 1e-9
-    assert np.median(slowness) <= 1.01
-    assert np.mean(np.array(slowness) <= 1.03) >= 0.9
-
-
-def test_a_round_is_filled_up_to_its_longest_sample():
-    case = Case(lengths_of("reasoning", 1024), 64, 32_768, 8192.0)  # 16k tokens cost 48k
-    assert plan(case).slowness <= 1.02  # all rounds alike: above 1.15
+                assert found.num_rounds <= found.fewest_rounds + 1
+    assert np.median(slowness) <= 1.005
+    assert np.mean(slowness) <= 1.03
+    assert max(slowness) <= 1.25
 
 
 def test_bins_stay_full_where_thousands_of_samples_hardly_fit():
@@ -115,50 +110,10 @@ def test_bins_stay_full_where_thousands_of_samples_hardly_fit():
 
 
 @settings(max_examples=histories(50), deadline=None)
-@given(lengths, st.integers(1, 9), st.integers(200, 900))
-def test_no_item_is_left_out_that_had_room(lengths, num_bins, max_tokens):
-    tokens = sorted((n for n in lengths if n <= max_tokens), reverse=True)
-    sizes = Sizes(tokens, [float(n) for n in tokens])
-    for bins in (
-        place(sizes, num_bins, max_tokens=max_tokens),
-        place_tightly(sizes, num_bins, max_tokens=max_tokens),
-    ):
-        used = [0] * num_bins
-        for num_tokens, number in zip(tokens, bins, strict=True):
-            if number < 0:
-                assert min(used) + num_tokens > max_tokens
-            else:
-                used[number] += num_tokens
-                assert used[number] <= max_tokens
-
-
-def test_a_limit_bounds_the_cost_of_its_bin():
-    sizes = Sizes([30, 30, 20, 20, 10], [30.0, 30.0, 20.0, 20.0, 10.0])
-    bins = place(sizes, 2, max_tokens=100, limits=[45.0, 100.0])
-    assert bins == [0, 1, 1, 1, 0]
-
-
-@settings(max_examples=histories(50), deadline=None)
-@given(st.lists(st.lists(st.integers(1, 300), max_size=4), min_size=2, max_size=5))
-def test_exchanges_never_make_a_round_slower(bins):
-    values = [min(n, BUDGET) for members in bins for n in members]
-    if not values:
-        return
-    numbers = iter(range(len(values)))
-    rounds = [[[next(numbers) for _ in members] for members in bins]]
-    sizes = Sizes(values, [float(n + n * n / 100) for n in values])
-    budget = max(1, *(sum(members) for members in bins))
-    (evened,) = even_out(rounds, sizes, max_tokens=budget)
-
-    def slowest(bins):
-        return max(sum(sizes.costs[index] for index in members) for members in bins)
-
-    assert sorted(index for members in evened for index in members) == list(range(len(values)))
-    assert all(sum(values[index] for index in members) <= budget for members in evened)
-    assert slowest(evened) <= slowest(rounds[0]) * (1 + 1e-9)
-
-
-def test_what_is_worth_an_exchange_is_exchanged():
-    sizes = Sizes([9, 8, 7, 6, 5], [9.0, 8.0, 7.0, 6.0, 5.0])
-    (evened,) = even_out([[[0, 3, 4], [1, 2]]], sizes, max_tokens=100)  # 20 and 15
-    assert sorted(sum(sizes.tokens[index] for index in members) for members in evened) == [17, 18]
+@given(lengths, st.integers(1, 9))
+def test_no_item_waits_that_had_room(lengths, num_ranks):
+    items = items_of(lengths)
+    packed = pack_round(items, num_ranks=num_ranks, max_tokens=BUDGET)
+    tokens = {item.key: item.num_tokens for item in items}
+    used = [sum(tokens[key] for key in keys) for keys in packed.bins]
+    assert all(min(used) + item.num_tokens > BUDGET for item in packed.leftover)
