@@ -142,7 +142,8 @@ def test_the_trainer_s_minibatches_are_counted_against_those_of_the_step_before(
 
 
 def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
-    sums = {"num_samples": 4, "reward_sum": 4.0, "zero_advantage_samples": 4}
+    sums = {"num_samples": 4, "num_groups": 1, "reward_sum": 4.0, "zero_advantage_samples": 4}
+    sums["max_reward_in_group_sum"] = 1.0
     with Report(make_config(tmp_path, algorithm="grpo", num_training_batches=9)) as report:
         for batch in range(9):
             end = EndOfStep(batch, 0, True, num_samples=4, num_tokens=8, sums=sums)
