@@ -1,4 +1,4 @@
-"""How dataclasses travel between processes at a tenth of what Ray's pickler takes for them."""
+"""How dataclasses travel between processes: pickled in a third of the time that Ray takes alone."""
 
 from __future__ import annotations
 
