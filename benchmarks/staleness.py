@@ -128,15 +128,15 @@ def show(runs: Runs) -> str:
     """Every run, with what explains its time."""
     header = (
         "run", "s/batch", "generator CPU", "queued", "idle", "trainer CPU", "queued", "idle",
-        "services CPU", "batcher", "registry", "verifiers", "publishing", "tokens", "lag",
+        "services CPU", "controller", "verifiers", "publishing", "tokens", "lag",
     )  # fmt: skip
     rows = [
         (
             f"S={bound} #{number}", f"{run.wall:.2f}",
             f"{run.generator:.2f}", f"{run.generator_queued:.2f}", f"{run.generator_idle:.0%}",
             f"{run.trainer:.2f}", f"{run.trainer_queued:.2f}", f"{run.trainer_idle:.0%}",
-            f"{run.services:.2f}", f"{run.batcher:.2f}", f"{run.registry:.2f}",
-            f"{run.verifiers:.2f}", f"{run.publishing:.3f}", f"{run.output_tokens:.0f}",
+            f"{run.services:.2f}", f"{run.controller:.2f}", f"{run.verifiers:.2f}",
+            f"{run.publishing:.3f}", f"{run.output_tokens:.0f}",
             f"{run.max_lag}",
         )
         for number in range(max(map(len, runs.values())))

@@ -49,9 +49,8 @@ class Measured:
     wall: float
     generator: float  # its processes computed
     trainer: float  # its process computed
-    services: float  # Ray, batcher, registries and verifiers computed
-    batcher: float  # of the services
-    registry: float
+    services: float  # Ray, the controller and verifiers computed
+    controller: float  # of the services
     verifiers: float  # the pool and its processes
     generator_queued: float  # its threads were ready to run, but others had its core
     trainer_queued: float
