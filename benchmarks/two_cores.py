@@ -87,9 +87,9 @@ class _Meter(threading.Thread):
         self.notes: list[dict[str, float]] = []
 
     def run(self) -> None:
-        generator = self._stack.generator_pids()
         while len(self.notes) < len(self._at) and not self._ended.wait(POLL_INTERVAL_S):
             if len(read_rows(self._metrics)) >= self._at[len(self.notes)]:
+                generator = self._stack.generator_pids()  # its engine may have started meanwhile
                 trainer = family(self._trainer.pid)
                 services = family(self._stack.head.pid) - generator - trainer
                 self.notes.append(
