@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.roles import REFERENCE
-from async_grpo.types import Group, Sample
+from async_grpo.types import Group, Payload, Sample
 from async_grpo.types.metrics import Metric
 
 if TYPE_CHECKING:
@@ -37,12 +37,16 @@ Advantage = float | NDArray[np.float32]  # of a sample, or of each of its tokens
 
 @dataclass(frozen=True, slots=True)
 class ScoreNeed:
-    """What another model says of a sample's tokens: `Sample.scores[role]`, later `packed`'s."""
+    """What another model says of a sample's tokens: `Sample.scores[role]`, later `packed`'s.
+
+    The role `roles.TEACHER` is that of the teacher to which `--teacher-for` routes the sample.
+    """
 
     role: str  # whose workers give it
     num_columns: int = 0  # of each token; 0: the log-probability of the token itself
     before_advantages: bool = False  # of every sample, for rewards or advantages are made of them
     of_given: bool = False  # also of samples that nobody sampled: they are 0 there otherwise
+    payload: Payload | None = None  # also asked, of a teacher: fetched by the rank that trains
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class _Row:
     behaviour: NDArray[np.float32]  # [L]; zeros where nothing was sampled, which no loss reads
     weight: float = 1.0  # w_i
     advantage: float | NDArray[np.float32] = 0.0  # or [L]
-    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # [L] or [L, K]
+    scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # [L] or [L, K]
     is_first: bool = True  # of its sample
     is_given: bool = False  # nobody sampled it
 
@@ -152,7 +153,7 @@ def _pack(
         advantages=torch.from_numpy(np.concatenate([_advantages(row) for row in rows])).to(dtype),
         behaviour_logprobs=_floats([row.behaviour[row.trained] for row in rows]),
         scores={
-            name: _floats([r.scores[name][r.trained] for r in rows]) for name in rows[0].scores
+            name: _numbers([r.scores[name][r.trained] for r in rows]) for name in rows[0].scores
         },
         num_rows=len(rows),
         num_samples=sum(row.is_first for row in rows),
@@ -220,5 +221,11 @@ def _ids(parts: Sequence[NDArray[np.integer]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-def _floats(parts: Sequence[NDArray[np.float32]]) -> Tensor:
+def _floats(parts: Sequence[NDArray[Any]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))
+
+
+def _numbers(parts: Sequence[NDArray[Any]]) -> Tensor:
+    """Ids where these are integers; a filler has zeros of another type for them."""
+    is_ids = all(np.issubdtype(part.dtype, np.integer) for part in parts)
+    return _ids(parts) if is_ids else _floats(parts)

@@ -35,6 +35,7 @@ from async_grpo.types.samples import (
     VerdictStatus,
     without_texts,
 )
+from async_grpo.types.teaching import Payload, PayloadKind, Ticket
 from async_grpo.types.training import (
     EndOfStep,
     Minibatch,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from async_grpo.types.audit import RowKey
 from async_grpo.types.message import Message
+from async_grpo.types.teaching import Ticket
 from async_grpo.types.weights import VersionSpan
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -181,7 +182,8 @@ class Sample(Message):
     verdict: Verdict
     advantage: float | NDArray[np.float32]  # of all its tokens, or of each [L]
     # What other models say of its tokens, by role: [L], or [L, K].
-    scores: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    tickets: tuple[Ticket, ...] = ()  # one a row: scores that the rank that trains it fetches
     overlong_penalty: float = 0.0  # taken from the reward: see algorithms/shaping.py
     kl_penalty: float = 0.0
     attempt: int = 0  # questions that its slot had drawn before this one
@@ -231,6 +233,7 @@ class Sample(Message):
                 episode=Episode((row,)),
                 advantage=advantage[own] if isinstance(advantage, np.ndarray) else advantage,
                 scores={name: values[own] for name, values in self.scores.items()},
+                tickets=self.tickets[number : number + 1],
                 row=number,
                 num_trained_elsewhere=total - row.num_trained_tokens,
             )

@@ -6,13 +6,15 @@ U tokens of the sequences, each with its prompt; T = U where no prompt is shared
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.types.audit import Tally
 from async_grpo.types.message import Parcel
 from async_grpo.types.samples import Sample
+from async_grpo.types.teaching import Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,21 @@ class Minibatch(Parcel):
 
     round_index: int
     samples: tuple[Sample, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Tickets stay outside of the bytes: Ray must see the references that it counts."""
+        if not any(sample.tickets for sample in self.samples):
+            return super().__reduce__()
+        bare = tuple(replace(sample, tickets=()) for sample in self.samples)
+        tickets = [sample.tickets for sample in self.samples]
+        return _with_tickets, (pickle.dumps(bare, protocol=5), tickets, self.round_index)
+
+
+def _with_tickets(
+    packed: bytes, tickets: Sequence[tuple[Ticket, ...]], round_index: int
+) -> Minibatch:
+    pairs = zip(pickle.loads(packed), tickets, strict=True)
+    return Minibatch(round_index, tuple(replace(sample, tickets=own) for sample, own in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +105,7 @@ class PackedMinibatch:
     weights: torch.Tensor  # [N] float32, w_i of the aggregation; 0 in a filler
     advantages: torch.Tensor  # [N] float32
     behaviour_logprobs: torch.Tensor  # [N] float32
-    scores: Mapping[str, torch.Tensor]  # [N] or [N, K] float32 each: `Sample.scores`
+    scores: Mapping[str, torch.Tensor]  # [N] or [N, K], as `Sample.scores`; ids are int64
     num_rows: int  # S, but 0 for a filler
     num_samples: int  # those whose first row is here
     is_given: torch.Tensor | None = None  # [N] bool: nobody sampled these; None: all were sampled

@@ -1,0 +1,38 @@
+"""What a teacher is asked beyond the log-probabilities of tokens, and where its answer lies.
+
+Legend: L output tokens of a row, K tokens of the vocabulary, V all of them, d hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from async_grpo.types.message import Message
+
+PayloadKind = Literal["topk", "hidden", "logits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload(Message):
+    """What a teacher's distribution over each token travels as.
+
+    `topk`: the K likeliest ids [L, K], their log-probabilities and the log of the rest's mass [L];
+    `hidden`: the last hidden states [L, d]; `logits`: all logits [L, V].
+    """
+
+    kind: PayloadKind
+    top_k: int  # K; 0 unless the kind is topk
+    temperature: float  # of the distribution, for topk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket(Message):
+    """Where the payload of one row lies: in an object store, until the last ticket is dropped.
+
+    The controller owns it, so that it survives the teacher's process, though not its node.
+    """
+
+    reference: tuple[Any]  # Ray resolves a reference on its way, unless something holds it
+    teacher: str  # its role's name
+    num_bytes: int
