@@ -33,7 +33,7 @@ class Minibatch(Parcel):
     def __reduce__(self) -> tuple[Any, ...]:
         """Tickets stay outside of the bytes: Ray must see the references that it counts."""
         if not any(sample.tickets for sample in self.samples):
-            return super().__reduce__()
+            return Parcel.__reduce__(self)  # a class with slots has no super() of its own here
         bare = tuple(replace(sample, tickets=()) for sample in self.samples)
         tickets = [sample.tickets for sample in self.samples]
         return _with_tickets, (pickle.dumps(bare, protocol=5), tickets, self.round_index)

@@ -148,6 +148,6 @@ def make_sample(
         verdict or make_verdict(reward),
         advantage,
         scores or {},
-        overlong_penalty,
-        kl_penalty,
+        overlong_penalty=overlong_penalty,
+        kl_penalty=kl_penalty,
     )
