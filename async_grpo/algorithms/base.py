@@ -153,7 +153,10 @@ class GroupRules(Protocol):
     waits_for_step: bool
 
     async def finish_group(self, group: Group) -> Group:
-        """`Algorithm.finish_group`; of a group that is kept and waits for no step, all of it."""
+        """`Algorithm.finish_group`; of a group that is kept and waits for no step, all of it.
+
+        A given group has neither rewards nor advantages: it is masked, and nothing else.
+        """
         ...
 
     async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -170,6 +173,8 @@ class LocalRules:
         self._algorithm = algorithm
 
     async def finish_group(self, group: Group) -> Group:
+        if group.is_given:
+            return self._settled(group)
         finished = self._algorithm.finish_group(group)
         return finished if finished.is_replaced or self.waits_for_step else self._settled(finished)
 

@@ -13,12 +13,13 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.evaluation import evaluate
+from async_grpo.batching.given import given_group
 from async_grpo.batching.grading import VERIFICATION, nothing_graded
 from async_grpo.batching.leased_work import QUARANTINE, Reason, SlotFailed
 from async_grpo.batching.ledger import Ledger
@@ -35,6 +36,7 @@ from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION
 from async_grpo.types import (
     EndOfStep,
+    GivenPair,
     Group,
     Minibatch,
     PipelineStatus,
@@ -110,7 +112,8 @@ class ExperienceBatcher:
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._sent = [Tally()] * plan.num_ranks  # of the current step
-        self._failures_in_a_row = 0
+        # By whether slots are given: where all that is sampled fails, given ones hide nothing.
+        self._failures_in_a_row = [0, 0]
         # By open batch: why it has no graded group so far; None: it has one, or may have had one
         # before the cut that the run goes on from.
         self._ungraded: dict[int, SlotFailed | None] = {}
@@ -196,7 +199,10 @@ class ExperienceBatcher:
 
     async def _run_slot(self, ordinal: int, step: StepKey) -> None:
         try:
-            group = await self._first_group_to_keep(ordinal, step)
+            if pairs := self._plan.given(ordinal):
+                group = await self._finished_group_of(pairs, ordinal, step)
+            else:
+                group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
             await self._step_groups.leave(step, ordinal)
             self._settle_failure(ordinal, step, failure)
@@ -215,7 +221,7 @@ class ExperienceBatcher:
     async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
         """The group that the slot trains; those that it replaces are counted on the way."""
         oldest = self._window.oldest_weights(ordinal)
-        reference = oldest._replace(batches=self._plan.config.reference_of(step.batch))
+        reference = self._reference_of(step)
         for attempt in itertools.count():
             index = self._plan.index(ordinal, attempt=attempt)
             if index in self._quarantine:
@@ -240,6 +246,24 @@ class ExperienceBatcher:
             self._replace(group, step)
         raise AssertionError("attempts are counted without end")
 
+    async def _finished_group_of(
+        self, pairs: Sequence[GivenPair], ordinal: int, step: StepKey
+    ) -> Group:
+        await self._step_groups.leave(step, ordinal)  # it has no advantage to wait for
+        group = await self._pipeline.finish(
+            given_group(ordinal, pairs),
+            temperature=self._plan.sampling.temperature,
+            reference=self._reference_of(step),
+            join_step=partial(self._step_groups.join, step),
+        )
+        self._failures_in_a_row[True] = 0
+        self._sums.add(step, group, batch=step.batch)
+        return group
+
+    def _reference_of(self, step: StepKey) -> WeightsVersion:
+        batches = self._plan.config.reference_of(step.batch)
+        return WeightsVersion(self._plan.incarnation, batches)
+
     def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
         """The question kills workers: it is not asked any more in this run."""
         if index in self._quarantine:
@@ -257,7 +281,7 @@ class ExperienceBatcher:
         self._ledger.reissue(ordinal, fate="discarded", num_samples=num_samples, reason=reason)
 
     def _receive(self, group: Group, step: StepKey) -> None:
-        self._failures_in_a_row = 0
+        self._failures_in_a_row[False] = 0
         self._ungraded[step.batch] = None
         num_tokens = sum(sample.episode.num_sampled_tokens for sample in group.samples)
         self._ledger.output_tokens += num_tokens
@@ -288,10 +312,11 @@ class ExperienceBatcher:
         self._sums.add_failed(step, ordinal, num_samples=num_samples)
         if failure.stage == VERIFICATION:
             self._ungraded.setdefault(step.batch, failure)
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row >= MAX_SEQUENTIAL_FAILURES:
+        is_given = bool(self._plan.pairs_of(ordinal))
+        self._failures_in_a_row[is_given] += 1
+        if self._failures_in_a_row[is_given] >= MAX_SEQUENTIAL_FAILURES:
             raise WorkerError(
-                f"{self._failures_in_a_row} questions in a row failed, the last: {failure}"
+                f"{MAX_SEQUENTIAL_FAILURES} questions in a row failed, the last: {failure}"
             )
 
     def _check_graded(self, batch: int) -> None:

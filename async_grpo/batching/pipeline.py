@@ -114,9 +114,6 @@ class SlotPipeline:
         `on_discard` hears of all samples that are given up and sampled again. Raises `SlotFailed`
         naming the stage that lost the group.
         """
-        scored = partial(
-            self._with_scores, temperature=request.sampling.temperature, version=reference
-        )
         episodes, verdicts = await self.play(
             question, request, oldest=oldest, slot=request.ordinal, on_discard=on_discard
         )
@@ -133,11 +130,26 @@ class SlotPipeline:
             for index, (episode, verdict) in enumerate(zip(episodes, verdicts, strict=True))
         )
         group = Group(request.ordinal, request.attempt, samples)
+        return await self.finish(
+            group,
+            temperature=request.sampling.temperature,
+            reference=reference,
+            join_step=join_step,
+        )
+
+    async def finish(
+        self, group: Group, *, temperature: float, reference: WeightsVersion, join_step: JoinStep
+    ) -> Group:
+        """The group with scores, advantages and masks; a given one has no advantages to wait for.
+
+        Raises `SlotFailed` naming the stage that lost the group.
+        """
+        scored = partial(self._with_scores, temperature=temperature, version=reference)
         group = await scored(group, before_advantages=True)
         group = await self._rules.finish_group(group)
         if group.is_replaced:
             return group
-        if self._rules.waits_for_step:
+        if self._rules.waits_for_step and not group.is_given:
             group = await join_step(group)
         return await scored(group, before_advantages=False)
 

@@ -12,6 +12,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.types import (
     EpisodesRequest,
     GenerationRequest,
+    GivenPair,
     Question,
     ResumePoint,
     RunId,
@@ -36,6 +37,11 @@ class SeedOf(Protocol):
     def __call__(self, *, ordinal: int, attempt: int) -> int: ...
 
 
+def no_pairs(ordinal: int) -> tuple[int, ...]:
+    """Of a run in which every slot asks a question."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BatcherPlan:
     """The run as the batcher sees it."""
@@ -54,11 +60,18 @@ class BatcherPlan:
     resume: ResumePoint | None = None  # None: from the first question
     environment: UserCode | None = None  # None: questions are answered once
     max_positions: int = sys.maxsize  # of the model, in tokens
+    pairs: Sequence[GivenPair] = ()  # a `data.table.GivenTable`
+    # ordinal -> indices of the pairs of its slot; none where it asks a question
+    pairs_of: Callable[[int], tuple[int, ...]] = no_pairs
     epoch: int = 0  # of the run: the controller says it when the run begins
 
     def index(self, ordinal: int, *, attempt: int) -> int:
         """Which question a slot asks at one attempt, from 0."""
         return self.replacement(ordinal, attempt=attempt) if attempt else self.order(ordinal)
+
+    def given(self, ordinal: int) -> tuple[GivenPair, ...]:
+        """The pairs of a slot of given ones; empty where it asks a question."""
+        return tuple(self.pairs[index] for index in self.pairs_of(ordinal))
 
     def draw(self, ordinal: int, *, attempt: int) -> tuple[Question, GenerationRequest]:
         """The question of a slot at one attempt, from 0, and what is asked of an engine."""

@@ -35,15 +35,18 @@ class StepSums:
         self._steps: dict[StepKey, _Step] = {}
 
     def add(self, step: StepKey, group: Group, *, batch: int) -> None:
-        """A group came back, to be trained or replaced; `batch` is that of its slot.
+        """A group came back, to be trained or replaced, or is given; `batch` is that of its slot.
 
         Raises `StalenessError` for a token that is older than the run allows.
         """
+        opened = self._steps.setdefault(step, _Step())
+        if group.is_given:
+            opened.sums[group.ordinal, group.attempt] = given_sums(group.samples)
+            return
         lags = [
             tokens_by_lag(sample.episode, batch=batch, max_staleness=self._max_staleness)
             for sample in group.samples
         ]
-        opened = self._steps.setdefault(step, _Step())
         if group.is_replaced:
             opened.sums[group.ordinal, group.attempt] = replaced_sums(group.samples)
             return
@@ -99,9 +102,17 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
         "unscorable_samples": sum(s.verdict.status == "unscorable" for s in samples),
         "overrun_samples": sum(s.verdict.cause == "overrun" for s in samples),
         "failed_samples": 0,
+        "given_samples": 0,
         "num_replacements": 0,
         "replaced_tokens": 0,
     }
+
+
+def given_sums(samples: Sequence[Sample]) -> Sums:
+    """What a group adds that nobody sampled: it has no reward, no length, no lag."""
+    number = len(samples)
+    zeros = dict.fromkeys(("num_samples", "num_groups", "failed_samples"), 0)
+    return {"given_samples": number, "finished_samples": number, **zeros}
 
 
 def replaced_sums(samples: Sequence[Sample]) -> Sums:

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types import Question, TrainingPair
+from async_grpo.types import GivenPair, Question, TrainingPair
+
+Record = Question | TrainingPair | GivenPair
 
 
 def hash_model(path: str) -> str:
@@ -29,7 +31,7 @@ def hash_model(path: str) -> str:
     return digest.hexdigest()
 
 
-def hash_data(records: Sequence[Question] | Sequence[TrainingPair]) -> str:
+def hash_data(records: Sequence[Record]) -> str:
     """Over every record, in order: token ids, texts and columns."""
     digest = hashlib.sha256()
     for record in records:
@@ -38,7 +40,9 @@ def hash_data(records: Sequence[Question] | Sequence[TrainingPair]) -> str:
     return digest.hexdigest()
 
 
-def _parts(record: Question | TrainingPair) -> Iterable[bytes]:
+def _parts(record: Record) -> Iterable[bytes]:
+    if isinstance(record, GivenPair):
+        return *_parts(record.question), _ids(record.completion_token_ids)
     if isinstance(record, TrainingPair):
         return _ids(record.prompt_token_ids), _ids(record.completion_token_ids)
     # Columns may hold what a dataset decodes to; its text tells values apart well enough.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from async_grpo.data.tokenisation import (
     text_token_ids,
 )
 from async_grpo.errors import DataError
-from async_grpo.types import Question, TrainingPair
+from async_grpo.types import GivenPair, Question, TrainingPair
 
 PROMPTS = ("input_token_ids", "input", "messages")
 WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt
@@ -41,12 +41,7 @@ class LineReader:
         ids = self._prompt(columns)
         limit = "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens"
         self._check_length(columns, len(ids), f"a prompt of at most {self.max_tokens}", limit)
-        if columns.has("input"):
-            text = columns.text("input")
-        elif columns.has("messages"):
-            text = columns.messages()[-1]["content"]
-        else:
-            text = str(self.tokenizer.decode(ids))
+        text = self._text_of(columns, ids)
         return Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row)
 
     def pair(self, row: Mapping[str, Any]) -> TrainingPair:
@@ -67,6 +62,23 @@ class LineReader:
         num_tokens = len(prompt) + len(completion)
         self._check_length(columns, num_tokens, f"a pair of at most {self.max_tokens}", limit)
         return TrainingPair(np.asarray(prompt, np.int32), np.asarray(completion, np.int32))
+
+    def given(self, row: Mapping[str, Any]) -> GivenPair:
+        """A pair, as in `pair`, with its texts and every other column."""
+        pair, columns = self.pair(row), Columns(row, mapping=self.mapping)
+        prompt, completion = pair.prompt_token_ids, pair.completion_token_ids
+        question = Question(prompt, self._text_of(columns, prompt.tolist()), None, row)
+        if columns.has("completion"):
+            return GivenPair(question, completion, columns.text("completion"))
+        return GivenPair(question, completion, str(self.tokenizer.decode(completion.tolist())))
+
+    def _text_of(self, columns: Columns, prompt: Sequence[int]) -> str:
+        """What people, and rewards, see of a prompt."""
+        if columns.has("input"):
+            return columns.text("input")
+        if columns.has("messages"):
+            return columns.messages()[-1]["content"]
+        return str(self.tokenizer.decode(prompt))
 
     def _prompt(self, columns: Columns) -> list[int]:
         if columns.has("input_token_ids"):

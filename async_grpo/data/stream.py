@@ -23,11 +23,12 @@ class QuestionStream:
     num_questions: int
     _: KW_ONLY
     seed: int
+    purpose: str = "epoch"  # streams of the same seed for several purposes are independent
 
     def index(self, ordinal: int) -> int:
         """The question at `ordinal`, at random access."""
         epoch, position = divmod(ordinal, self.num_questions)
-        return int(_permutation(self.num_questions, self.seed, epoch)[position])
+        return int(_permutation(self.num_questions, self.seed, epoch, self.purpose)[position])
 
     def replacement(self, slot: int, *, attempt: int) -> int:
         """The question drawn for ordinal `slot` at its `attempt`-th replacement (from 1).
@@ -37,10 +38,10 @@ class QuestionStream:
         return _hash("replacement", self.seed, slot, attempt) % self.num_questions
 
 
-@functools.lru_cache(maxsize=2)  # a batch may straddle two epochs
-def _permutation(num_questions: int, seed: int, epoch: int) -> NDArray[np.int64]:
+@functools.lru_cache(maxsize=4)  # a batch may straddle two epochs of questions, and of pairs
+def _permutation(num_questions: int, seed: int, epoch: int, purpose: str) -> NDArray[np.int64]:
     # Sorting raw words, because only bit generators promise the same numbers for ever.
-    words = np.random.Philox(key=_hash("epoch", seed, epoch)).random_raw(num_questions)
+    words = np.random.Philox(key=_hash(purpose, seed, epoch)).random_raw(num_questions)
     return np.argsort(words, kind="stable")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types import Question, TrainingPair
+from async_grpo.types import GivenPair, Question, TrainingPair
 
 T = TypeVar("T")
 
@@ -87,3 +87,25 @@ class PairTable(_Table[TrainingPair]):
     @staticmethod
     def _unpack(prompt: bytes, *rest: Any) -> TrainingPair:
         return TrainingPair(*(np.frombuffer(ids, np.int32) for ids in (prompt, *rest)))
+
+
+class GivenTable(_Table[GivenPair]):
+    """Prompts, completions and everything else that the lines of given pairs hold."""
+
+    __slots__ = ()
+
+    @property
+    def longest(self) -> int:
+        """Prompt and completion tokens of the longest pair; 0 without any."""
+        return max((pair.num_tokens for pair in self), default=0)
+
+    @staticmethod
+    def _pack(record: GivenPair) -> tuple[Any, ...]:
+        completion = record.completion_token_ids.tobytes()
+        return *QuestionTable._pack(record.question), completion, record.completion
+
+    @staticmethod
+    def _unpack(prompt: bytes, *rest: Any) -> GivenPair:
+        *question, completion, text = rest
+        ids = np.frombuffer(completion, np.int32)
+        return GivenPair(QuestionTable._unpack(prompt, *question), ids, text)

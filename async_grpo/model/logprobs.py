@@ -24,14 +24,10 @@ LEAST_LOGPROB = -1e4
 class HeadTerm(Protocol):
     """One number a token, made of its whole distribution: an algorithm lists those that it needs.
 
-    `rows` are what `Sample.scores` holds of the same tokens, by name: [C] or [C, K] each. Neither
-    is called without tokens.
+    `rows` are what `Sample.scores` holds of the same tokens, by name: [C] or [C, K] each.
     """
 
-    @property
-    def name(self) -> str:
-        """By which `TokenLogprobs.terms` holds it."""
-        ...
+    name: str
 
     def value(self, logprobs: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
         """[C] of the log-probabilities [C, V] of a chunk."""
@@ -186,7 +182,7 @@ def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, num_tokens)) for start in starts]
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def _product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, whose sums are float32 inside, without rounding them to bf16."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
@@ -200,12 +196,12 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
-        total += product(left, right)
+        total += _product(left, right)
 
 
 def _logits(hidden: Tensor, head: _Head) -> Tensor:
     """[C, V] logits over temperature, in at least float32: a fresh tensor."""
-    logits = product(hidden, head.weight.T)
+    logits = _product(hidden, head.weight.T)
     if head.bias is not None:
         logits += head.bias
     return logits if head.temperature == 1.0 else logits.div_(head.temperature)

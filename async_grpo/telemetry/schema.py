@@ -82,7 +82,10 @@ class Pipeline:
     """Over all samples of the step: trained and of zero contribution."""
 
     num_samples = fact("samples", "Samples per step")
-    """samples that count in the step"""
+    """samples that count in the step, but for those of the next line"""
+    given_samples = fact("samples", "Given samples per step")
+    """samples of --pairs-path that count in the step: nobody sampled or graded them, no other
+    metric of this section holds them"""
     num_groups = fact("questions", "Questions per step")
     """questions that count in the step"""
     avg_reward = quotient("reward_sum", "num_samples", "", "Mean reward")

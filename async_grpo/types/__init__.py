@@ -24,6 +24,7 @@ from async_grpo.types.samples import (
     Episode,
     FailureCause,
     FinishReason,
+    GivenPair,
     Group,
     Question,
     Row,

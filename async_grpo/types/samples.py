@@ -40,6 +40,20 @@ class TrainingPair:
     completion_token_ids: NDArray[np.int32]  # [L], with the end token
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenPair:
+    """A pair that is trained beside questions, with a teacher's scores."""
+
+    question: Question  # without an answer: nobody grades what is given
+    completion_token_ids: NDArray[np.int32]  # [L], with the end token
+    completion: str  # for people
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion tokens: what a teacher reads."""
+        return len(self.question.input_token_ids) + len(self.completion_token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingContract(Message):
     """What decides log-probabilities; shared by engine, reference and trainer."""
@@ -94,6 +108,7 @@ class Episode(Message):
     rows: tuple[Row, ...]
     turns: tuple[Turn, ...] = ()  # in order; none where the output was given
     is_cut: bool = False  # there was no room for another turn
+    given_text: str = ""  # of an output that was given, for people
 
     @classmethod
     def of_turn(cls, prompt_token_ids: NDArray[np.int32], turn: Turn) -> Episode:
@@ -103,11 +118,12 @@ class Episode(Message):
         return cls((row,), (turn,))
 
     @classmethod
-    def of_pair(cls, pair: TrainingPair) -> Episode:
+    def of_pair(cls, pair: TrainingPair, *, text: str = "") -> Episode:
         """A given completion, all of which is trained; nobody sampled it, with whatever weights."""
         completion = pair.completion_token_ids
         mask = np.ones(len(completion), dtype=np.bool_)
-        return cls((Row(pair.prompt_token_ids, completion, None, mask, ()),))
+        row = Row(pair.prompt_token_ids, completion, None, mask, ())
+        return cls((row,), given_text=text)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -118,8 +134,8 @@ class Episode(Message):
 
     @property
     def text(self) -> str:
-        """The last turn's: what verifiers grade."""
-        return self.turns[-1].text if self.turns else ""
+        """The last turn's, which verifiers grade, or what was given."""
+        return self.turns[-1].text if self.turns else self.given_text
 
     @property
     def is_given(self) -> bool:
@@ -243,11 +259,15 @@ class Sample(Message):
 
 def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     """What trainers need of the samples of one group: no text, and no column of the user's."""
-    question = replace(samples[0].question, input="", answer=None, columns={})
+    # Sampled ones have the same question, which is to be carried once.
+    questions = {
+        id(sample.question): replace(sample.question, input="", answer=None, columns={})
+        for sample in samples
+    }
     return tuple(
         replace(
             sample,
-            question=question,
+            question=questions[id(sample.question)],
             episode=Episode(sample.episode.rows, is_cut=sample.episode.is_cut),
             verdict=sample.verdict.without_texts(),
         )
@@ -257,9 +277,14 @@ def without_texts(samples: Sequence[Sample]) -> tuple[Sample, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """All outputs of one question at one attempt."""
+    """All outputs of one question at one attempt; or of as many given pairs."""
 
     ordinal: int
     attempt: int  # questions that the slot had drawn before this one
     samples: tuple[Sample, ...]
     is_replaced: bool = False  # its slot draws another question; these are not trained
+
+    @property
+    def is_given(self) -> bool:
+        """Whether nobody sampled any of it: it was not graded, and has no advantages."""
+        return all(sample.episode.is_given for sample in self.samples)

@@ -151,14 +151,16 @@ class Run:
         self.num_published = 0
 
     def make_batcher(self, resume=None):
-        registries = {
+        plan = replace(self.plan, resume=resume)
+        return ExperienceBatcher(plan, self.registries().__getitem__, self.recorder)
+
+    def registries(self):
+        return {
             GENERATION: self.generation,
             ENVIRONMENT: self.generation,
             VERIFIER: Registry(self.cluster, role=VERIFIER),
             REFERENCE: self.make_reference(),
         }
-        plan = replace(self.plan, resume=resume)
-        return ExperienceBatcher(plan, registries.__getitem__, self.recorder)
 
     def make_reference(self):
         return Registry(self.cluster, role=REFERENCE)

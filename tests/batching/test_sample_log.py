@@ -42,6 +42,7 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
         "attempt": 2,
         "index": 0,
         "fate": "trained",
+        "given": False,
         "input": "2+2=",
         "output": "four",
         "answer": "4",

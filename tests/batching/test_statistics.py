@@ -60,6 +60,7 @@ def test_a_group_is_counted_in_full():
         "masked_samples": 1,
         "zero_advantage_samples": 1,
         "unscorable_samples": 1,
+        "given_samples": 0,
         "num_replacements": 0,
         "replaced_tokens": 0,
     }

@@ -6,7 +6,7 @@ from async_grpo.config.source import DataSource
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
 from async_grpo.data.questions import LineReader
-from async_grpo.data.table import PairTable, QuestionTable
+from async_grpo.data.table import GivenTable, PairTable, QuestionTable
 from async_grpo.errors import ConfigError, DataError
 
 
@@ -334,3 +334,28 @@ def test_a_tokenizer_without_an_end_token_cannot_close_completions(write):
 def test_an_unusable_column_mapping_is_refused(text, expected):
     with pytest.raises(ConfigError, match=expected):
         parse_column_mapping(text)
+
+
+def load_given(path, **options):
+    return list(load(GivenTable, "given", path, **options))
+
+
+def test_a_given_pair_has_its_tokens_its_texts_and_every_column(write):
+    line = {"input": "ab", "completion": "c", "dataset_type": "sums", "answer": [1]}
+    (pair,) = load_given(write(line))
+    assert pair.question.input_token_ids.tolist() == [10, 11]
+    assert pair.completion_token_ids.tolist() == [12, 2]
+    assert (pair.question.input, pair.completion) == ("ab", "c")
+    assert pair.question.columns == line and pair.question.answer is None
+    assert pair.num_tokens == 4
+
+
+def test_a_given_pair_of_token_ids_is_decoded_for_people(write):
+    (pair,) = load_given(write({"input_token_ids": [10], "completion_token_ids": [11, 12]}))
+    assert (pair.question.input, pair.completion) == ("a", "bc")
+
+
+def test_a_given_pair_that_is_too_long_is_refused_with_its_line(write):
+    path = write({"input": "a", "completion": "b"}, {"input": "abc", "completion": "de"})
+    with pytest.raises(DataError, match=r"line 2, .*expected a pair of at most 5 tokens .*got 6"):
+        load_given(path, max_tokens=5)

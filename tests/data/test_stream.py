@@ -64,8 +64,8 @@ def test_sampling_seeds_differ_and_fit_a_signed_int64(seed):
     assert all(0 <= value < 2**63 for value in drawn)
 
 
-def test_only_two_epochs_are_kept():
+def test_only_few_epochs_are_kept():
     stream = QuestionStream(5, seed=0)
     for ordinal in range(100):
         stream.index(ordinal)
-    assert _permutation.cache_info().currsize == 2
+    assert _permutation.cache_info().currsize == 4

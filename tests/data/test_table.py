@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from async_grpo.checkpoint.fingerprints import hash_data
-from async_grpo.data.table import PairTable, QuestionTable
-from async_grpo.types import Question, TrainingPair
+from async_grpo.data.table import GivenTable, PairTable, QuestionTable
+from async_grpo.types import GivenPair, Question, TrainingPair
 
 ROW = {"input": "lone \ud800 é", "n": [1, {"x": None}], "when": datetime.date(2026, 1, 2)}
 QUESTIONS = [
@@ -59,3 +59,24 @@ def test_pairs_come_back_as_they_were():
     )
     found = [(p.prompt_token_ids.tolist(), p.completion_token_ids.tolist()) for p in table]
     assert found == pairs and hash_data(table) == hash_data(list(table))
+
+
+def test_given_pairs_come_back_as_they_were():
+    pairs = [
+        GivenPair(question, np.array(ids, np.int32), text)
+        for question, ids, text in zip(QUESTIONS, ([3], [], [4, 5, 6]), "abc", strict=True)
+    ]
+    table, _ = carried(GivenTable.of(pairs))
+    for found, pair in zip(table, pairs, strict=True):
+        assert same(found.question, pair.question) and found.completion == pair.completion
+        assert found.completion_token_ids.tolist() == pair.completion_token_ids.tolist()
+    assert (table.longest_prompt, table.longest) == (3, 4) and GivenTable.of(()).longest == 0
+
+
+def test_the_hash_of_given_pairs_is_of_prompts_completions_and_columns():
+    def hashed(prompt=(1, 2), completion=(3,), kind="sums"):
+        question = Question(np.array(prompt, np.int32), "", None, {"dataset_type": kind})
+        return hash_data([GivenPair(question, np.array(completion, np.int32), "")])
+
+    others = {hashed((1, 3)), hashed(completion=(4,)), hashed(kind="products")}
+    assert len(others) == 3 and hashed() not in others
