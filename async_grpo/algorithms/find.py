@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from async_grpo.algorithms.base import Algorithm
+from async_grpo.algorithms.distillation import Distillation
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.algorithms.sft import Sft
+from async_grpo.config.distillation import check_distillation
 from async_grpo.config.train import TrainConfig
 from async_grpo.user_code import UserCode
 
@@ -27,7 +29,13 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
     Raises `ConfigError` for what is no algorithm, and for options that the algorithm refuses.
     """
     code = code or users_algorithm(config)
-    found = code.load(Algorithm) if code else SHIPPED[config.algorithm]
+    found = code.load(Algorithm) if code else _shipped(config)
     if not found.learns_from_pairs:
         config.check_sampling()
     return found(config)
+
+
+def _shipped(config: TrainConfig) -> type[Algorithm]:
+    check_distillation(config)
+    found = SHIPPED[config.algorithm]
+    return Distillation if found is Grpo and config.has_teacher_terms else found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from async_grpo import deadlines
-from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.distillation import DistillationConfig
 from async_grpo.config.option import LOG_LEVELS, POSITIVE, Change, names_in, option, required
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
@@ -17,7 +17,7 @@ MAX_LEARNING_RATE = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(ObjectiveConfig):
+class TrainConfig(DistillationConfig):
     """Options of the trainer, the most usual first; those of the update are inherited."""
 
     model_name_or_path: str = required(group="Usual options")
@@ -207,7 +207,7 @@ class TrainConfig(ObjectiveConfig):
                 "must be positive for training",
                 "at 0 every sample of a group is the same and nothing is learnt; 1.0 is usual",
             )
-        if self.samples_per_question < 2:
+        if self.samples_per_question < 2 and self.reward_coefficient:
             raise self.refusal(
                 "samples_per_question", "must be at least 2, a group needs a baseline", "8 is usual"
             )

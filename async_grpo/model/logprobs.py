@@ -24,10 +24,14 @@ LEAST_LOGPROB = -1e4
 class HeadTerm(Protocol):
     """One number a token, made of its whole distribution: an algorithm lists those that it needs.
 
-    `rows` are what `Sample.scores` holds of the same tokens, by name: [C] or [C, K] each.
+    `rows` are what `Sample.scores` holds of the same tokens, by name: [C] or [C, K] each. Neither
+    is called without tokens.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """By which `TokenLogprobs.terms` holds it."""
+        ...
 
     def value(self, logprobs: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
         """[C] of the log-probabilities [C, V] of a chunk."""
@@ -182,7 +186,7 @@ def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, num_tokens)) for start in starts]
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right`, whose sums are float32 inside, without rounding them to bf16."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
@@ -196,12 +200,12 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
-        total += _product(left, right)
+        total += product(left, right)
 
 
 def _logits(hidden: Tensor, head: _Head) -> Tensor:
     """[C, V] logits over temperature, in at least float32: a fresh tensor."""
-    logits = _product(hidden, head.weight.T)
+    logits = product(hidden, head.weight.T)
     if head.bias is not None:
         logits += head.bias
     return logits if head.temperature == 1.0 else logits.div_(head.temperature)

@@ -36,6 +36,8 @@ class Options:
     """how far; 0: no limit"""
     dump: str = option("file", none="")
     """where to; empty: nowhere"""
+    colours: str = option("", several=True)
+    """which of them"""
 
 
 def parse(*arguments):
@@ -81,6 +83,12 @@ def test_none_is_what_an_option_says_it_is_and_nothing_elsewhere():
     assert options == Options(some_path="None", limit=0, dump="")
     (result,) = parse("--some-path", "x", "--num-things", "None")
     assert "'None' is not a valid integer" in result.stderr
+
+
+def test_what_may_be_given_several_times_is_one_text_with_commas():
+    assert parse("--some-path", "x")[1].colours == ""
+    _, options = parse("--some-path", "x", "--colours", "a=b,c", "--colours=d")
+    assert options.colours == "a=b,c,d"
 
 
 def test_an_alias_and_a_choice_in_another_case_are_understood():
@@ -140,7 +148,7 @@ def test_an_option_stands_under_the_heading_declared_at_it_or_before_it():
     assert headings(CliRunner().invoke(command, ["--help"]).stdout) == {
         "Own": ["--own"],
         "Things": ["--some-path", "--num-things"],
-        "Manner": ["--rate", "--with-care", "--colour-of-it", "--limit,", "--dump"],
+        "Manner": ["--rate", "--with-care", "--colour-of-it", "--limit,", "--dump", "--colours"],
         "Other options": ["--help"],
     }
 

@@ -1,0 +1,140 @@
+"""GRPO that also learns from teachers, by whichever of its terms have a coefficient.
+
+    A_it    = κ A_i + η clip(tea - sg(lp), ±c)              Gu et al., MiniLLM, arXiv 2306.08543
+    loss_it = GRPO's of A_it + γ divergence_it              Agarwal et al., GKD, arXiv 2306.13649
+
+`lp` is the policy's log-probability of a sampled token, `tea` its teacher's, sg stop-gradient. The
+divergence is that of whole distributions: `distillation/divergence.py`. All terms share one D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from async_grpo.algorithms.base import LossSums, ScoreNeed
+from async_grpo.algorithms.grpo import Grpo
+from async_grpo.config.distillation import EVERY_TYPE, check_distillation
+from async_grpo.config.train import TrainConfig
+from async_grpo.roles import TEACHER
+from async_grpo.types import Payload, PayloadKind, Sample
+from async_grpo.types.metrics import Metric
+
+if TYPE_CHECKING:
+    from async_grpo.distillation.head_terms import Teacher
+    from async_grpo.model.logprobs import TokenLogprobs
+    from async_grpo.types import PackedMinibatch
+
+GAP = Metric(
+    "teacher_gap", "teacher_gap_sum", "sampled_tokens", "nats", "Teacher's gap",
+    "log-probability of a sampled token under its teacher less that under the policy",
+)  # fmt: skip
+DIVERGENCE = Metric(
+    "gkd_divergence", "gkd_divergence_sum", "trained_tokens", "nats", "Divergence from the teacher",
+    "divergence of --gkd-alpha between a token's distributions under its teacher and the policy",
+)  # fmt: skip
+TAIL = Metric(
+    "teacher_tail", "teacher_tail_sum", "trained_tokens", "fraction", "Teacher's tail",
+    "probability that a teacher gives to tokens beyond its --gkd-top-k likeliest",
+)  # fmt: skip
+
+
+class Distillation(Grpo):
+    """GRPO with teachers: `--algorithm grpo` with a coefficient of theirs."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        check_distillation(config)
+        super().__init__(config)
+        self._payload = payload_of(config)
+        is_given_too = self._payload is not None
+        need = ScoreNeed(TEACHER, of_given=is_given_too, payload=self._payload)
+        self.needs = (*self.needs, need)
+        is_cut = self._payload is not None and self._payload.kind == "topk"
+        self.metrics = (GAP, *([DIVERGENCE] if self._payload else []), *([TAIL] if is_cut else []))
+
+    @property
+    def score_columns(self) -> dict[str, int]:
+        return super().score_columns | self._payload_columns
+
+    @property
+    def scores_of_given(self) -> frozenset[str]:
+        return super().scores_of_given | self._payload_columns.keys()
+
+    def learn_from(self, teachers: Sequence[Teacher]) -> None:
+        """What a rank knows of the teachers, in the order of `teacher_names`."""
+        if self._payload is not None:
+            from async_grpo.distillation.head_terms import head_term  # with torch
+
+            self.terms = (
+                head_term(
+                    self._payload,
+                    teachers,
+                    alpha=self.config.gkd_alpha,
+                    policy_temperature=self.config.temperature,
+                ),
+            )
+
+    def contributes(self, sample: Sample) -> bool:
+        """A teacher's terms have a gradient without an advantage of the sample's own."""
+        return sample.num_trained_tokens > 0
+
+    def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
+        """See distillation_loss.py."""
+        from async_grpo.algorithms.distillation_loss import distillation_loss  # with torch
+
+        return distillation_loss(scored, packed, config=self.config)
+
+    def in_words(self) -> tuple[str, ...]:
+        return (*super().in_words(), teachers_in_words(self.config))
+
+    @property
+    def _payload_columns(self) -> dict[str, int]:
+        """Of hidden states and logits there are as many as the teacher has: 0 says one or more."""
+        if self._payload is None:
+            return {}
+        top_k = self._payload.top_k
+        columns = {
+            "topk": {f"{TEACHER}.ids": top_k, f"{TEACHER}.logprobs": top_k, f"{TEACHER}.tail": 0},
+            "hidden": {f"{TEACHER}.hidden": 0},
+            "logits": {f"{TEACHER}.logits": 0},
+        }[self._payload.kind]
+        has_several = len(self.config.teacher_names) > 1
+        return columns | ({f"{TEACHER}.index": 0} if has_several else {})
+
+
+def payload_of(config: TrainConfig) -> Payload | None:
+    """What teachers are asked beside log-probabilities; None: nothing."""
+    if not config.gkd_coefficient:
+        return None
+    top_k = config.gkd_top_k if config.teacher_payload == "topk" else 0
+    return Payload(cast(PayloadKind, config.teacher_payload), top_k, config.gkd_temperature)
+
+
+def teachers_in_words(config: TrainConfig) -> str:
+    """One sentence: whose questions each teaches, and what its terms are."""
+    rest = "all others" if len(config.teacher_routes) > 1 else "all"
+    routes = ", ".join(
+        f"{name} for {rest if kind == EVERY_TYPE else kind}"
+        for kind, name in config.teacher_routes.items()
+    )
+    parts = [f"teachers: {routes}", f"rewards weigh {config.reward_coefficient:g}"]
+    if config.opd_coefficient:
+        bound = f", within ±{config.opd_clip:g} nats," if config.opd_clip else ""
+        parts.append(
+            f"{config.opd_coefficient:g} * (teacher - policy){bound} in each token's advantage"
+        )
+    if config.gkd_coefficient:
+        parts.append(f"{config.gkd_coefficient:g} * {_divergence(config)}")
+    return "; ".join(parts)
+
+
+def _divergence(config: TrainConfig) -> str:
+    names = {0.0: "KL(teacher, policy)", 1.0: "KL(policy, teacher)"}
+    name = names.get(config.gkd_alpha, f"JSD of alpha {config.gkd_alpha:g}")
+    square = ", times its square," if config.gkd_square_temperature else ""
+    over = "the whole vocabulary"
+    if config.teacher_payload == "topk":
+        over = f"the teacher's {config.gkd_top_k} likeliest tokens and the rest as one"
+    given = 1 - config.gkd_lambda
+    pairs = f", {given:.0%} of the samples given pairs" if given else ""
+    return f"{name} at temperature {config.gkd_temperature:g}{square} over {over}{pairs}"

@@ -1,0 +1,169 @@
+"""The options of learning from teachers, and the combinations that cannot be meant.
+
+design, section 15, has the formulas; `algorithms/distillation.py` computes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.option import POSITIVE, Change, names_in, option
+
+if TYPE_CHECKING:
+    from async_grpo.config.train import TrainConfig
+
+EVERY_TYPE = ""  # the type in `teacher_routes` of a teacher that is named alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationConfig(ObjectiveConfig):
+    """Teachers, and the terms that they add to the GRPO family's loss."""
+
+    teacher_for: str = option(
+        "", several=True, group="What teachers add (grpo)", change=Change.FIXED
+    )
+    """TYPE=NAME: workers of --mode teacher --name NAME teach the questions of that dataset_type;
+    NAME alone: those of every other type; give it once for each type"""
+    reward_coefficient: float = option(1.0)
+    """weight of the advantages that rewards make; 0: learn from teachers alone"""
+    opd_coefficient: float = option(0.0)
+    """weight of a teacher's log-probability of each sampled token, less the policy's, in the
+    token's advantage (on-policy distillation)"""
+    opd_clip: float = option(0.0, none=0.0)
+    """bound of that difference in nats, on both sides; 0: none"""
+    gkd_coefficient: float = option(0.0)
+    """weight of the divergence between a teacher's distribution and the policy's at each token"""
+    gkd_alpha: float = option(0.5)
+    """which divergence: 0 is KL(teacher, policy), 1 is KL(policy, teacher), between lies the
+    generalised Jensen-Shannon divergence"""
+    gkd_temperature: float = option(1.0, must=POSITIVE)
+    """temperature of both distributions in the divergence"""
+    gkd_square_temperature: bool = option(False)
+    """multiply the divergence by the square of --gkd-temperature, which keeps the size of its
+    gradient"""
+    gkd_top_k: int = option(64, must=POSITIVE)
+    """tokens of a teacher's distribution that travel with --teacher-payload topk; all others are
+    one more cell"""
+    gkd_lambda: float = option(1.0, change=Change.FIXED)
+    """share of the samples that the policy samples itself; the rest are pairs of --pairs-path"""
+    pairs_path: str = option("", none="", change=Change.PLACE)
+    """prompt and completion pairs for --gkd-lambda below 1, as --data-path of --algorithm sft"""
+    teacher_payload: str = option("topk", choices=("topk", "hidden", "logits"))
+    """what a teacher's distribution travels as: topk, or over the whole vocabulary hidden states
+    or logits"""
+    teacher_buffer_gib: float = option(0.0, change=Change.INCIDENTAL)
+    """room for what teachers said and no rank has fetched, in GiB; 0: a quarter of the object
+    store"""
+
+    @property
+    def has_teacher_terms(self) -> bool:
+        return self.opd_coefficient > 0 or self.gkd_coefficient > 0
+
+    @property
+    def teacher_routes(self) -> dict[str, str]:
+        """{dataset_type: name of its teacher}; `EVERY_TYPE` stands for those not named."""
+        pairs = (each.rpartition("=") for each in names_in(self.teacher_for))
+        return {kind.strip(): name.strip() for kind, _, name in pairs}
+
+    @property
+    def teacher_names(self) -> tuple[str, ...]:
+        """Each teacher once, in the order given: `teacher.index` counts them."""
+        return tuple(dict.fromkeys(self.teacher_routes.values()))
+
+    def teacher_of(self, dataset_type: str) -> str | None:
+        """The name of the teacher of a line's type; None: it has none."""
+        routes = self.teacher_routes
+        return routes.get(dataset_type, routes.get(EVERY_TYPE))
+
+
+def check_distillation(config: TrainConfig) -> None:
+    """Raise `ConfigError` for what contradicts itself."""
+    _check_routes(config)
+    if config.has_teacher_terms and config.algorithm == "sft":
+        raise config.refusal(
+            "algorithm", "must be grpo to learn from teachers", "add --algorithm grpo"
+        )
+    if config.gkd_alpha > 1:
+        raise config.refusal("gkd_alpha", "must be in [0, 1]", "0.5 is usual")
+    if config.opd_coefficient and config.ratio_level == "sequence":
+        raise config.refusal(
+            "ratio_level",
+            "must be token with --opd-coefficient, a teacher's advantage is each token's own",
+            "add --ratio-level token, or take --gkd-coefficient instead",
+        )
+    _check_pairs(config)
+    if not config.reward_coefficient:
+        _check_without_rewards(config)
+
+
+def check_vocabulary(config: TrainConfig, vocab_size: int) -> None:
+    """Raise `ConfigError` if teachers are asked for more tokens than there are."""
+    is_cut = config.gkd_coefficient > 0 and config.teacher_payload == "topk"
+    if is_cut and config.gkd_top_k > vocab_size:
+        raise config.refusal(
+            "gkd_top_k",
+            f"must not exceed the {vocab_size} tokens of the vocabulary",
+            "64 is usual, and --teacher-payload hidden takes all of them",
+        )
+
+
+def _check_routes(config: TrainConfig) -> None:
+    given = names_in(config.teacher_for)
+    if config.has_teacher_terms and not given:
+        used = "opd_coefficient" if config.opd_coefficient else "gkd_coefficient"
+        raise config.refusal(used, "needs a teacher", "add --teacher-for NAME, or TYPE=NAME")
+    if given and not config.has_teacher_terms:
+        raise config.refusal(
+            "teacher_for",
+            "names a teacher that nobody uses",
+            "add --gkd-coefficient or --opd-coefficient, or drop it",
+        )
+    if len(config.teacher_routes) < len(given):
+        raise config.refusal(
+            "teacher_for", "must name one teacher for each type", "give each type once"
+        )
+    if not all(config.teacher_names):
+        raise config.refusal(
+            "teacher_for", "must be NAME or TYPE=NAME", "put the teacher's name behind the ="
+        )
+
+
+def _check_pairs(config: TrainConfig) -> None:
+    if config.gkd_lambda > 1:
+        raise config.refusal("gkd_lambda", "must be in [0, 1]", "1 samples everything, 0.5 half")
+    if config.gkd_lambda < 1 and not config.gkd_coefficient:
+        raise config.refusal(
+            "gkd_lambda",
+            "below 1 needs --gkd-coefficient: of pairs only the divergence is learnt",
+            "set both, or neither",
+        )
+    if config.gkd_lambda < 1 and not config.pairs_path:
+        raise config.refusal(
+            "gkd_lambda", "below 1 needs pairs", "add --pairs-path, or leave it at 1"
+        )
+    if config.gkd_lambda == 1 and config.pairs_path:
+        raise config.refusal(
+            "pairs_path",
+            "is not read with --gkd-lambda 1: everything is sampled",
+            "lower --gkd-lambda, 0.5 takes as many pairs as samples, or drop it",
+        )
+
+
+def _check_without_rewards(config: TrainConfig) -> None:
+    if not config.has_teacher_terms:
+        raise config.refusal(
+            "reward_coefficient",
+            "must be positive without a teacher: nothing would be learnt",
+            "leave it at 1, or add --gkd-coefficient or --opd-coefficient",
+        )
+    inert = {
+        "dynamic_sampling": config.dynamic_sampling,
+        "overlong_buffer_tokens": config.overlong_buffer_tokens,
+        "kl_coefficient": config.kl_coefficient and not config.kl_in_loss,
+    }
+    for name in (name for name, is_given in inert.items() if is_given):
+        raise config.refusal(
+            name, "acts on rewards, which --reward-coefficient 0 leaves out", "drop one of the two"
+        )
