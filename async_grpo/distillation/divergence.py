@@ -22,7 +22,7 @@ def divergence(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
     """D [C] of log-probabilities [C, M], in nats; at least 0.
 
     Where p and q are nearly the same its terms cancel to second order in log(q/p), and so does the
-    rounding of these: Σ (q - p) = 0 is part of the sum, each of whose terms is then at least 0.
+    rounding of these: with 0 = Σ (q - p) in the sum each of its terms is at least 0.
 
     >>> p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
     >>> [round(divergence(p, q, alpha=alpha).item(), 4) for alpha in (0, 0.5, 1)]
@@ -30,46 +30,48 @@ def divergence(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
     """
     gap = teacher - policy
     if 0 < alpha < 1:
-        smaller, distance = _smaller_by_mixture(gap, alpha)
-        by_policy = distance.where(gap < 0, 0).add_(smaller).mul_(policy.exp()).sum(-1)
-        by_teacher = distance.where(gap > 0, 0).add_(smaller).mul_(teacher.exp()).sum(-1)
+        by_policy, by_teacher = _by_mixture(gap, alpha)
+        by_policy = by_policy.mul_(policy.exp()).sum(-1)
+        by_teacher = by_teacher.mul_(teacher.exp()).sum(-1)
         total = alpha * by_teacher + (1 - alpha) * by_policy
     else:
-        # q - p, of which the smaller is a share exp(-|gap|) of the larger
+        # q - p without cancellation: the smaller is exp(-|gap|) of the larger.
         excess = torch.expm1(-gap.abs()).mul_(torch.maximum(policy, teacher).exp_())
         excess = excess.mul_(gap.sign()).neg_()
         total = (
             torch.exp(teacher).mul_(gap).sub_(excess).sum(-1)
             if alpha == 0
-            else torch.exp(policy).mul_(gap).neg_().add_(excess).sum(-1)
+            else torch.exp(policy).mul_(-gap).add_(excess).sum(-1)
         )
     return total.clamp_(min=0)  # what is below is rounding
 
 
 def gradient_by_logits(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tensor:
-    """∂D/∂log-probability of the policy [C, M], along its distributions: it sums to 0.
+    """∂D / ∂logits [C, M] that make the policy's log-probabilities [C, M]; each row sums to 0.
 
-    That of α = 0 is no quotient q/p, which overflows where the policy is sure of something else.
+    For α = 0 it is no quotient q/p, which overflows where the policy is sure of something else.
     """
     probs = policy.exp()
     if alpha == 0:
         return probs.sub_(teacher.exp())
     gap = teacher - policy
-    if alpha == 1:
-        by_prob = gap.neg_()
-    else:
-        smaller, distance = _smaller_by_mixture(gap, alpha)
-        by_prob = distance.where(gap < 0, 0).add_(smaller).mul_(1 - alpha)
+    by_prob = gap.neg_() if alpha == 1 else _by_mixture(gap, alpha)[0].mul_(1 - alpha)
+    # Relative to the likeliest outcome's, whose p g would cancel against the mean: where p is
+    # nearly 1 only rounding would be left of its gradient.
+    by_prob = by_prob - by_prob.gather(-1, policy.argmax(-1, keepdim=True))
     mean = (probs * by_prob).sum(-1, keepdim=True)
     return by_prob.sub_(mean).mul_(probs)
 
 
-def _smaller_by_mixture(gap: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
-    """log(min(p, q) / m) and |log(q/p)| [C, M], of gap = log(q/p).
+def _by_mixture(gap: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
+    """log(p/m) and log(q/m) [C, M] of gap = log(q/p), exactly 0 where it is 0.
 
-    With a the weight of the larger in m, min(p, q) / m = 1 / (1 + a (exp(|gap|) - 1)): a sum of
-    positive numbers, exact where p = q.
+    m/p = 1 + α (q/p - 1), and m/q likewise: of the two the one of the smaller weight is taken, in
+    which 1 never cancels.
     """
-    distance = gap.abs().clamp_(max=MAX_EXPONENT)
-    of_larger = torch.where(gap > 0, alpha, 1 - alpha).to(gap.dtype)
-    return of_larger.mul_(torch.expm1(distance)).log1p_().neg_(), distance
+    gap = gap.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    if alpha < 0.5:
+        by_policy = torch.expm1(gap).mul_(alpha).log1p_().neg_()
+        return by_policy, gap.add_(by_policy)
+    by_teacher = torch.expm1(-gap).mul_(1 - alpha).log1p_().neg_()
+    return by_teacher - gap, by_teacher

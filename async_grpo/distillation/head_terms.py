@@ -55,7 +55,7 @@ class Divergence(ABC):
         """[C] of the policy's log-probabilities [C, V]."""
         values = logprobs.new_empty(len(logprobs))
         for chosen, teacher in self._by_teacher(rows):
-            policy = self._at_temperature(logprobs[chosen, : teacher.width])
+            policy = self._policy(logprobs, chosen, teacher)
             values[chosen] = self._value(policy, _of(rows, chosen), teacher).to(values.dtype)
         return values
 
@@ -63,7 +63,7 @@ class Divergence(ABC):
         """[C, V] by the policy's log-probabilities; each row sums to 0."""
         gradient = torch.zeros_like(logprobs)
         for chosen, teacher in self._by_teacher(rows):
-            policy = self._at_temperature(logprobs[chosen, : teacher.width])
+            policy = self._policy(logprobs, chosen, teacher)
             found = self._gradient(policy, _of(rows, chosen), teacher).mul_(self._scale)
             gradient[chosen, : teacher.width] = found.to(gradient.dtype)
         return gradient
@@ -81,9 +81,11 @@ class Divergence(ABC):
         """Logits over τ by logits over the policy's temperature."""
         return self.policy_temperature / self.temperature
 
-    def _at_temperature(self, logprobs: Tensor) -> Tensor:
-        """[C, W] log-probabilities at τ over these columns."""
-        return torch.log_softmax(logprobs * self._scale, dim=-1)
+    def _policy(self, logprobs: Tensor, chosen: Tensor | slice, teacher: Teacher) -> Tensor:
+        """[C, W] the policy's log-probabilities at τ over the columns that its teacher has."""
+        if self._scale == 1.0 and teacher.width >= logprobs.shape[-1]:
+            return logprobs[chosen]
+        return torch.log_softmax(logprobs[chosen, : teacher.width] * self._scale, dim=-1)
 
     def _by_teacher(self, rows: Rows) -> Iterator[tuple[Tensor | slice, Teacher]]:
         """(a teacher's tokens, the teacher); all tokens at once where there is no difference."""
