@@ -19,7 +19,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
     scores         ─▶ scoring/worker.logprobs: the reference's, a teacher's
     rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds
                      ─▶ batching/rounds.next_round ─▶ batching/outbox.put
-    every rank     training/stream.__next__ ─▶ controller/controller.next_item
+    every rank     training/stream.__next__ ─▶ controller/controller.next_items
                      ─▶ batching/outbox.take
     gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
                      ─▶ training/step.accumulate ─▶ algorithms/base.loss

@@ -318,12 +318,12 @@ class Ranks:
         while num_batches:
             await asyncio.sleep(0)
             controller.hungry.remote(run, self._index)
-            items = await asyncio.gather(*asked)
+            (*_, item), *_ = await asyncio.gather(*asked)
             self._index += 1
             asked = self._ask()
-            if isinstance(items[0], EndOfStep) and items[0].is_last_of_batch:
+            if isinstance(item, EndOfStep) and item.is_last_of_batch:
                 num_batches -= 1
-                version = FIRST._replace(batches=items[0].batch + 1)
+                version = FIRST._replace(batches=item.batch + 1)
                 snapshot = WeightsSnapshot(version, ())
                 await controller.publish.remote(run, snapshot, (GENERATION,), TIMEOUT_S)
                 await controller.published.remote(run, version)
@@ -331,7 +331,7 @@ class Ranks:
 
     def _ask(self) -> list[Any]:
         return [
-            self._controller.next_item.remote(self._run, rank, self._index) for rank in self._ranks
+            self._controller.next_items.remote(self._run, rank, self._index) for rank in self._ranks
         ]
 
 

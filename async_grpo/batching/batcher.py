@@ -44,6 +44,7 @@ from async_grpo.types import (
     ResumePoint,
     Sample,
     StreamItem,
+    StreamItems,
     Tally,
     Verdict,
     VerificationRequest,
@@ -144,12 +145,12 @@ class ExperienceBatcher:
                 self._ledger.admit(ordinal, num_samples=num_samples, step=step)
             self._begin(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
 
-    async def next_item(self, rank: int, index: int) -> StreamItem:
-        """Item `index` of a rank's stream; asking for it again gives it again."""
+    async def next_items(self, rank: int, index: int) -> StreamItems:
+        """Answer `index` of a rank's stream; asking for it again gives it again."""
         return await self._outbox.take(rank, index)
 
     async def hungry(self, index: int) -> None:
-        """The ranks have nothing left to compute while they wait for item `index`."""
+        """The ranks have nothing left to compute while they wait for answer `index`."""
         self._outbox.mark_hungry(index)
         self._news.set()
 
@@ -333,13 +334,14 @@ class ExperienceBatcher:
             self._news.clear()
             now_s = asyncio.get_running_loop().time()
             formed = self._rounds.next_round(now_s, hungry=self._outbox.is_hungry)
+            items: list[Sequence[StreamItem]] = []  # each one a rank
             if isinstance(formed, Round):
-                self._outbox.put(self._minibatches(formed))
-            elif isinstance(formed, StepKey):
-                await self._log.flush()  # what a checkpoint of this step counts is in the dump
-                end = self._end_of_step(formed)  # the way back is rank 0's to keep
-                others = [dataclasses.replace(end, resume=None)] * (self._plan.num_ranks - 1)
-                self._outbox.put((end, *others))
+                items.append(self._minibatches(formed))
+                formed = self._rounds.end_step()  # with the last round, every rank asks once less
+            if formed is not None:
+                items.append(await self._ends_of_step(formed))
+            if items:
+                self._outbox.put(list(zip(*items, strict=True)))
             else:
                 await self._until_news()
 
@@ -368,6 +370,12 @@ class ExperienceBatcher:
             )
             minibatches.append(Minibatch(formed.index, parts))
         return tuple(minibatches)
+
+    async def _ends_of_step(self, step: StepKey) -> list[EndOfStep]:
+        """One a rank; the way back is rank 0's to keep."""
+        await self._log.flush()  # what a checkpoint of this step counts is in the dump
+        end = self._end_of_step(step)
+        return [end] + [dataclasses.replace(end, resume=None)] * (self._plan.num_ranks - 1)
 
     def _end_of_step(self, step: StepKey) -> EndOfStep:
         self._ledger.check()

@@ -122,11 +122,23 @@ class RoundFormer:
         elif self._hungry_since_s is None:
             self._hungry_since_s = now_s
         if self.current_step in self._complete:
-            return self._next_planned(ready) or self._end_step()
+            return self._next_planned(ready) or self.end_step()
         if not ready.items or self._deterministic:
             return None
         asked = self._asked_fill(now_s) * self._num_ranks * self._max_tokens
         return self._form(ready) if ready.num_tokens >= asked else None
+
+    def end_step(self) -> StepKey | None:
+        """The key of the current step when its last round is out, which makes the next current."""
+        ended, ready = self.current_step, self._ready.get(self.current_step, _Ready())
+        if ended not in self._complete or ready.items or ready.planned:
+            return None
+        self._complete.discard(ended)
+        self._ready.pop(ended, None)
+        self._round_index = 0
+        num_batches, step_in_batch = divmod(ended.step_in_batch + 1, self._steps_per_batch)
+        self.current_step = StepKey(ended.batch + num_batches, step_in_batch)
+        return ended
 
     def _asked_fill(self, now_s: float) -> float:
         """Share of all budgets that the ready tokens must reach."""
@@ -158,12 +170,3 @@ class RoundFormer:
         self._round_index += 1
         self._hungry_since_s = None
         return formed
-
-    def _end_step(self) -> StepKey:
-        ended = self.current_step
-        self._complete.discard(ended)
-        self._ready.pop(ended, None)
-        self._round_index = 0
-        num_batches, step_in_batch = divmod(ended.step_in_batch + 1, self._steps_per_batch)
-        self.current_step = StepKey(ended.batch + num_batches, step_in_batch)
-        return ended

@@ -23,8 +23,8 @@ class RunClient:
     controller: ControllerHandle
     run: RunId
 
-    def next_item(self, rank: int, index: int) -> Any:
-        return self.controller.next_item.remote(self.run, rank, index)
+    def next_items(self, rank: int, index: int) -> Any:
+        return self.controller.next_items.remote(self.run, rank, index)
 
     def hungry(self, index: int) -> Any:
         return self.controller.hungry.remote(self.run, index)

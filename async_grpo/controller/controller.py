@@ -33,7 +33,7 @@ from async_grpo.types import (
     PublishReport,
     RunId,
     Standing,
-    StreamItem,
+    StreamItems,
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
@@ -202,12 +202,12 @@ class Controller:
         """Weights are out: the staleness window moves, and slots start."""
         await self._current(run).batcher.published(version)
 
-    async def next_item(self, run: RunId, rank: int, index: int) -> StreamItem:
-        """Item `index` of a rank's stream; asking for it again gives it again."""
-        return await self._current(run).batcher.next_item(rank, index)
+    async def next_items(self, run: RunId, rank: int, index: int) -> StreamItems:
+        """Answer `index` of a rank's stream; asking for it again gives it again."""
+        return await self._current(run).batcher.next_items(rank, index)
 
     async def hungry(self, run: RunId, index: int) -> None:
-        """The ranks have nothing left to compute while they wait for item `index`."""
+        """The ranks have nothing left to compute while they wait for answer `index`."""
         await self._current(run).batcher.hungry(index)
 
     async def evaluate(self, run: RunId) -> EvaluationResult:

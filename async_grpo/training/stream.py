@@ -1,7 +1,7 @@
-"""A rank's end of the run's stream: fetches one item ahead, and measures the waiting.
+"""A rank's end of the run's stream: fetches one answer ahead, and measures the waiting.
 
-consumes:     minibatches and ends of steps, by index
-produces:     the same, in order, as an iterator that ends on every rank at the same item
+consumes:     answers with minibatches and ends of steps, by index
+produces:     the items of these, in order, as an iterator that ends on every rank at the same item
 waits for:    the controller, as long as anything moves; else it names what was waited for
 unblocked by: a round going out, a request to stop, the controller's loss
 """
@@ -9,6 +9,7 @@ unblocked by: a round going out, a request to stop, the controller's loss
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,13 @@ import ray
 from async_grpo import cluster, deadlines
 from async_grpo.errors import ClusterError, ProcessLostError, RunLost
 from async_grpo.training.standstill import Standstill
-from async_grpo.types import StreamItem
+from async_grpo.types import StreamItem, StreamItems
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient
 
 POLL_INTERVAL_S = 0.5  # after which a rank that waits looks whether it is to stop
-READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next item
+READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next answer
 
 
 class RankStream(Iterator[StreamItem]):
@@ -50,52 +51,56 @@ class RankStream(Iterator[StreamItem]):
         self._agree = agree
         self._stop = stop or Event()
         self._index = 0
-        self._next = client.next_item(rank, 0)
+        self._next = client.next_items(rank, 0)
+        self._items: deque[StreamItem] = deque()  # of the latest answer, which all ranks have
         self._seconds_waiting = 0.0
         self._loss = "the controller is lost"  # another rank may have seen it first
         self.is_stopped = False
 
     def __next__(self) -> StreamItem:
+        if self._items:  # the end of a step, right behind its last minibatch
+            return self._items.popleft()
         started = time.monotonic()
-        item, proposal = self._take_next()
+        items, proposal = self._take_next()
         agreed = self._agree(proposal)
         if agreed == LOST:
             raise RunLost(self._loss)
-        if agreed == STOP or item is None:
+        if agreed == STOP or items is None:
             self.is_stopped = True
             self._stop.set()  # whichever rank was asked, all of them end
             raise StopIteration
         self._index += 1
-        self._next = self.client.next_item(self._rank, self._index)
+        self._next = self.client.next_items(self._rank, self._index)
         self._seconds_waiting += time.monotonic() - started
-        return item
+        self._items.extend(items)
+        return self._items.popleft()
 
     def take_seconds_waiting(self) -> float:
         """Seconds that this rank has waited since the last call."""
         seconds, self._seconds_waiting = self._seconds_waiting, 0.0
         return seconds
 
-    def _take_next(self) -> tuple[StreamItem | None, int]:
-        """The next item, or none when this rank was asked to stop or has lost the controller."""
+    def _take_next(self) -> tuple[StreamItems | None, int]:
+        """The next answer, or none when this rank was asked to stop or has lost the controller."""
         reference = self._next
         if self._rank == 0 and not ray.wait([reference], timeout=0)[0]:
             # Only now are the ranks idle, which go in step: a round may go out that is not full.
             self.client.hungry(self._index)
         try:
-            item = self._wait_while_it_moves(reference)
+            items = self._wait_while_it_moves(reference)
         except (ProcessLostError, ClusterError) as error:  # its process, or what its node held
             self._loss = str(error)
             return None, LOST
-        return (None, STOP) if self._stop.is_set() else (item, READY)
+        return (None, STOP) if self._stop.is_set() else (items, READY)
 
-    def _wait_while_it_moves(self, reference: Any) -> StreamItem | None:
-        """The item; None when this rank is asked to stop before it comes."""
+    def _wait_while_it_moves(self, reference: Any) -> StreamItems | None:
+        """The answer; None when this rank is asked to stop before it comes."""
         standstill = Standstill(self.client, timeout_s=self._stall_timeout_s)
         while not self._stop.is_set():
             if ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
-                item: StreamItem = cluster.wait(
+                items: StreamItems = cluster.wait(
                     reference, timeout_s=deadlines.STATUS_S, who="the controller"
                 )
-                return item
+                return items
             standstill.check()
         return None

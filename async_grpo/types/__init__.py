@@ -43,6 +43,7 @@ from async_grpo.types.training import (
     PackedMinibatch,
     ResumePoint,
     StreamItem,
+    StreamItems,
 )
 from async_grpo.types.weights import (
     PublishReport,

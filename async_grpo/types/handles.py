@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         Pulse,
         RunId,
         Standing,
-        StreamItem,
+        StreamItems,
         Turn,
         Verdict,
         VerificationRequest,
@@ -85,7 +85,7 @@ class ControllerHandle(Protocol):
     heard: Remote[[RunId], None]
     publish: Remote[[RunId, WeightsSnapshot, tuple[str, ...], float], dict[str, PublishReport]]
     published: Remote[[RunId, WeightsVersion], None]
-    next_item: Remote[[RunId, int, int], StreamItem]
+    next_items: Remote[[RunId, int, int], StreamItems]
     hungry: Remote[[RunId, int], None]
     evaluate: Remote[[RunId], EvaluationResult]
     status: Remote[[RunId], PipelineStatus]

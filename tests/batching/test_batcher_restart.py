@@ -53,13 +53,14 @@ class Trainer:
         while len(self.steps) < len(self.script.steps):
             batcher = self.running.batcher
             await batcher.hungry(index)
-            asked = asyncio.gather(*(batcher.next_item(rank, index) for rank in ranks))
+            asked = asyncio.gather(*(batcher.next_items(rank, index) for rank in ranks))
             if not await self.comes_before_death(asked):
                 await self.restart()
                 index = 0
                 continue
             index += 1
-            await self.take(asked.result())
+            for items in zip(*asked.result(), strict=True):
+                await self.take(items)
         await self.announced
         return self
 

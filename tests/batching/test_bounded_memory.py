@@ -98,7 +98,7 @@ class Long(Run):
         index = 0
         while True:
             await self.batcher.hungry(index)
-            item = await self.batcher.next_item(rank, index)
+            *_, item = await self.batcher.next_items(rank, index)
             index += 1
             if not isinstance(item, EndOfStep) or not item.is_last_of_batch:
                 continue

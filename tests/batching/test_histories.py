@@ -84,15 +84,15 @@ class Watched(Run):
     def __init__(self, script):
         super().__init__(script)
         self.received = [[] for _ in range(script.num_ranks)]
-        take, ledger = self.batcher.next_item, self.batcher._ledger
+        take, ledger = self.batcher.next_items, self.batcher._ledger
 
-        async def next_item(rank, index):
-            item = await take(rank, index)
+        async def next_items(rank, index):
+            items = await take(rank, index)
             ledger.check()
-            self.received[rank].append(item)
-            return item
+            self.received[rank] += items
+            return items
 
-        self.batcher.next_item = next_item
+        self.batcher.next_items = next_items
 
 
 def watched(script):

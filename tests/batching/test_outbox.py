@@ -41,7 +41,7 @@ def test_every_rank_takes_every_item_of_its_own_and_nothing_is_kept(data):
         outbox = Outbox(num_ranks)
         ranks = (take_all(outbox, rank, num_items, paces[rank]) for rank in range(num_ranks))
         taken = await asyncio.gather(*ranks, put_on_demand(outbox, num_ranks, num_items))
-        return taken[:-1], len(outbox._items)
+        return taken[:-1], len(outbox._answers)
 
     taken, num_kept = run(scenario())
     for rank, items in enumerate(taken):

@@ -89,6 +89,20 @@ def test_a_complete_step_drains_in_as_few_rounds_as_it_needs():
     assert rounds.num_ready == 0
 
 
+def test_a_step_ends_with_its_last_round_and_not_before():
+    rounds = former()
+    for ordinal in range(5):
+        rounds.offer(FIRST, item=item(ordinal, 40))
+    assert rounds.end_step() is None  # more may come
+    rounds.step_complete(FIRST)
+    assert rounds.end_step() is None
+    rounds.next_round(0.0, hungry=False)
+    assert rounds.end_step() is None
+    rounds.next_round(0.0, hungry=False)
+    assert (rounds.end_step(), rounds.current_step) == (FIRST, SECOND)
+    assert rounds.end_step() is None
+
+
 def test_rounds_are_numbered_within_their_step():
     rounds = former()
     for step in (FIRST, SECOND):

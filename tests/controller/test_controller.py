@@ -124,7 +124,7 @@ CALLS = {
     "end_run": (),
     "publish": (WeightsSnapshot(WeightsVersion(5, 0), ()), (GENERATION,), 60.0),
     "published": (WeightsVersion(5, 0),),
-    "next_item": (0, 0),
+    "next_items": (0, 0),
     "hungry": (0,),
     "evaluate": (),
     "status": (),
@@ -160,7 +160,7 @@ def test_who_waits_for_an_item_an_evaluation_or_an_answer_hears_of_the_runs_end(
         engine.generate = lambda request: asyncio.sleep(FOREVER_S)
         await house.controller.published(run_id, snapshot.version)
         waiting = [
-            asyncio.ensure_future(house.controller.next_item(run_id, 0, 0)),
+            asyncio.ensure_future(house.controller.next_items(run_id, 0, 0)),
             asyncio.ensure_future(house.controller.evaluate(run_id)),
             asyncio.ensure_future(house.ask(run_id, FOREVER_S)),
         ]
@@ -179,7 +179,7 @@ def test_the_death_of_the_trainer_ends_its_run():
     async def scenario():
         house = House()
         run_id = await house.begin()
-        waiting = asyncio.ensure_future(house.controller.next_item(run_id, 0, 0))
+        waiting = asyncio.ensure_future(house.controller.next_items(run_id, 0, 0))
         await lives(house, run_id, 3 * SILENT_TICKS)
         house.recorder.death.set()
         assert "its process has ended" in await ends_with(waiting, RunLost)
@@ -356,7 +356,7 @@ def test_an_aborted_run_tells_every_rank_why_and_stays_the_current_one():
     async def scenario():
         house = House()
         run_id = await house.begin()
-        waiting = asyncio.ensure_future(house.controller.next_item(run_id, 0, 0))
+        waiting = asyncio.ensure_future(house.controller.next_items(run_id, 0, 0))
         await asyncio.sleep(1)
         await house.controller.abort(run_id, "nobody could load the weights")
         assert await ends_with(waiting, WorkerError) == "nobody could load the weights"

@@ -22,6 +22,7 @@ from async_grpo.environments.find import users_environment
 from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     EndOfStep,
+    Minibatch,
     Pulse,
     RunId,
     SamplingContract,
@@ -129,11 +130,11 @@ def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its
     parts, deadline = [], time.monotonic() + 60
     for index in range(100):
         assert time.monotonic() < deadline
-        item = get(controller.next_item.remote(run, 0, index))
-        if isinstance(item, EndOfStep):
+        items = get(controller.next_items.remote(run, 0, index))
+        parts += [s for item in items if isinstance(item, Minibatch) for s in item.samples]
+        if isinstance(items[-1], EndOfStep):
             break
-        parts += item.samples
-    assert item.num_samples == 16
+    assert items[-1].num_samples == 16
     sampled = {}
     for part in parts:
         (row,) = part.episode.rows

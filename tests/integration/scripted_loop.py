@@ -162,10 +162,10 @@ class Killer:
                 timer.join()
 
         def receive_and_strike(stream):
-            item, proposal = receive(stream)
-            if isinstance(item, EndOfStep):
+            items, proposal = receive(stream)
+            if items and isinstance(items[-1], EndOfStep):
                 self._strike("held end")
-            return item, proposal
+            return items, proposal
 
         def withhold_and_stream(client, **options):
             for kind, number in self._kills:
@@ -201,15 +201,15 @@ def withholding(number):
 
     def withhold(controller):  # local: Ray sends its code, for it cannot import this module
         batcher, numbers = controller._run.batcher, itertools.count(1)
-        take = batcher.next_item
+        take = batcher.next_items
 
-        async def next_item(rank, index):
-            item = await take(rank, index)
-            if rank and hasattr(item, "num_tokens") and next(numbers) == number:
+        async def next_items(rank, index):
+            items = await take(rank, index)
+            if rank and hasattr(items[-1], "num_tokens") and next(numbers) == number:
                 await asyncio.Event().wait()
-            return item
+            return items
 
-        batcher.next_item = next_item
+        batcher.next_items = next_items
 
     return withhold
 

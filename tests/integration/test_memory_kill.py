@@ -32,7 +32,7 @@ def killing_cluster(monkeypatch):
 class Controller:
     """Answers nothing until it is killed."""
 
-    async def next_item(self, run, rank, index):
+    async def next_items(self, run, rank, index):
         await asyncio.sleep(600)
 
     async def hungry(self, run, index):

@@ -136,14 +136,14 @@ class Trainer:
         self.publish(0)
         index = num_batches = 0
         while num_batches < NUM_BATCHES:
-            call = self._controller.next_item.remote(self.run, 0, index)
+            call = self._controller.next_items.remote(self.run, 0, index)
             while not ray.wait([call], timeout=0.1)[0]:
                 self._controller.hungry.remote(self.run, index)
                 self._controller.heard.remote(self.run)
-            item = get(call)
-            yield item
+            items = get(call)
+            yield from items
             index += 1
-            if isinstance(item, EndOfStep) and item.is_last_of_batch:
+            if isinstance(items[-1], EndOfStep) and items[-1].is_last_of_batch:
                 num_batches += 1
                 self.publish(num_batches)
 

@@ -8,7 +8,7 @@ import pytest
 
 from async_grpo.errors import ClusterError, DeadlineError, ProcessLostError, RunLost
 from async_grpo.training import standstill, stream
-from async_grpo.types import Minibatch, PipelineStatus, Problem
+from async_grpo.types import EndOfStep, Minibatch, PipelineStatus, Problem
 
 IDLE = {name: 0 for name in ("batch", "generating", "verifying", "in_reference", "ready")} | {
     name: 0 for name in ("training", "done", "output_tokens", "reward_sum", "reward_count")
@@ -24,8 +24,8 @@ class ScriptedClient:
         monkeypatch.setattr(stream.cluster, "wait", self.wait)
         monkeypatch.setattr(stream.ray, "wait", self.ready)
 
-    def next_item(self, rank, index):
-        return "next_item", rank, index
+    def next_items(self, rank, index):
+        return "next_items", rank, index
 
     def hungry(self, index):
         self.hungry_at.append(index)
@@ -45,14 +45,28 @@ class ScriptedClient:
             return PipelineStatus(
                 **IDLE, **moves, problem=Problem("generation", "no worker is free")
             )
-        return Minibatch(reference[2], ())
+        return (Minibatch(reference[2], ()),)
 
 
 def test_items_come_in_order_and_are_asked_for_one_ahead(monkeypatch):
     client = ScriptedClient(monkeypatch, delay=0, answers=[])
     items = stream.RankStream(client, rank=1, stall_timeout_s=0.001)
     assert [next(items).round_index for _ in range(3)] == [0, 1, 2]
-    assert items._next == ("next_item", 1, 3)
+    assert items._next == ("next_items", 1, 3)
+
+
+def test_an_end_that_comes_with_the_last_minibatch_follows_it_without_asking(monkeypatch):
+    end, stop, agreed = EndOfStep(0, 0, False, num_samples=1, num_tokens=1), Event(), []
+    client = ScriptedClient(monkeypatch, delay=0, answers=[])
+    monkeypatch.setattr(stream.cluster, "wait", lambda _, **options: (Minibatch(7, ()), end))
+    items = stream.RankStream(
+        client, rank=1, stall_timeout_s=5, agree=lambda own: agreed.append(own) or own, stop=stop
+    )
+    assert next(items).round_index == 7
+    stop.set()  # the ranks have the whole step: they take it before they end
+    assert next(items) is end
+    assert (items._next, agreed) == (("next_items", 1, 1), [stream.READY])
+    assert list(items) == []
 
 
 def test_a_slow_pipeline_that_moves_is_waited_for(monkeypatch):
