@@ -237,6 +237,11 @@ class TrainConfig(DistillationConfig):
         return DataSource(self.eval_data_path, self.eval_data_split or self.data_split, config)
 
     @property
+    def pairs(self) -> DataSource | None:
+        """What is trained beside sampled outputs, of the split that is trained on."""
+        return DataSource(self.pairs_path, self.data_split) if self.pairs_path else None
+
+    @property
     def questions_per_step(self) -> int:
         """Questions a gradient step: M of the design."""
         return self.train_minibatch_size or self.batch_size

@@ -23,7 +23,7 @@ def check_at_once(config: TrainConfig) -> None:
     check_files(model)
     check_tokenizer_files(model)
     mapping = parse_column_mapping(config.column_mapping)
-    for name in ("data_path", "eval_data_path"):
+    for name in ("data_path", "eval_data_path", "pairs_path"):
         if path := getattr(config, name):
             check_source(path, option=flag(name), build=lambda row: Columns(row, mapping=mapping))
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help

@@ -25,9 +25,10 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
+from async_grpo.data.mixture import MixedOrder
 from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream, sampling_seed
-from async_grpo.data.table import QuestionTable
+from async_grpo.data.table import GivenTable, QuestionTable
 from async_grpo.environments.find import users_environment
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder
@@ -36,7 +37,7 @@ from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.reward_trial import try_rewards
-from async_grpo.types import Question, ResumePoint, SamplingContract, TrainingPair
+from async_grpo.types import GivenPair, Question, ResumePoint, SamplingContract, TrainingPair
 from async_grpo.weight_sync.transport import device_id
 
 logger = logging.getLogger(__name__)
@@ -46,14 +47,19 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     """Check everything that can be wrong, find the workers, begin the run; in this order."""
     facts = check_model_folder(config.model_name_or_path)
     questions, held_out = load_data(config, facts)
+    pairs = load_given(config, facts)
     logger.info("%d questions to train on, %d ranks", len(questions), num_ranks)
+    if pairs:
+        logger.info("%d given pairs, for %.3g of the samples", len(pairs), 1 - config.gkd_lambda)
     warn_of_few(config, len(questions))
-    hashes = hash_contents(config, facts, questions, start=start)
-    plan = plan_run(config, facts, questions, held_out, num_ranks=num_ranks, resume=start.point)
+    hashes = hash_contents(config, facts, questions, pairs=pairs, start=start)
+    plan = plan_run(
+        config, facts, questions, held_out, pairs=pairs, num_ranks=num_ranks, resume=start.point
+    )
     cluster.connect(config.ray_address, namespace=config.namespace)
     plan = replace(plan, rules=start_rules(config))
     longest_prompt = max(questions.longest_prompt, held_out.longest_prompt)
-    demand = Demand(config, facts, longest_prompt, device=device_id())
+    demand = Demand(config, facts, longest_prompt, longest_pair=pairs.longest, device=device_id())
     controller = find_or_make_controller()
     recruit(controller, demand)
     try_rewards(controller, questions[0], config)
@@ -80,6 +86,7 @@ def hash_contents(
     facts: ModelFacts,
     records: Sequence[Question] | Sequence[TrainingPair],
     *,
+    pairs: Sequence[GivenPair] = (),
     start: Start,
 ) -> Future[Mapping[str, str]]:
     """Hashes for the manifest of a checkpoint, taken meanwhile; at once where they must fit one."""
@@ -94,12 +101,14 @@ def hash_contents(
         model = hash_model(config.model_name_or_path)
         # "tokenizer" was its files' hash once: such checkpoints are held to model and data.
         encoding, data = facts.tokenizer_hash, hash_data(records)
-        return {"model": model, "encoding": encoding, "data": data, **of_code}
+        given = {"pairs": hash_data(pairs)} if pairs else {}
+        return {"model": model, "encoding": encoding, "data": data, **given, **of_code}
 
     hashes = in_background(work, name="hash-contents")
     if start.folder:
         model = config.model_name_or_path
         paths = {"model": model, "encoding": model, "data": config.data_path}
+        paths["pairs"] = config.pairs_path
         paths |= {what: code.name for what, code in users.items() if code}
         check_contents(start, hashes.result(), paths)
     return hashes
@@ -121,6 +130,15 @@ def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, Qu
     return questions, held_out
 
 
+def load_given(config: TrainConfig, facts: ModelFacts) -> GivenTable:
+    """The pairs that are trained beside questions, all of them checked; empty without any."""
+    if config.pairs is None:
+        return GivenTable.of(())
+    longest = min(config.max_tokens_per_gpu, facts.max_positions)
+    reader = line_reader(config, facts, max_tokens=longest)
+    return GivenTable.of(load_records(config.pairs, reader.given))
+
+
 def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> LineReader:
     """Reads lines of data, at most so long, for the model that is trained."""
     return LineReader(
@@ -137,19 +155,28 @@ def plan_run(
     questions: QuestionTable,
     held_out: QuestionTable,
     *,
+    pairs: Sequence[GivenPair] = (),
     num_ranks: int,
     resume: ResumePoint | None = None,
 ) -> BatcherPlan:
     """The run as the batcher sees it."""
     seed = config.infinite_sampler_seed
-    order = QuestionStream(len(questions), seed=seed)
+    stream = QuestionStream(len(questions), seed=seed)
+    order = MixedOrder(
+        sampled_share=config.gkd_lambda,
+        questions=stream,
+        pairs=QuestionStream(len(pairs), seed=seed, purpose="pairs"),
+        samples_per_slot=config.samples_per_question,
+    )
     return BatcherPlan(
         # The batcher's process has a working directory of its own.
         config=replace(config, output_dir=os.path.abspath(config.output_dir)),
         questions=questions,
         held_out=held_out,
-        order=order.index,
-        replacement=order.replacement,
+        order=order.question,
+        replacement=stream.replacement,
+        pairs=pairs,
+        pairs_of=order.pairs_of,
         seed_of=partial(sampling_seed, seed) if config.deterministic else None,
         sampling=SamplingContract(
             config.temperature, facts.stop_token_ids, config.max_generation_tokens

@@ -40,6 +40,7 @@ class Demand:
     config: TrainConfig
     model: ModelFacts
     longest_prompt: int  # in tokens
+    longest_pair: int = 0  # of the given ones, which teachers read: prompt and completion
     device: str = ""  # the identity of the trainer's NVIDIA device, empty when it has none
 
 
@@ -129,13 +130,18 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"{config.model_name_or_path} ({model.tokenizer_hash[:12]}): give both the same folder"
         )
     needed = demand.longest_prompt + config.max_generation_tokens
-    row, remedy = f"the longest prompt with {ANSWER} {config.max_generation_tokens}", ANSWER
+    row, remedy = (
+        f"the longest prompt with {ANSWER} {config.max_generation_tokens}",
+        f"lower {ANSWER}",
+    )
     if config.environment not in SHIPPED:  # which may take turns as long as there is room
         needed = min(config.max_tokens_per_gpu, model.max_positions)
-        row, remedy = "an episode", "the trainer's --max-tokens-per-gpu"
+        row, remedy = "an episode", "lower the trainer's --max-tokens-per-gpu"
+    if follows == "own" and demand.longest_pair > needed:
+        needed, row, remedy = demand.longest_pair, "the longest pair of --pairs-path", "drop it"
     if needed > worker.max_model_len:
         flag = "--max-model-len" if worker.role == GENERATION else "--max-tokens-per-gpu"
         raise ConfigError(
             f"{who} serves at most {worker.max_model_len} tokens, {row} needs {needed}: start it "
-            f"with a larger {flag}, or lower {remedy}"
+            f"with a larger {flag}, or {remedy}"
         )

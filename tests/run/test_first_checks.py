@@ -49,6 +49,7 @@ MISTAKES = {
     ),
     "data": ({"data_path": "/no.jsonl"}, "--data-path must be an existing file or folder, got"),
     "evaluation": ({"eval_data_path": "/no.jsonl"}, "--eval-data-path must be an existing file "),
+    "pairs": ({"pairs_path": "/no.jsonl"}, "--pairs-path must be an existing file or folder, got"),
     "ending": ({"eval_data_path": "{xml}"}, "--eval-data-path must end in one of .jsonl, .json, "),
     "first line": ({"eval_data_path": "{bad}"}, "{bad} line 1, expected a JSON object, got 'x'"),
     "mapping": ({"column_mapping": "input"}, "--column-mapping must hold our=yours pairs, got"),

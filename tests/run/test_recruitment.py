@@ -20,7 +20,7 @@ OPD = f"{TESTS}/algorithms/opd.py:OnPolicyDistillation"
 TWO_TURNS = f"{TESTS}/environments/two_turns.py:TwoTurns"
 
 
-def demand(*, longest_prompt=16, **options):
+def demand(*, longest_prompt=16, longest_pair=0, **options):
     config = TrainConfig(
         model_name_or_path="model",
         data_path="data",
@@ -29,7 +29,7 @@ def demand(*, longest_prompt=16, **options):
         **options,
     )
     model = ModelFacts("model", 128, 4096, (), tokenizer_hash="ab" * 32)
-    return Demand(config, model, longest_prompt)
+    return Demand(config, model, longest_prompt, longest_pair)
 
 
 def test_a_worker_that_just_fits_is_taken():
@@ -38,6 +38,7 @@ def test_a_worker_that_just_fits_is_taken():
     check_worker(replace(WORKER, tokenizer_hash="ab" * 32), demand())
     check_worker(replace(WORKER, role="reference"), demand(weight_transport="nccl"))
     check_worker(replace(WORKER, role=MATH, vocab_size=256), demand())  # padded
+    check_worker(WORKER, demand(longest_pair=50))  # which no generation worker reads
     check_worker(WorkerInfo("e1", ENVIRONMENT, "node", 1, "", 0, 8.0, 0.0, 0), demand())
 
 
@@ -69,6 +70,11 @@ def test_a_worker_that_just_fits_is_taken():
             replace(WORKER, role="reference"),
             {"longest_prompt": 17},
             r"needs 49: start it with a larger --max-tokens-per-gpu",
+        ),
+        (
+            replace(WORKER, role=MATH),
+            {"longest_pair": 50},
+            r"at most 48 tokens, the longest pair of --pairs-path needs 50: .* or drop it",
         ),
         (
             WORKER,
