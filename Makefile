@@ -25,6 +25,8 @@ quickstart: setup ## watch a tiny model learn arithmetic puzzles (ARGS="--seed 1
 # Tests never ask a model hub, and share the cores: a thread each is fastest.
 test test-fast test-original test-all: export HF_HUB_OFFLINE = 1
 test test-fast test-original test-all: export OMP_NUM_THREADS = 1
+# Hundreds of processes import the package: each would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 test: dev ## all tests but those that are slow or need a GPU
 	$(PYTEST) -m "not gpu and not slow"

@@ -6,15 +6,29 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in the home folder
 HERE = Path(__file__).parent
+ONE_ENGINE = ("tests/rollout/test_engine.py", "tests/rollout/test_updates_in_flight.py")
 sys.path[:0] = [str(HERE), str(HERE / "training"), str(HERE / "batching")]
 
 # On a busy machine the same example may take ten times as long as it did before.
 settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
+
+
+class FilesOfOneEngine(LoadFileScheduling):
+    """A process takes a file at a time, and all files that share an engine."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return ONE_ENGINE[0] if file in ONE_ENGINE else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:
+    return FilesOfOneEngine(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,8 +22,9 @@ def untied_model_folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="session", params=["tied", "untied"])
 def stack(request):
+    """Of all files that tests/conftest.py gives to one process: an engine starts in 13 s."""
     folder = "model_folder" if request.param == "tied" else "untied_model_folder"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in worker_environment().items():
