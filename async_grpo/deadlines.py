@@ -72,6 +72,10 @@ RANKS_START_S = 300.0  # in which all ranks have started
 CHECKPOINT_S = 1800.0  # for one save, and for one rank that waits for another
 GROUP_SLACK_S = 600.0  # of a collective, beyond what rank 0 may wait for samples and workers
 
+# Logits from teacher ranks to trainer ranks.
+EXPRESS_FORMED_S = 60.0  # in which all members of a group have come
+EXPRESS_CHUNK_S = 120.0  # one chunk of logits, with the teacher's forward before the first
+
 # The end of processes; who outlives its wait is killed.
 OTHERS_ENDED_S = 3.0  # of the other ranks of a machine, once one has failed
 RANKS_LEAVING_S = 5.0  # of rank 0, which ends by itself because another rank has ended

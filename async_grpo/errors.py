@@ -76,6 +76,10 @@ class RankLostError(AsyncGrpoError, RuntimeError):
     """Another trainer rank has died in the middle of what all ranks do together."""
 
 
+class ExpressLost(AsyncGrpoError, RuntimeError):
+    """A group of teacher and trainer ranks has lost a member; whoever is left forms another."""
+
+
 class AuditError(AsyncGrpoError, RuntimeError):
     """A rank trained other samples than it was sent: the gradient would be wrong."""
 

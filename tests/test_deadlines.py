@@ -42,6 +42,8 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("GRADER_SILENCE_S", "GRADERS_LOADED_S"),
         ("GRADER_ENDED_S", "JAIL_TRIED_S"),
         ("JAIL_TRIED_S", "GRADERS_LOADED_S"),  # a server tries one while it starts
+        ("EXPRESS_FORMED_S", "EXPRESS_CHUNK_S"),
+        ("EXPRESS_CHUNK_S", "GROUP_SLACK_S"),  # ranks wait for one that waits for a teacher
         ("OTHERS_ENDED_S", "RANKS_LEAVING_S"),
         ("RANKS_LEAVING_S", "RANKS_ENDED_S"),
         ("RANK_BREAK_OFF_S", "RANK_GRACE_S"),

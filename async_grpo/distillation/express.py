@@ -1,0 +1,160 @@
+"""Logits from teacher ranks straight to trainer ranks: the group, and the sends of a plan.
+
+The group lies beside the trainers' own. It is formed between two gradient steps, and formed again
+when its members change. gloo on hosts, NCCL on CUDA devices, by the same calls.
+
+consumes:     a plan, which every member makes of the same meshes; chunks that a teacher computes
+produces:     the rows that a trainer needs; or `ExpressLost` on every member that is left
+waits for:    the other end of each send; at the end of an exchange, all members
+unblocked by: sends in the plan's order; a member's loss, by its closed connections or a timeout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_grpo import deadlines
+from async_grpo.distillation.express_plan import Send
+from async_grpo.errors import ExpressLost
+
+Give = Callable[[Send], Tensor]  # computes the cells of a send
+Take = Callable[[Send, Tensor], None]  # keeps a copy of the cells of a send
+
+
+class Meeting(NamedTuple):
+    """Where the members of one group meet, and what they must agree upon beside the plan."""
+
+    address: str
+    port: int
+    num_members: int
+    dtype: torch.dtype  # of the cells that travel
+
+
+def open_meeting(
+    address: str, *, num_members: int, dtype: torch.dtype
+) -> tuple[Meeting, dist.Store]:
+    """Called by one process, which keeps the store until it has left the group.
+
+    `address`: of this machine, as the other members reach it.
+    """
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    return Meeting(address, store.port, num_members, dtype), store
+
+
+class ExpressGroup:
+    """One member's end of a group; whoever gets an error from it must form another."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        *,
+        rank: int,
+        device: torch.device,
+        timeout_s: float = deadlines.EXPRESS_CHUNK_S,
+    ) -> None:
+        """Return when all members have come; `rank` is this process's in plans.
+
+        A member that is silent for `timeout_s` is lost. Raises `ExpressLost`.
+        """
+        self.rank = rank
+        self._dtype = meeting.dtype
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        with _as_loss():
+            store = dist.TCPStore(
+                meeting.address,
+                meeting.port,
+                is_master=False,
+                timeout=timedelta(seconds=deadlines.EXPRESS_FORMED_S),
+            )
+            self._group: dist.Backend | None = self._form(store, meeting.num_members)
+            self._meet()
+
+    def exchange(self, sends: Sequence[Send], *, give: Give, take: Take) -> None:
+        """Carry out this member's part of a plan: `give` as a source, `take` as a target.
+
+        `give` returns contiguous cells [rows, columns] of the group's type on its device; `take`
+        gets such, which are overwritten afterwards. Beside what these two keep, one chunk is held.
+        Returns when every member has done its part. Raises `ExpressLost`; whatever error it is that
+        ends this member's part, the group is closed, and the others get `ExpressLost`.
+        """
+        try:
+            buffer = self._buffer(sends)
+            for number, send in enumerate(sends):
+                if send.source == self.rank:
+                    cells = self._checked(send, give(send))
+                    if send.is_local:
+                        take(send, cells)
+                    else:
+                        self._wait(lambda g, n=number, s=send, c=cells: g.send([c], s.target, n))
+                elif send.target == self.rank:
+                    rows, columns = send.shape
+                    cells = buffer[: rows * columns].view(rows, columns)
+                    self._wait(lambda g, n=number, s=send, c=cells: g.recv([c], s.source, n))
+                    take(send, cells)
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the group; members that still wait for this one get `ExpressLost`."""
+        if self._group is not None and self._device.type == "cuda":
+            self._group.abort()
+        self._group = None
+
+    def _form(self, store: dist.Store, num_members: int) -> dist.Backend:
+        if self._device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            return dist.ProcessGroupNCCL(store, self.rank, num_members, options)
+        return dist.ProcessGroupGloo(store, self.rank, num_members, self._timeout)
+
+    def _meet(self) -> None:
+        """Wait for all members."""
+        here = torch.zeros(1, device=self._device)
+        self._wait(lambda group: group.allreduce([here]))
+
+    def _wait(self, begin: Callable[[dist.Backend], dist.Work]) -> None:
+        with _as_loss():
+            if self._group is None:
+                raise ExpressLost("this express group is closed: form another")
+            begin(self._group).wait(self._timeout)
+
+    def _checked(self, send: Send, cells: Tensor) -> Tensor:
+        """What would be another size on the wire than the receiver expects ends its process."""
+        if cells.shape != send.shape or cells.dtype != self._dtype:
+            raise ValueError(
+                f"cells must have the plan's shape {send.shape} and the group's type "
+                f"{self._dtype}, got {tuple(cells.shape)} of {cells.dtype}"
+            )
+        return cells.contiguous()
+
+    def _buffer(self, sends: Sequence[Send]) -> Tensor:
+        """Room for the largest chunk that this member receives."""
+        sizes = (
+            send.shape[0] * send.shape[1]
+            for send in sends
+            if send.target == self.rank and not send.is_local
+        )
+        return torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
+
+
+@contextmanager
+def _as_loss() -> Iterator[None]:
+    """Torch's errors of connections and timeouts, as one."""
+    try:
+        yield
+    except RuntimeError as error:  # torch has no type of its own for gloo's
+        if isinstance(error, ExpressLost):
+            raise
+        raise ExpressLost(
+            f"an express group has lost a member ({error}): the step is done again without it"
+        ) from error
