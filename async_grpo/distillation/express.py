@@ -147,6 +147,17 @@ class ExpressGroup:
         return torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
 
 
+def keep_in(cells: Tensor, *, first_column: int) -> Take:
+    """Put what comes into `cells` [N, columns], the target's own block."""
+
+    def take(send: Send, received: Tensor) -> None:
+        start, stop = (column - first_column for column in send.columns)
+        rows = torch.tensor(send.target_rows, device=cells.device)
+        cells[:, start:stop].index_copy_(0, rows, received)
+
+    return take
+
+
 @contextmanager
 def _as_loss() -> Iterator[None]:
     """Torch's errors of connections and timeouts, as one."""
