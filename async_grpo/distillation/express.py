@@ -64,7 +64,7 @@ class ExpressGroup:
         A member that is silent for `timeout_s` is lost. Raises `ExpressLost`.
         """
         self.rank = rank
-        self._dtype = meeting.dtype
+        self.dtype = meeting.dtype
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         with _as_loss():
@@ -89,16 +89,9 @@ class ExpressGroup:
             buffer = self._buffer(sends)
             for number, send in enumerate(sends):
                 if send.source == self.rank:
-                    cells = self._checked(send, give(send))
-                    if send.is_local:
-                        take(send, cells)
-                    else:
-                        self._wait(lambda g, n=number, s=send, c=cells: g.send([c], s.target, n))
+                    self._give(number, send, self._checked(send, give(send)), take)
                 elif send.target == self.rank:
-                    rows, columns = send.shape
-                    cells = buffer[: rows * columns].view(rows, columns)
-                    self._wait(lambda g, n=number, s=send, c=cells: g.recv([c], s.source, n))
-                    take(send, cells)
+                    take(send, self._received(number, send, buffer))
             self._meet()
         except BaseException:
             self.close()
@@ -117,23 +110,38 @@ class ExpressGroup:
             return dist.ProcessGroupNCCL(store, self.rank, num_members, options)
         return dist.ProcessGroupGloo(store, self.rank, num_members, self._timeout)
 
+    def _give(self, number: int, send: Send, cells: Tensor, take: Take) -> None:
+        if send.is_local:  # gloo has no way from a process to itself
+            take(send, cells)
+            return
+        with _as_loss():
+            self._open.send([cells], send.target, number).wait(self._timeout)
+
+    def _received(self, number: int, send: Send, buffer: Tensor) -> Tensor:
+        rows, columns = send.shape
+        cells = buffer[: rows * columns].view(rows, columns)
+        with _as_loss():
+            self._open.recv([cells], send.source, number).wait(self._timeout)
+        return cells
+
     def _meet(self) -> None:
         """Wait for all members."""
         here = torch.zeros(1, device=self._device)
-        self._wait(lambda group: group.allreduce([here]))
-
-    def _wait(self, begin: Callable[[dist.Backend], dist.Work]) -> None:
         with _as_loss():
-            if self._group is None:
-                raise ExpressLost("this express group is closed: form another")
-            begin(self._group).wait(self._timeout)
+            self._open.allreduce([here]).wait(self._timeout)
+
+    @property
+    def _open(self) -> dist.Backend:
+        if self._group is None:
+            raise ExpressLost("this express group is closed: form another")
+        return self._group
 
     def _checked(self, send: Send, cells: Tensor) -> Tensor:
         """What would be another size on the wire than the receiver expects ends its process."""
-        if cells.shape != send.shape or cells.dtype != self._dtype:
+        if cells.shape != send.shape or cells.dtype != self.dtype:
             raise ValueError(
                 f"cells must have the plan's shape {send.shape} and the group's type "
-                f"{self._dtype}, got {tuple(cells.shape)} of {cells.dtype}"
+                f"{self.dtype}, got {tuple(cells.shape)} of {cells.dtype}"
             )
         return cells.contiguous()
 
@@ -144,10 +152,10 @@ class ExpressGroup:
             for send in sends
             if send.target == self.rank and not send.is_local
         )
-        return torch.empty(max(sizes, default=0), dtype=self._dtype, device=self._device)
+        return torch.empty(max(sizes, default=0), dtype=self.dtype, device=self._device)
 
 
-def keep_in(cells: Tensor, *, first_column: int) -> Take:
+def keep_in(cells: Tensor, *, first_column: int = 0) -> Take:
     """Put what comes into `cells` [N, columns], the target's own block."""
 
     def take(send: Send, received: Tensor) -> None:
