@@ -6,15 +6,15 @@ from benchmarks.staleness import figures_of
 from benchmarks.two_cores import Measured, Work, even_lengths, summarise
 
 NOTES = (
-    "generator", "trainer", "services", "batcher", "registry", "verifiers", "generator_queued",
+    "generator", "trainer", "services", "controller", "verifiers", "generator_queued",
     "trainer_queued",
 )  # fmt: skip
 
 
 def measured(**changes):
     values = {
-        "wall": 4.0, "generator": 1.0, "trainer": 3.0, "services": 0.5, "batcher": 0.2,
-        "registry": 0.1, "verifiers": 0.1, "generator_queued": 0.0,
+        "wall": 4.0, "generator": 1.0, "trainer": 3.0, "services": 0.5, "controller": 0.3,
+        "verifiers": 0.1, "generator_queued": 0.0,
         "trainer_queued": 0.0, "waiting": 1.0, "publishing": 0.1, "output_tokens": 100.0,
         "max_lag": 0,
     }  # fmt: skip
