@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in the home folder
 HERE = Path(__file__).parent
 ONE_ENGINE = ("tests/rollout/test_engine.py", "tests/rollout/test_updates_in_flight.py")
-sys.path[:0] = [str(HERE), str(HERE / "training"), str(HERE / "batching")]
+sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ("training", "batching", "algorithms"))]
 
 # On a busy machine the same example may take ten times as long as it did before.
 settings.register_profile("any-machine", deadline=None)

@@ -5,7 +5,7 @@
     α = 1        D = KL(p‖q)                Agarwal et al., GKD, arXiv 2306.13649, eq. 1
 
 The gradient by a logit of the policy over the temperature is p_v (g_v - Σ p g), where g is
-(1 - α) log(p/m), or log(p/q) for α = 1; for α = 0 it is p_v - q_v.
+(1 - α) log(p/m), or log(p/q) for α = 1; for α = 0 it is p_v Σ q - q_v.
 
 Legend: C tokens of a chunk, M outcomes: tokens of the vocabulary, or cells of several.
 """
@@ -53,7 +53,8 @@ def gradient_by_logits(policy: Tensor, teacher: Tensor, *, alpha: float) -> Tens
     """
     probs = policy.exp()
     if alpha == 0:
-        return probs.sub_(teacher.exp())
+        outcomes = teacher.exp()
+        return probs.mul_(outcomes.sum(-1, keepdim=True)).sub_(outcomes)
     gap = teacher - policy
     by_prob = gap.neg_() if alpha == 1 else _by_mixture(gap, alpha)[0].mul_(1 - alpha)
     # Relative to the likeliest outcome's, whose p g would cancel against the mean: where p is

@@ -56,7 +56,7 @@ class Divergence(ABC):
         values = logprobs.new_empty(len(logprobs))
         for chosen, teacher in self._by_teacher(rows):
             policy = self._policy(logprobs, chosen, teacher)
-            values[chosen] = self._value(policy, _of(rows, chosen), teacher).to(values.dtype)
+            values[chosen] = self._value(policy, _of(rows, chosen), teacher)
         return values
 
     def gradient(self, logprobs: Tensor, rows: Rows) -> Tensor:
@@ -64,8 +64,8 @@ class Divergence(ABC):
         gradient = torch.zeros_like(logprobs)
         for chosen, teacher in self._by_teacher(rows):
             policy = self._policy(logprobs, chosen, teacher)
-            found = self._gradient(policy, _of(rows, chosen), teacher).mul_(self._scale)
-            gradient[chosen, : teacher.width] = found.to(gradient.dtype)
+            found = self._gradient(policy, _of(rows, chosen), teacher)
+            gradient[chosen, : teacher.width] = found.mul_(self._scale)
         return gradient
 
     @abstractmethod
@@ -104,16 +104,17 @@ class TopKDivergence(Divergence):
 
     def _value(self, policy: Tensor, rows: Rows, teacher: Teacher) -> Tensor:
         cells = _cells(policy.gather(-1, rows[IDS]), tail_of(policy, rows[IDS]))
-        return divergence(cells, _cells(rows[LOGPROBS], rows[TAIL]), alpha=self.alpha)
+        return divergence(cells, _cells(rows[LOGPROBS], rows[TAIL]).to(cells), alpha=self.alpha)
 
     def _gradient(self, policy: Tensor, rows: Rows, teacher: Teacher) -> Tensor:
         ids = rows[IDS]
         cells = _cells(policy.gather(-1, ids), tail_of(policy, ids))
-        by_cell = gradient_by_logits(cells, _cells(rows[LOGPROBS], rows[TAIL]), alpha=self.alpha)
+        of_teacher = _cells(rows[LOGPROBS], rows[TAIL]).to(cells)
+        by_cell = gradient_by_logits(cells, of_teacher, alpha=self.alpha)
         # A token's share p_v / p_tail of the tail, in log space: both may be too small for floats.
         # Of the K it may overflow, and they are written over.
         others = (policy - cells[:, -1:]).exp_().mul_(by_cell[:, -1:])
-        return others.scatter_(-1, ids, by_cell[:, :-1].to(others.dtype))
+        return others.scatter_(-1, ids, by_cell[:, :-1])
 
 
 class DenseDivergence(Divergence):
@@ -137,7 +138,7 @@ class DenseDivergence(Divergence):
             logits = product(rows[HIDDEN].to(head.dtype), head.T)
             if teacher.bias is not None:
                 logits += teacher.bias[:num_columns]
-        logprobs = torch.log_softmax(logits / self.temperature, dim=-1)
+        logprobs = torch.log_softmax(logits.to(policy) / self.temperature, dim=-1)
         return logprobs.clamp_(min=LEAST_LOGPROB)
 
 
