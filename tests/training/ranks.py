@@ -1,8 +1,13 @@
-"""Several gloo ranks on this machine, each in its own process, for tests of what is collective."""
+"""Several gloo ranks on this machine, each in its own process, for tests of what is collective.
+
+They are forked from a server that has imported what all of them need: importing takes 6 s of a
+core, and a rank of a test does little else.
+"""
 
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +17,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = datetime.timedelta(seconds=60)
+PRELOADED = (
+    "hypothesis",
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.models.qwen3.modeling_qwen3",
+    "async_grpo.run.sampling",
+    "async_grpo.training.learner",
+)
 
 
 def run_ranks(scenario: Callable[..., Any], *, num_ranks: int, folder: Path, **kwargs) -> list[Any]:
     """What `scenario(rank, **kwargs)` returned on every rank; it must be a module's function."""
-    mp.spawn(_rank, args=(scenario, num_ranks, str(folder), kwargs), nprocs=num_ranks)
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    arguments = scenario, num_ranks, str(folder), kwargs
+    mp.start_processes(_rank, arguments, nprocs=num_ranks, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}", weights_only=False) for rank in range(num_ranks)]
 
 
