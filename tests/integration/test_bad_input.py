@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+from functools import partial
 
 import pytest
 from commands import dispatcher, trainer
@@ -13,6 +14,7 @@ from async_grpo.run.folder_lock import LOCK_FILE
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 180  # an error takes seconds, but not on a busy machine
+again = partial(pytest.param, marks=pytest.mark.slow)  # the sentence has a test of its own room
 NOWHERE = "127.0.0.1:1"
 
 
@@ -57,7 +59,7 @@ def nothing(_model, tmp_path):
     ("command", "spoilt", "sentence"),
     [
         ("dispatcher", nothing, r"'.*nothing' is neither"),
-        ("trainer", no_weights, r"must hold weights"),
+        again("trainer", no_weights, r"must hold weights"),
         ("trainer", small_vocabulary, r"tokenizer .* must not know more tokens .* \(50\), got 78"),
     ],
 )
@@ -75,9 +77,9 @@ def test_a_model_that_cannot_be_used(
 @pytest.mark.parametrize(
     ("line", "options", "sentence"),
     [
-        (None, (), r"--data-path must be an existing file"),
+        again(None, (), r"--data-path must be an existing file"),
         ('{"input": 7}', (), r"line 2, column 'input': expected non-empty text, got 7"),
-        (
+        again(
             '{"input": "1234567890"}',
             ("--max-tokens-per-gpu", 25),
             r"line 2, column 'input': expected a prompt of at most 9 tokens .*, got 10",
