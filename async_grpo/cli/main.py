@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from async_grpo import __version__
+from async_grpo.cli.generate import main as generate
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.plot import main as plot
 from async_grpo.cli.quickstart import quickstart
@@ -22,6 +23,7 @@ main.add_command(quickstart)
 main.add_command(launch)
 main.add_command(worker)
 main.add_command(train)
+main.add_command(generate)
 main.add_command(plot, "plot")
 
 if __name__ == "__main__":

@@ -1,0 +1,216 @@
+"""Training pairs of a teacher's own outputs: sequence-level distillation (Kim and Rush, 2016).
+
+consumes:     questions; a teacher, and rewards where only good outputs are wanted
+produces:     a file of pairs, whole or not at all, and the count of what was left out
+waits for:    the engine, a chunk of questions at a time; verifier processes, each within its limit
+unblocked by: the chunk's last output, and its last verdict
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from async_grpo.config.generate import GenerateConfig
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.data.columns import parse_column_mapping
+from async_grpo.data.lines import load_records
+from async_grpo.data.questions import LineReader
+from async_grpo.data.stream import sampling_seed
+from async_grpo.data.table import QuestionTable
+from async_grpo.data.written_pairs import PairCount, PairRules
+from async_grpo.errors import ConfigError, DataError
+from async_grpo.files import replacing
+from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.rollout.worker import worker_environment
+from async_grpo.run.reward_trial import example_output
+from async_grpo.types import (
+    GenerationRequest,
+    Question,
+    SamplingContract,
+    Turn,
+    Verdict,
+    VerificationRequest,
+)
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.confinement import why_unconfined
+from async_grpo.verification.failed_samples import adapter_sample
+from async_grpo.verification.sandbox import Sandbox
+from async_grpo.verification.sources import read_sources
+
+logger = logging.getLogger(__name__)
+CHUNK = 1024  # questions: so many that the engine seldom waits for the last outputs of one
+# Of a worker such lines go to a log; here they would stand between the user's own.
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}
+Outputs = Sequence[tuple[Question, Turn]]
+Grade = Callable[[Outputs], Sequence[Verdict | None]]
+
+
+def generate_pairs(config: GenerateConfig, *, say: Callable[[str], object]) -> PairCount:
+    """Sample the questions and write the outputs that are kept; `say` hears of each chunk.
+
+    Raises `DataError` where none is kept, and leaves what is at `--output`, as after any error.
+    """
+    facts = check_model_folder(config.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(config.model_path)
+    questions = _load(config, facts, tokenizer)
+    rules = PairRules(
+        min_reward=config.min_reward,
+        has_token_ids=config.token_ids,
+        mapping=parse_column_mapping(config.column_mapping),
+    )
+    count = PairCount()
+    with _replacing(config.output) as write, _grading(config, questions[0]) as grade:
+        teacher = Teacher(config, facts, tokenizer, longest_prompt=questions.longest_prompt)
+        for first in range(0, len(questions), CHUNK):
+            ordinals = range(first, min(first + CHUNK, len(questions)))
+            outputs = teacher.outputs({ordinal: questions[ordinal] for ordinal in ordinals})
+            for (question, turn), verdict in zip(outputs, grade(outputs), strict=True):
+                if count.see(rules.why_rejected(turn, verdict)):
+                    write(rules.line(question, turn, verdict))
+            say(f"{ordinals.stop} of {len(questions)} questions: {count.in_words()}")
+        if not count.num_kept:
+            raise DataError(
+                f"at least one output must be kept, got {count.in_words()}: give the outputs more "
+                "room or less to reach (--max-generation-tokens, --min-reward)"
+            )
+    return count
+
+
+class Teacher:
+    """An engine that answers questions as a generation worker of a run would, and in texts."""
+
+    def __init__(
+        self, config: GenerateConfig, facts: ModelFacts, tokenizer: Any, *, longest_prompt: int
+    ) -> None:
+        import torch  # which reads the environment of vLLM's compiler later than this
+
+        on_cpu = not torch.cuda.is_available()
+        os.environ.update(worker_environment(on_cpu=on_cpu) | QUIET)
+        if on_cpu:  # a process of its own costs 8 s of imports
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from async_grpo.rollout.offline import OfflineEngine
+
+        self._config, self._tokenizer = config, tokenizer
+        self._sampling = SamplingContract(
+            config.temperature, facts.stop_token_ids, config.max_generation_tokens
+        )
+        self._engine = OfflineEngine(
+            WorkerConfig(
+                model_path=config.model_path,
+                dtype=config.dtype,
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=longest_prompt + config.max_generation_tokens,
+                tensor_parallel_size=config.tensor_parallel_size,
+            )
+        )
+
+    def outputs(self, questions: dict[int, Question]) -> list[tuple[Question, Turn]]:
+        """Every output of each question, in order, with its text; the keys seed the sampling."""
+        requests = [
+            GenerationRequest(
+                ordinal,
+                0,
+                question.input_token_ids,
+                self._config.samples_per_question,
+                self._sampling,
+                sampling_seed(self._config.seed, ordinal=ordinal, attempt=0),
+            )
+            for ordinal, question in questions.items()
+        ]
+        found = zip(questions.values(), self._engine.generate(requests), strict=True)
+        return [(question, self._with_text(turn)) for question, turns in found for turn in turns]
+
+    def _with_text(self, turn: Turn) -> Turn:
+        text = self._tokenizer.decode(turn.token_ids.tolist(), skip_special_tokens=True)
+        return replace(turn, text=text)
+
+
+def _load(config: GenerateConfig, facts: ModelFacts, tokenizer: Any) -> QuestionTable:
+    room = facts.max_positions - config.max_generation_tokens
+    if room < 1:
+        raise config.refusal(
+            "max_generation_tokens",
+            f"must leave room for a prompt in the model's {facts.max_positions} positions",
+            "lower it",
+        )
+    reader = LineReader(
+        tokenizer=tokenizer,
+        vocab_size=facts.vocab_size,
+        max_tokens=room,
+        mapping=parse_column_mapping(config.column_mapping),
+    )
+    return QuestionTable.of(
+        islice(load_records(config.data, reader.question), config.limit or None)
+    )
+
+
+@contextmanager
+def _replacing(output: str) -> Iterator[Callable[[bytes], object]]:
+    try:
+        with replacing(Path(output)) as file:
+            yield file.write
+    except OSError as error:
+        raise ConfigError(
+            f"--output {output} cannot be written ({error.strerror or error}): name another file"
+        ) from error
+
+
+@contextmanager
+def _grading(config: GenerateConfig, first: Question) -> Iterator[Grade]:
+    """Grades outputs in verifier processes, which end on leaving; without rewards, nothing.
+
+    Raises `ConfigError` for a reward that cannot be loaded, or cannot grade the first question.
+    """
+    if not config.reward_names:
+        yield lambda outputs: [None] * len(outputs)
+        return
+    sandbox = Sandbox(_verifier_config(config), num_processes=os.cpu_count() or 1)
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(sandbox.start())
+            runner.run(_try_out(sandbox, first, config))
+            if why := why_unconfined():
+                logger.warning("rewards are graded within limits only (%s)", why)
+            yield lambda outputs: runner.run(_grade(sandbox, outputs))
+        finally:
+            runner.run(sandbox.close())
+
+
+def _verifier_config(config: GenerateConfig) -> VerifierConfig:
+    names, registry, here = config.reward_names, config.reward_registry, (os.getcwd(),)
+    return VerifierConfig(
+        reward_names=names,
+        registry=registry,
+        timeout_s=config.verifier_timeout_s,
+        search_paths=here,
+        sources=read_sources(names, registry=registry, search_paths=here),
+    )
+
+
+async def _try_out(sandbox: Sandbox, question: Question, config: GenerateConfig) -> None:
+    request = VerificationRequest(0, 0, question, example_output(question))
+    for verdict in await sandbox.grade_with_each(adapter_sample(request)):
+        if verdict.status == "error":
+            raise ConfigError(
+                f"reward {verdict.reason}: it must grade the first line of {config.data_path}, "
+                f"which has {', '.join(question.columns)}: correct the reward, the data, or "
+                "--column-mapping"
+            )
+
+
+async def _grade(sandbox: Sandbox, outputs: Outputs) -> tuple[Verdict, ...]:
+    samples = [
+        adapter_sample(VerificationRequest(0, index, question, turn))
+        for index, (question, turn) in enumerate(outputs)
+    ]
+    return await sandbox.grade(samples)

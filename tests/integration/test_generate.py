@@ -1,0 +1,55 @@
+"""A teacher's outputs by the command, and a student that learns from the file."""
+
+import json
+
+import numpy as np
+import pytest
+from commands import Command
+from private_cluster import environment
+
+pytestmark = pytest.mark.integration
+MODEL = "sample-data/tiny-countdown"
+TIMEOUT_S = 240
+
+
+def done(*arguments):
+    with Command("-m", "async_grpo.cli.main", *arguments, env=environment()) as command:
+        assert command.wait(timeout_s=TIMEOUT_S) == 0, command.err
+        return command.out
+
+
+def test_a_student_learns_from_what_its_teacher_wrote(tmp_path):
+    questions = [
+        {"input": f"use {a} {b} {c} to make {a + b - c}\n", "answer": a + b - c,
+         "nums": [a, b, c], "target": a + b - c, "dataset_type": "sums"}
+        for a, b, c in ((4, 9, 3), (9, 8, 8), (2, 9, 1), (7, 5, 3))
+    ]  # fmt: skip
+    data, pairs = tmp_path / "questions.jsonl", tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in questions))
+    asked = (
+        *("generate", "--model-path", MODEL, "--data-path", data, "--output", pairs),
+        *("--samples-per-question", 8, "--max-generation-tokens", 48),
+    )
+    told = done(*asked, "--reward-fns", "countdown").splitlines()
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    assert 0 < len(rows) < 32
+    assert told[-1].startswith(f"wrote {pairs}: {len(rows)} pairs of 32 outputs; rejected: ")
+    for row in rows:
+        assert (row["reward"], row["dataset_type"]) == (1.0, "sums")
+        assert row["completion"].endswith(f"={row['target']}")
+        assert row["completion_token_ids"][-1] == 1  # its end
+    first = pairs.read_bytes()
+    done(*asked, "--reward-fns", "countdown")
+    assert pairs.read_bytes() == first  # of the same seed
+
+    run = tmp_path / "run"
+    done(
+        *("train", "--algorithm", "sft", "--model-name-or-path", MODEL, "--data-path", pairs),
+        *("--output-dir", run, "--num-training-batches", 8, "--batch-size", 8),
+        *("--max-tokens-per-gpu", 1024, "--learning-rate", 1e-3, "--trackers", ""),
+    )
+    losses = [
+        json.loads(line)["loss"]
+        for line in (run / "training_metrics.jsonl").read_text().splitlines()
+    ]
+    assert len(losses) == 8 and np.mean(losses[-3:]) < np.mean(losses[:3])
