@@ -41,7 +41,8 @@ def quiet():
 
 
 def pair(number):
-    prompt, completion = np.arange(2, dtype=np.int32), np.arange(1 + number, dtype=np.int32)
+    prompt = np.arange(1 + number % 3, dtype=np.int32)
+    completion = np.arange(1 + number, dtype=np.int32)
     question = Question(prompt, f"prompt {number}", None, {"dataset_type": "sums"})
     return GivenPair(question, completion, f"completion {number}")
 
@@ -173,7 +174,10 @@ def test_the_slots_of_a_share_are_given_and_nobody_samples_or_grades_them():
             assert sample.episode.is_given == (sample.ordinal in given)
             if sample.episode.is_given:
                 assert (sample.advantage, sample.question.columns) == (0.0, {})
-                assert sample.question.input_token_ids.tolist() == [0, 1]
+                (row,) = sample.episode.rows
+                prompt = sample.question.input_token_ids
+                assert prompt.tolist() == row.prompt_token_ids.tolist()
+                assert len(prompt) == 1 + (len(row.token_ids) - 1) % 3
 
 
 def test_a_batch_of_given_samples_alone_is_trained_and_has_no_reward():
