@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo import deadlines
@@ -138,6 +138,13 @@ def free_here() -> dict[str, float]:
     return dict(available_resources_per_node().get(node, {}))
 
 
+def object_store_bytes() -> int:
+    """Of all nodes together."""
+    import ray
+
+    return int(ray.cluster_resources().get("object_store_memory", 0))
+
+
 def is_here(node_id: str) -> bool:
     """Whether that is the node that this process is on."""
     import ray
@@ -182,6 +189,24 @@ def wait(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
         raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
     except RayError as error:
         raise _translated(error, who) from None
+
+
+def fetch(references: Sequence[Any], *, timeout_s: float, owner: str) -> list[Any | None]:
+    """The values of objects; None for what is lost with its node, or does not come in time.
+
+    Raises `ProcessLostError` naming the `owner` that has ended, and with it all that it owned.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, ObjectLostError, OwnerDiedError
+
+    try:
+        return list(ray.get(list(references), timeout=timeout_s))
+    except OwnerDiedError:
+        raise ProcessLostError(f"{owner} has ended, and what it owned is lost") from None
+    except (GetTimeoutError, ObjectLostError):
+        if len(references) == 1:
+            return [None]
+    return [fetch([each], timeout_s=timeout_s, owner=owner)[0] for each in references]
 
 
 async def call(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:

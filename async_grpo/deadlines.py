@@ -54,6 +54,9 @@ LATE_LOADS_S = 30.0  # of who still loads when somebody serves new weights alrea
 FIRST_LOAD_S = 600.0  # of a worker that registers
 PUBLISH_SLACK_S = 30.0  # whoever asks for a publication hears of it so much after its deadline
 
+# Teachers.
+PAYLOADS_FETCHED_S = 120.0  # by a rank, out of other machines' object stores
+
 # Verifiers.
 GRADER_ENDED_S = 2.0  # of a fork server that was asked to end
 GRADER_SILENCE_S = 15.0  # of one that does not report a request, beyond what the request may take

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,6 +47,16 @@ _ROLES = (
 def teacher(name: str) -> str:
     """The role's name of the workers that serve one teacher."""
     return f"{TEACHER}:{name}"
+
+
+def named(roles: Iterable[str], teacher_names: Sequence[str]) -> tuple[str, ...]:
+    """The roles that have workers, each once: `TEACHER` alone stands for all teachers of a run.
+
+    >>> named(["reference", "teacher"], ["math", "code"])
+    ('reference', 'teacher:math', 'teacher:code')
+    """
+    found = (map(teacher, teacher_names) if role == TEACHER else [role] for role in roles)
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def role_of(name: str) -> Role:

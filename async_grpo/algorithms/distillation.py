@@ -38,6 +38,23 @@ TAIL = Metric(
     "probability that a teacher gives to tokens beyond its --gkd-top-k likeliest",
 )  # fmt: skip
 
+TOKENS = Metric(
+    "teacher_tokens", "teacher_tokens", "", "tokens", "Tokens taught",
+    "tokens that teachers have scored",
+)  # fmt: skip
+BYTES = Metric(
+    "teacher_bytes_per_token", "teacher_bytes", "teacher_tokens", "bytes", "Payload of a token",
+    "what a teacher's distribution over a token takes in the object store",
+)  # fmt: skip
+WAIT = Metric(
+    "teacher_buffer_seconds", "teacher_buffer_seconds", "", "seconds", "Waiting for room",
+    "seconds that groups have waited until --teacher-buffer-gib had room, all together",
+)  # fmt: skip
+LOST = Metric(
+    "lost_payloads", "lost_payloads", "", "samples", "Payloads lost",
+    "samples whose payload was lost with a node before its rank had it, and made again",
+)  # fmt: skip
+
 
 class Distillation(Grpo):
     """GRPO with teachers: `--algorithm grpo` with a coefficient of theirs."""
@@ -50,7 +67,8 @@ class Distillation(Grpo):
         need = ScoreNeed(TEACHER, of_given=is_given_too, payload=self._payload)
         self.needs = (*self.needs, need)
         is_cut = self._payload is not None and self._payload.kind == "topk"
-        self.metrics = (GAP, *([DIVERGENCE] if self._payload else []), *([TAIL] if is_cut else []))
+        of_payload = (DIVERGENCE, BYTES, WAIT, LOST) if self._payload else ()
+        self.metrics = (GAP, TOKENS, *of_payload, *([TAIL] if is_cut else ()))
 
     @property
     def score_columns(self) -> dict[str, int]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,10 +30,12 @@ from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
-from async_grpo.batching.statistics import StepSums
+from async_grpo.batching.statistics import StepSums, num_taught
 from async_grpo.batching.step_groups import StepGroups
+from async_grpo.batching.teacher_buffer import TeacherBuffer
+from async_grpo.batching.teachers import Teachers
 from async_grpo.errors import ProcessLostError, WorkerError
-from async_grpo.roles import GENERATION
+from async_grpo.roles import GENERATION, named
 from async_grpo.types import (
     EndOfStep,
     GivenPair,
@@ -42,6 +44,7 @@ from async_grpo.types import (
     PipelineStatus,
     Question,
     ResumePoint,
+    RowKey,
     Sample,
     StreamItem,
     StreamItems,
@@ -84,12 +87,25 @@ class ExperienceBatcher:
         self._registry_of = registry_of
         self._step_groups = StepGroups(plan.rules, num_slots=config.questions_per_step)
         self._quarantine = Quarantine(resume.quarantined if resume else ())
+        buffer = TeacherBuffer(
+            int(config.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
+            step=first.batch * config.steps_per_batch + first.step_in_batch,
+            is_whole_step=config.deterministic or plan.rules.waits_for_step,
+        )
+        self._teachers = Teachers(
+            registry_of,
+            buffer,
+            config=config,
+            vocab_size=plan.vocab_size,
+            type_column=plan.type_column,
+        )
         self._pipeline = SlotPipeline(
             registry_of,
             config=config,
             rules=plan.rules,
             quarantine=self._quarantine,
             episodes_request=plan.episodes_request if plan.environment else None,
+            teachers=self._teachers,
         )
         self._window = AdmissionWindow(
             config.batch_size,
@@ -107,8 +123,12 @@ class ExperienceBatcher:
             deterministic=config.deterministic,
             first_step=first,
         )
-        self._roles = (GENERATION, *dict.fromkeys(need.role for need in plan.rules.needs))
+        self._roles = (
+            GENERATION,
+            *named((need.role for need in plan.rules.needs), config.teacher_names),
+        )
         self._outbox = Outbox(plan.num_ranks)
+        self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
         self._sums = StepSums(max_staleness=config.max_staleness)
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
@@ -148,6 +168,20 @@ class ExperienceBatcher:
     async def next_items(self, rank: int, index: int) -> StreamItems:
         """Answer `index` of a rank's stream; asking for it again gives it again."""
         return await self._outbox.take(rank, index)
+
+    async def taught_again(self, rank: int, index: int, keys: Sequence[RowKey]) -> Minibatch:
+        """Item `index` of a rank with new tickets for these samples, whose payloads are lost."""
+        item, *end = await self._outbox.take(rank, index)
+        assert isinstance(item, Minibatch), "only minibatches have tickets"
+        lost = tuple(sample for sample in item.samples if sample.key in keys)
+        self._teachers.lost(len(lost))
+        logger.warning("what teachers said of %d samples is lost: they are asked again", len(lost))
+        again = await self._pipeline.taught_again(lost, self._plan.sampling.temperature)
+        found = {sample.key: sample for sample in again}
+        samples = tuple(found.get(sample.key, sample) for sample in item.samples)
+        item = replace(item, samples=samples)
+        self._outbox.replace(rank, index, (item, *end))
+        return item
 
     async def hungry(self, index: int) -> None:
         """The ranks have nothing left to compute while they wait for answer `index`."""
@@ -208,6 +242,7 @@ class ExperienceBatcher:
             await self._step_groups.leave(step, ordinal)
             self._settle_failure(ordinal, step, failure)
         else:
+            self._ledger.teacher_tokens += num_taught(group.samples)
             kept = without_texts(group.samples)
             fates = tuple(self._settle_sample(sample, step) for sample in kept)
             self._log.write(group, batch=step.batch, fates=fates)
@@ -331,12 +366,17 @@ class ExperienceBatcher:
     async def _send_rounds(self) -> None:
         while True:
             await self._outbox.wait_for_demand()
+            # Ranks ask for an item once they hold all of the one before.
+            fetched, self._unfetched = self._unfetched, ()
+            await self._teachers.fetched(fetched)
             self._news.clear()
             now_s = asyncio.get_running_loop().time()
             formed = self._rounds.next_round(now_s, hungry=self._outbox.is_hungry)
             items: list[Sequence[StreamItem]] = []  # each one a rank
             if isinstance(formed, Round):
-                items.append(self._minibatches(formed))
+                minibatches = self._minibatches(formed)
+                self._unfetched = tuple(sample for each in minibatches for sample in each.samples)
+                items.append(minibatches)
                 formed = self._rounds.end_step()  # with the last round, every rank asks once less
             if formed is not None:
                 items.append(await self._ends_of_step(formed))
@@ -374,8 +414,9 @@ class ExperienceBatcher:
     async def _ends_of_step(self, step: StepKey) -> list[EndOfStep]:
         """One a rank; the way back is rank 0's to keep."""
         await self._log.flush()  # what a checkpoint of this step counts is in the dump
+        await self._teachers.buffer.step_ended()
         end = self._end_of_step(step)
-        return [end] + [dataclasses.replace(end, resume=None)] * (self._plan.num_ranks - 1)
+        return [end] + [replace(end, resume=None)] * (self._plan.num_ranks - 1)
 
     def _end_of_step(self, step: StepKey) -> EndOfStep:
         self._ledger.check()

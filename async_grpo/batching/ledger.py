@@ -60,6 +60,7 @@ class Ledger:
         self.admitted_samples = 0
         self.fates = Fates()
         self.output_tokens = 0  # received from workers, whatever became of them
+        self.teacher_tokens = 0  # scored by teachers, of finished groups
 
     @property
     def in_flight(self) -> int:
@@ -184,6 +185,7 @@ class Ledger:
             "admitted_samples": self.admitted_samples,
             **_plain(self.fates),
             "output_tokens": self.output_tokens,
+            "teacher_tokens": self.teacher_tokens,
         }
 
     @classmethod
@@ -200,6 +202,7 @@ class Ledger:
         ledger.admitted_samples = state["admitted_samples"]
         ledger.fates = Fates(*(Counter(state[name]) for name in ("slots", "samples", "reasons")))
         ledger.output_tokens = state["output_tokens"]
+        ledger.teacher_tokens = state.get("teacher_tokens", 0)  # a checkpoint of before has none
         ledger.check()
         return ledger
 

@@ -44,6 +44,12 @@ class Outbox:
             raise self._failure.with_traceback(None)  # every rank would add its own to it
         return self._answers[index][rank]
 
+    def replace(self, rank: int, index: int, items: StreamItems) -> None:
+        """Whoever asks again gets this."""
+        answers = [*self._answers[index]]
+        answers[rank] = items
+        self._answers[index] = answers
+
     def mark_hungry(self, index: int) -> None:
         if index >= self._next:
             self._hungry.add(index)

@@ -26,7 +26,7 @@ from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.stages import StageClock
 from async_grpo.environments.base import EpisodeFailed
 from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
-from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
+from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, TEACHER, VERIFIER
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -34,10 +34,13 @@ from async_grpo.types import (
     GradingRequest,
     Group,
     LogprobRequest,
+    Payload,
     PlayedGroup,
     Problem,
     Question,
+    RowKey,
     Sample,
+    Ticket,
     Turn,
     Verdict,
     VerificationRequest,
@@ -45,7 +48,8 @@ from async_grpo.types import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.base import GroupRules
+    from async_grpo.algorithms.base import GroupRules, ScoreNeed
+    from async_grpo.batching.teachers import Teachers
     from async_grpo.config.train import TrainConfig
     from async_grpo.controller.registry import WorkerRegistry
 
@@ -70,8 +74,13 @@ class SlotPipeline:
         rules: GroupRules,
         quarantine: Quarantine,
         episodes_request: MakeRequest | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        """`episodes_request`: what environment workers are asked; None: there are none to ask."""
+        """`episodes_request`: what environment workers are asked; None: there are none to ask.
+
+        `teachers`: needed by rules that need a teacher.
+        """
+        self._teachers = teachers
         self._episodes_request = episodes_request
         self._registry_of = registry_of
         self._config = config
@@ -91,6 +100,8 @@ class SlotPipeline:
         """Seconds by stage since the last call, and what was done again in that time."""
         sums = self.stages.take(time.monotonic())
         sums["reference_retries"], self._num_scored_again = self._num_scored_again, 0
+        if self._teachers is not None:
+            sums |= self._teachers.take_clock()
         return sums
 
     async def published(self, version: WeightsVersion) -> None:
@@ -242,41 +253,85 @@ class SlotPipeline:
                 if need.of_given or not sample.episode.is_given
             )
             if wanted and need.before_advantages == before_advantages:
-                scored = await self._score(wanted, need.role, temperature, version)
+                scored = await self._scored(need, wanted, temperature, version)
                 found = {sample.index: sample for sample in scored}
                 samples = tuple(found.get(sample.index, sample) for sample in group.samples)
                 group = replace(group, samples=samples)
         return group
 
-    async def _score(
-        self, samples: Samples, role: str, temperature: float, version: WeightsVersion
+    async def _scored(
+        self, need: ScoreNeed, samples: Samples, temperature: float, version: WeightsVersion
     ) -> Samples:
-        """The samples with the log-probabilities that workers of `role` give their tokens."""
-        rows = [row for sample in samples for row in sample.episode.rows]
-        request = LogprobRequest(
-            tuple(row.prompt_token_ids for row in rows),
-            tuple(row.token_ids for row in rows),
-            temperature,
-            version if role == REFERENCE else None,  # a teacher's weights never change
+        """The samples with what the workers of `need.role` say of their tokens."""
+        if need.role == TEACHER:
+            return await self._taught(samples, need, temperature=temperature)
+        own = version if need.role == REFERENCE else None  # a teacher's weights never change
+        request = _request(samples, temperature, version=own)
+        with self._in_stage("in_reference", len(samples)):
+            if need.role == REFERENCE:
+                await self._until_reference_is_due(version)
+            scores = await self._score(samples, need.role, request)
+        return tuple(_with_scores(samples, need.role, scores))
+
+    async def taught_again(self, samples: Samples, temperature: float) -> Samples:
+        """Samples whose payloads are lost, with new ones; room for them is held already."""
+        need = next(need for need in self._rules.needs if need.role == TEACHER)
+        return await self._taught(samples, need, temperature=temperature, has_room=True)
+
+    async def _taught(
+        self, samples: Samples, need: ScoreNeed, *, temperature: float, has_room: bool = False
+    ) -> Samples:
+        """The samples with what the teacher of each says of its tokens."""
+        assert self._teachers is not None, "rules that need a teacher come with teachers"
+        found: dict[RowKey, Sample] = {}
+        for role, members in self._teachers.by_role(samples).items():
+            request = _request(members, temperature, payload=need.payload)
+            request = replace(request, vocab_size=self._teachers.vocab_size)
+            with self._in_stage("in_reference", len(members)):
+                if need.payload is None:
+                    scores = await self._score(members, role, request)
+                    answered = tuple(_with_scores(members, TEACHER, scores))
+                else:
+                    sizes = self._teachers.sizes(role, request, need.payload)
+                    held = 0 if has_room else sum(sizes)
+                    async with self._teachers.room_for(held, ordinal=samples[0].ordinal):
+                        answered = await self._with_tickets(members, role, request, sizes)
+            found |= {sample.key: sample for sample in answered}
+        return tuple(found[sample.key] for sample in samples)
+
+    async def _with_tickets(
+        self, samples: Samples, role: str, request: LogprobRequest, sizes: Sequence[int]
+    ) -> Samples:
+        """As `_taught`, with a ticket for each row's payload, which has so many bytes."""
+        scores, references = await self._score(samples, role, request, num_objects=len(sizes))
+        tickets = (
+            Ticket((reference,), role, size)
+            for reference, size in zip(references, sizes, strict=True)
         )
+        return tuple(
+            replace(sample, tickets=tuple(next(tickets) for _ in sample.episode.rows))
+            for sample in _with_scores(samples, TEACHER, scores)
+        )
+
+    async def _score(
+        self, samples: Samples, role: str, request: LogprobRequest, *, num_objects: int = 0
+    ) -> Any:
+        """What workers of `role` say of the rows, with `num_objects` references of what more."""
 
         def on_retry(_: Reason) -> None:
             self._num_scored_again += len(samples)
 
-        with self._in_stage("in_reference", len(samples)):
-            if role == REFERENCE:
-                await self._until_reference_is_due(version)
-            scores: tuple[Scores, ...] = await self._leased(
-                role,
-                "logprobs",
-                request,
-                check=lambda scores: check_scores(request, scores),
-                cost=request.num_tokens,
-                version=request.version,
-                slot=samples[0].ordinal,
-                on_retry=on_retry,
-            )
-        return tuple(_with_scores(samples, role, scores))
+        return await self._leased(
+            role,
+            "teach" if num_objects else "logprobs",
+            request,
+            check=lambda found: check_scores(request, found[0] if num_objects else found),
+            cost=request.num_tokens,
+            version=request.version,
+            slot=samples[0].ordinal,
+            on_retry=on_retry,
+            num_objects=num_objects,
+        )
 
     async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
         verdicts: tuple[Verdict, ...] = await self._leased(
@@ -301,9 +356,11 @@ class SlotPipeline:
         slot: Hashable = None,
         timeout_s: float | None = None,
         on_retry: OnDiscard = lambda reason: None,
+        num_objects: int = 0,
     ) -> Any:
         """A good answer to `method(request)`, of another worker when the first could not give one.
 
+        With `num_objects` it is as `Lease.call_for` gives it, and may take as long as it likes.
         `check` raises what is wrong with an answer, which may take `timeout_s`; an error of the
         kind `gives_up` is not tried again. The deaths of workers count against `slot`, until its
         work is done. Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
@@ -325,7 +382,11 @@ class SlotPipeline:
                 try:
                     async with turn, lease as worker:
                         asked = worker.worker_id
-                        answer = await worker.call(method, request, timeout_s=timeout_s)
+                        answer = await (
+                            worker.call_for(method, request, num_objects=num_objects)
+                            if num_objects
+                            else worker.call(method, request, timeout_s=timeout_s)
+                        )
                         check(answer)
                 except (NoWorkerError, gives_up):
                     raise
@@ -359,6 +420,23 @@ class SlotPipeline:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
+
+
+def _request(
+    samples: Samples,
+    temperature: float,
+    *,
+    version: WeightsVersion | None = None,
+    payload: Payload | None = None,
+) -> LogprobRequest:
+    rows = [row for sample in samples for row in sample.episode.rows]
+    return LogprobRequest(
+        tuple(row.prompt_token_ids for row in rows),
+        tuple(row.token_ids for row in rows),
+        temperature,
+        version,
+        payload=payload,
+    )
 
 
 def _with_scores(samples: Samples, role: str, scores: Sequence[Scores]) -> Iterator[Sample]:

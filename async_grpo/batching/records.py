@@ -63,6 +63,9 @@ class BatcherPlan:
     pairs: Sequence[GivenPair] = ()  # a `data.table.GivenTable`
     # ordinal -> indices of the pairs of its slot; none where it asks a question
     pairs_of: Callable[[int], tuple[int, ...]] = no_pairs
+    vocab_size: int = sys.maxsize  # of the model
+    object_store_bytes: int = 0  # of the cluster
+    type_column: str = "dataset_type"  # which column of a line chooses its teacher
     epoch: int = 0  # of the run: the controller says it when the run begins
 
     def index(self, ordinal: int, *, attempt: int) -> int:

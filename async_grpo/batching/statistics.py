@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
+from async_grpo.roles import TEACHER
 from async_grpo.types import Episode, Group, Sample
 
 Sums = dict[str, float]
@@ -41,7 +42,8 @@ class StepSums:
         """
         opened = self._steps.setdefault(step, _Step())
         if group.is_given:
-            opened.sums[group.ordinal, group.attempt] = given_sums(group.samples)
+            sums = given_sums(group.samples) | teacher_sums(group.samples)
+            opened.sums[group.ordinal, group.attempt] = sums
             return
         lags = [
             tokens_by_lag(sample.episode, batch=batch, max_staleness=self._max_staleness)
@@ -51,7 +53,8 @@ class StepSums:
             opened.sums[group.ordinal, group.attempt] = replaced_sums(group.samples)
             return
         lag_sums = _lag_sums(lags, self._max_staleness)
-        opened.sums[group.ordinal, group.attempt] = group_sums(group.samples) | lag_sums
+        sums = group_sums(group.samples) | teacher_sums(group.samples) | lag_sums
+        opened.sums[group.ordinal, group.attempt] = sums
         opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
 
     def add_failed(self, step: StepKey, ordinal: int, *, num_samples: int) -> None:
@@ -113,6 +116,19 @@ def given_sums(samples: Sequence[Sample]) -> Sums:
     number = len(samples)
     zeros = dict.fromkeys(("num_samples", "num_groups", "failed_samples"), 0)
     return {"given_samples": number, "finished_samples": number, **zeros}
+
+
+def num_taught(samples: Sequence[Sample]) -> int:
+    """Tokens that teachers have scored."""
+    return sum(len(sample.scores[TEACHER]) for sample in samples if TEACHER in sample.scores)
+
+
+def teacher_sums(samples: Sequence[Sample]) -> Sums:
+    """What teachers have said of a group; empty where it has none."""
+    if not any(TEACHER in sample.scores for sample in samples):
+        return {}
+    num_bytes = sum(ticket.num_bytes for sample in samples for ticket in sample.tickets)
+    return {"teacher_tokens": num_taught(samples), "teacher_bytes": num_bytes}
 
 
 def replaced_sums(samples: Sequence[Sample]) -> Sums:

@@ -1,4 +1,4 @@
-"""What must be the same when a run goes on: sha256 of the model's files, and of the data as loaded.
+"""What must be the same when a run goes on: sha256 of the data as loaded.
 
 The data's hash is over what the run makes of it, in order, so that any change of a line shows, and
 another path or format of the same data does not.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +16,6 @@ from numpy.typing import NDArray
 from async_grpo.types import GivenPair, Question, TrainingPair
 
 Record = Question | TrainingPair | GivenPair
-
-
-def hash_model(path: str) -> str:
-    """Over config.json and the weights, names and content."""
-    folder = Path(path)
-    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    digest = hashlib.sha256()
-    for file in (folder / "config.json", *weights):
-        with open(file, "rb") as content:
-            own = hashlib.file_digest(content, "sha256").hexdigest()
-        digest.update(f"{file.name}\0{own}\0".encode())
-    return digest.hexdigest()
 
 
 def hash_data(records: Sequence[Record]) -> str:

@@ -6,11 +6,12 @@ or goes on under another epoch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from async_grpo.types import RunId, WeightsSnapshot, WeightsVersion
+    from async_grpo.types import RowKey, RunId, WeightsSnapshot, WeightsVersion
     from async_grpo.types.handles import ControllerHandle
 
 WHO = "the controller"
@@ -25,6 +26,12 @@ class RunClient:
 
     def next_items(self, rank: int, index: int) -> Any:
         return self.controller.next_items.remote(self.run, rank, index)
+
+    def taught_again(self, rank: int, index: int, keys: Sequence[RowKey]) -> Any:
+        return self.controller.taught_again.remote(self.run, rank, index, keys)
+
+    def teacher_head(self, role: str) -> Any:
+        return self.controller.teacher_head.remote(self.run, role)
 
     def hungry(self, index: int) -> Any:
         return self.controller.hungry.remote(self.run, index)

@@ -29,8 +29,11 @@ from async_grpo.controller.verifiers import VerifierTerms
 from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 from async_grpo.roles import VERIFIER, role_of
 from async_grpo.types import (
+    HeadRequest,
+    Minibatch,
     PipelineStatus,
     PublishReport,
+    RowKey,
     RunId,
     Standing,
     StreamItems,
@@ -79,6 +82,7 @@ class Controller:
         self._lease_ids = itertools.count(time.time_ns())
         self._epochs = itertools.count(time.time_ns() // 1_000)
         self._run: _Run | None = None
+        self._teachers: dict[str, WorkerInfo] = {}  # the latest that registered, by role
         self._beginning = asyncio.Lock()
         self._endings: dict[RunId, str] = {}
         self._idle_ticks = 0
@@ -108,9 +112,11 @@ class Controller:
         """Admit a worker once it serves the weights of its role, if there are any yet.
 
         Raises what the worker raised when it cannot load them, `WorkerError` when it is lost,
-        `ConfigError` for a verifier pool with other rewards than those that are used.
+        `ConfigError` for a verifier pool with other rewards than those that are used, and for a
+        teacher of another model than the others of its name.
         """
         self._idle_ticks = 0
+        self._check_model(info)
         async with self._terms.admitted(info):
             await self.registry_of(info.role).register(info, handle)
 
@@ -206,6 +212,24 @@ class Controller:
         """Answer `index` of a rank's stream; asking for it again gives it again."""
         return await self._current(run).batcher.next_items(rank, index)
 
+    async def taught_again(
+        self, run: RunId, rank: int, index: int, keys: Sequence[RowKey]
+    ) -> Minibatch:
+        """Item `index` of a rank with new tickets for these samples, whose payloads are lost."""
+        batcher = self._current(run).batcher
+        return await self._while_it_lasts(run, partial(batcher.taught_again, rank, index, keys))
+
+    async def teacher_head(self, run: RunId, role: str) -> tuple[Any, ...]:
+        """The reference of what makes logits of a teacher's hidden states, in a container."""
+
+        async def ask() -> tuple[Any, ...]:
+            lease = self.registry_of(role).lease(0, timeout_s=self._current(run).stall_timeout_s)
+            async with lease as worker:
+                _, references = await worker.call_for("head", HeadRequest(), num_objects=1)
+            return tuple(references)
+
+        return await self._while_it_lasts(run, ask)
+
     async def hungry(self, run: RunId, index: int) -> None:
         """The ranks have nothing left to compute while they wait for answer `index`."""
         await self._current(run).batcher.hungry(index)
@@ -259,6 +283,21 @@ class Controller:
                 role_of(role), lease_ids=self._lease_ids, kill=self._kill
             )
         return self._registries[role]
+
+    def _check_model(self, info: WorkerInfo) -> None:
+        """All teachers of one name are one model, for as long as a run lasts."""
+        if role_of(info.role).follows != "own":
+            return
+        known = self._teachers.get(info.role)
+        is_used = self._run is not None or self.registry_of(info.role).members
+        if known and is_used and known.model_hash != info.model_hash:
+            raise ConfigError(
+                f"every {info.role} worker must serve the same model: {known.model_path} of "
+                f"worker {known.worker_id} has the sha256 {known.model_hash[:12]}, got "
+                f"{info.model_path} with {info.model_hash[:12]}: start it with the same "
+                "--model-path, or under another --name"
+            )
+        self._teachers[info.role] = info
 
     def _lease(self, lease_id: int) -> Lease | None:
         found = (registry.find_lease(lease_id) for registry in self._registries.values())

@@ -135,7 +135,8 @@ class DenseDivergence(Divergence):
             logits = rows[LOGITS][:, :num_columns]
         else:
             head = teacher.head[:num_columns]
-            logits = product(rows[HIDDEN].to(head.dtype), head.T)
+            hidden = rows[HIDDEN][:, : head.shape[1]]  # filled up to the widest teacher's
+            logits = product(hidden.to(head.dtype), head.T)
             if teacher.bias is not None:
                 logits += teacher.bias[:num_columns]
         logprobs = torch.log_softmax(logits.to(policy) / self.temperature, dim=-1)

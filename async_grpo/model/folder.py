@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -98,6 +99,18 @@ def check_tokenizer_files(folder: Path) -> None:
             "a model folder must hold its tokenizer (tokenizer.json, tokenizer.model, vocab.json "
             f"with merges.txt, vocab.txt or *.tiktoken), {folder} has none: copy its files there"
         )
+
+
+def hash_model(path: str) -> str:
+    """sha256 over config.json and the weights, names and content."""
+    folder = Path(path)
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    digest = hashlib.sha256()
+    for file in (folder / "config.json", *weights):
+        with open(file, "rb") as content:
+            own = hashlib.file_digest(content, "sha256").hexdigest()
+        digest.update(f"{file.name}\0{own}\0".encode())
+    return digest.hexdigest()
 
 
 def read_config(folder: Path) -> PreTrainedConfig:

@@ -88,6 +88,11 @@ def token_logprobs(
     return TokenLogprobs(logprobs, entropy, dict(zip(names, values, strict=True)))
 
 
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`hidden @ weight.T + bias` [C, V] in at least float32, also of bf16: a fresh tensor."""
+    return _logits(hidden, _Head(weight, bias, temperature=1.0))
+
+
 class _Head(NamedTuple):
     """What makes logits of hidden states."""
 

@@ -35,9 +35,25 @@ class PolicyModel(nn.Module):
         terms: Sequence[HeadTerm] = (),
     ) -> TokenLogprobs:
         """Score `packed.target_ids` [N]; logits exist for `chunk_size` tokens at a time."""
+        hidden = self.hidden_states(packed)
+        head = self.model.get_output_embeddings()
+        return token_logprobs(
+            hidden,
+            head.weight,
+            packed.target_ids,
+            temperature=temperature,
+            chunk_size=chunk_size,
+            bias=getattr(head, "bias", None),
+            compile=self.compile_logprobs,
+            terms=terms,
+            rows=packed.scores,
+        )
+
+    def hidden_states(self, packed: PackedMinibatch) -> Tensor:
+        """The last hidden states [N, H], of which the head predicts `packed.target_ids`."""
         if packed.repeat_index is not None and not self.shares_prompts:
             raise ValueError(f"prompts may be shared with {PACKED} attention only: collate without")
-        hidden = self.model.base_model(
+        states: Tensor = self.model.base_model(
             input_ids=packed.input_ids[None],
             position_ids=packed.position_ids[None],
             use_cache=False,  # with a cache, transformers lets packed sequences see each other
@@ -48,18 +64,7 @@ class PolicyModel(nn.Module):
             repeat_index=packed.repeat_index,
             first_index=packed.first_index,
         ).last_hidden_state[0]
-        head = self.model.get_output_embeddings()
-        return token_logprobs(
-            hidden.index_select(0, packed.logit_positions),
-            head.weight,
-            packed.target_ids,
-            temperature=temperature,
-            chunk_size=chunk_size,
-            bias=getattr(head, "bias", None),
-            compile=self.compile_logprobs,
-            terms=terms,
-            rows=packed.scores,
-        )
+        return states.index_select(0, packed.logit_positions)
 
     @property
     def shares_prompts(self) -> bool:

@@ -16,9 +16,11 @@ from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.folder import check_model_folder
 from async_grpo.model.loading import load_policy
+from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import hf_named_parameters
+from async_grpo.types import PackedMinibatch
 
-CHUNK_SIZE = 1024
+CHUNK_SIZE = 1024  # tokens whose logits exist at a time
 TokenIds = NDArray[np.int32]
 
 
@@ -33,18 +35,55 @@ class Scorer:
         self.facts = check_model_folder(model_path)
         attention = choose_attention(device, dtype=weights)
         self._device = device
-        self._policy = load_policy(model_path, attention=attention, dtype=weights)
-        self._policy.to(device).eval().requires_grad_(False)
+        self.policy = load_policy(model_path, attention=attention, dtype=weights)
+        self.policy.to(device).eval().requires_grad_(False)
+
+    @property
+    def head(self) -> torch.nn.Linear:
+        """What makes logits of the last hidden states."""
+        head: torch.nn.Linear = self.policy.model.get_output_embeddings()
+        return head
 
     @torch.no_grad()
     def score(
-        self, pairs: Sequence[tuple[TokenIds, TokenIds]], *, temperature: float
+        self,
+        pairs: Sequence[tuple[TokenIds, TokenIds]],
+        *,
+        temperature: float,
+        width: int | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Log-probabilities [L] of every output token of each (prompt ids, output ids)."""
-        packed = collate_pairs(pairs, share_prompts=self._policy.shares_prompts)
-        packed = to_device(packed, self._device)
-        scored = self._policy(packed, temperature=temperature, chunk_size=CHUNK_SIZE)
+        """Log-probabilities [L] of every output token of each (prompt ids, output ids).
+
+        Over the first `width` tokens of the vocabulary; None: all.
+        """
+        packed = self.packed(pairs)
+        hidden = self.policy.hidden_states(packed)
+        return self.logprobs(hidden, packed, temperature=temperature, width=width)
+
+    def logprobs(
+        self,
+        hidden: torch.Tensor,
+        packed: PackedMinibatch,
+        *,
+        temperature: float,
+        width: int | None = None,
+    ) -> list[NDArray[np.float32]]:
+        """As `score`, of the last hidden states [N, H] of a forward."""
+        head = self.head
+        scored = token_logprobs(
+            hidden,
+            head.weight[:width],
+            packed.target_ids,
+            temperature=temperature,
+            chunk_size=CHUNK_SIZE,
+            bias=None if head.bias is None else head.bias[:width],
+        )
         return [part.float().cpu().numpy() for part in split_by_row(scored.logprobs, packed)]
+
+    def packed(self, pairs: Sequence[tuple[TokenIds, TokenIds]]) -> PackedMinibatch:
+        """All output tokens of (prompt ids, output ids), on the device, for one forward."""
+        packed = collate_pairs(pairs, share_prompts=self.policy.shares_prompts)
+        return to_device(packed, self._device)
 
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -52,7 +91,7 @@ class Scorer:
 
         All of them are checked before any is changed: a refused set leaves the old weights whole.
         """
-        received, own = dict(tensors), dict(hf_named_parameters(self._policy))
+        received, own = dict(tensors), dict(hf_named_parameters(self.policy))
         sent, held = ({name: tuple(t.shape) for name, t in of.items()} for of in (received, own))
         if differing := sorted({name for name, _ in sent.items() ^ held.items()}):
             name = differing[0]

@@ -79,9 +79,13 @@ class MainRank:
         record: RunRecord,
         *,
         hashes: Future[Mapping[str, str]],
+        teacher_widths: Mapping[str, int],
     ) -> None:
-        """Begin the run at the controller. Raises `ConfigError` when another run lives there."""
+        """Begin the run at the controller; `teacher_widths` are the vocabularies' sizes by name.
+
+        Raises `ConfigError` when another run lives there."""
         self.plan = plan
+        self.teacher_widths = teacher_widths
         self.hashes: Future[Mapping[str, str]] | None = hashes
         self.report: Report | Absent = Absent()
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
@@ -240,7 +244,8 @@ class OtherRank(Absent):
     report = Absent()
     hashes = None
     canary = canary_tokens(())
-    client: RunClient  # rank 0 shares its own
+    teacher_widths: Mapping[str, int]  # rank 0 shares its own, as the next one
+    client: RunClient
 
     def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[Absent]:
         return self.report

@@ -18,9 +18,10 @@ from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.checkpoint.fingerprints import hash_data, hash_model
+from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.resume import Start, check_contents
 from async_grpo.checkpoint.saving import in_background
+from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.columns import parse_column_mapping
@@ -31,13 +32,21 @@ from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import GivenTable, QuestionTable
 from async_grpo.environments.find import users_environment
 from async_grpo.errors import ConfigError
-from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.size import read_size
 from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.reward_trial import try_rewards
-from async_grpo.types import GivenPair, Question, ResumePoint, SamplingContract, TrainingPair
+from async_grpo.run.teaching import check_types, teachers_of, type_column
+from async_grpo.types import (
+    GivenPair,
+    Question,
+    ResumePoint,
+    SamplingContract,
+    TrainingPair,
+    WorkerInfo,
+)
 from async_grpo.weight_sync.transport import device_id
 
 logger = logging.getLogger(__name__)
@@ -52,18 +61,24 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     if pairs:
         logger.info("%d given pairs, for %.3g of the samples", len(pairs), 1 - config.gkd_lambda)
     warn_of_few(config, len(questions))
+    check_vocabulary(config, facts.vocab_size)
+    check_types(config, questions, pairs)
     hashes = hash_contents(config, facts, questions, pairs=pairs, start=start)
     plan = plan_run(
         config, facts, questions, held_out, pairs=pairs, num_ranks=num_ranks, resume=start.point
     )
     cluster.connect(config.ray_address, namespace=config.namespace)
-    plan = replace(plan, rules=start_rules(config))
+    store = cluster.object_store_bytes()
+    plan = replace(plan, rules=start_rules(config), object_store_bytes=store)
     longest_prompt = max(questions.longest_prompt, held_out.longest_prompt)
     demand = Demand(config, facts, longest_prompt, longest_pair=pairs.longest, device=device_id())
     controller = find_or_make_controller()
     recruit(controller, demand)
+    teachers = teachers_of(controller, config)
+    hashes = with_teachers(hashes, teachers, start=start)
     try_rewards(controller, questions[0], config)
-    main = MainRank(plan, demand, record, hashes=hashes)
+    widths = {name: info.vocab_size for name, info in teachers.items()}
+    main = MainRank(plan, demand, record, hashes=hashes, teacher_widths=widths)
     record.forget()
     logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)
     for sentence in find_algorithm(config).in_words():
@@ -112,6 +127,18 @@ def hash_contents(
         paths |= {what: code.name for what, code in users.items() if code}
         check_contents(start, hashes.result(), paths)
     return hashes
+
+
+def with_teachers(
+    hashes: Future[Mapping[str, str]], teachers: Mapping[str, WorkerInfo], *, start: Start
+) -> Future[Mapping[str, str]]:
+    """The hashes of a manifest with those of the teachers, which must fit a checkpoint's."""
+    found = {f"teacher {name}": info.model_hash for name, info in teachers.items()}
+    paths = {f"teacher {name}": info.model_path for name, info in teachers.items()}
+    check_contents(start, found, paths)
+    if not found:
+        return hashes
+    return in_background(lambda: {**hashes.result(), **found}, name="hash-teachers")
 
 
 def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
@@ -190,6 +217,8 @@ def plan_run(
         resume=resume,
         environment=users_environment(config.environment),
         max_positions=facts.max_positions,
+        vocab_size=facts.vocab_size,
+        type_column=type_column(config),
     )
 
 

@@ -20,7 +20,16 @@ from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED
 from async_grpo.errors import ConfigError, DeadlineError
 from async_grpo.model.folder import ModelFacts
-from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, role_of, teacher
+from async_grpo.roles import (
+    ENVIRONMENT,
+    GENERATION,
+    REFERENCE,
+    TEACHER,
+    VERIFIER,
+    named,
+    role_of,
+    teacher,
+)
 from async_grpo.types import WorkerInfo
 from async_grpo.weight_sync.routes import check_route
 
@@ -58,9 +67,12 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
     """{role: why the run needs a worker of it}, in the order in which they are looked for."""
     roles = {GENERATION: ""}
     for need in find_algorithm(config).needs:
-        is_kl = need.role == REFERENCE and config.kl_coefficient
-        why = "the KL coefficient is not 0" if is_kl else f"--algorithm {config.algorithm} asks it"
-        roles[need.role] = f" ({why})"
+        why = f"--algorithm {config.algorithm} asks it"
+        if need.role == REFERENCE and config.kl_coefficient:
+            why = "the KL coefficient is not 0"
+        if need.role == TEACHER:
+            why = f"--teacher-for {config.teacher_for}"
+        roles |= dict.fromkeys(named([need.role], config.teacher_names), f" ({why})")
     if config.environment not in SHIPPED:
         roles[ENVIRONMENT] = f" (--environment {config.environment} is played there)"
     return roles | {VERIFIER: ""}

@@ -13,10 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from async_grpo.algorithms.distillation import Distillation
 from async_grpo.checkpoint.resume import Start
+from async_grpo.controller.client import RunClient
 from async_grpo.errors import RunLost
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
+from async_grpo.roles import teacher
 from async_grpo.run.main_rank import MainRank, OtherRank
+from async_grpo.run.teaching import meet_teachers
 from async_grpo.training.fsdp import compute_dtype, iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -103,14 +107,24 @@ class SampledData(Iterator[StreamItem]):
         self._main.wait_announced()
 
     def _open(self) -> RankStream:
+        client = self._ranks.share(lambda: self._main.client)
+        if self._stream is None:
+            self._meet_teachers(client)
         self._stream = RankStream(
-            self._ranks.share(lambda: self._main.client),
+            client,
             rank=self._ranks.rank,
             stall_timeout_s=self._config.stall_timeout_s,
             agree=self._ranks.agree,
             stop=self._stop,
+            teachers=[teacher(name) for name in self._config.teacher_names],
         )
         return self._stream
+
+    def _meet_teachers(self, client: RunClient) -> None:
+        algorithm = self._learner.algorithm
+        if isinstance(algorithm, Distillation):
+            widths = self._ranks.share(lambda: self._main.teacher_widths)
+            meet_teachers(algorithm, client, widths, device=self._learner.device)
 
     def _recover(self, stream: RankStream, reason: str) -> None:
         """All ranks have lost the run before the same item."""

@@ -1,7 +1,8 @@
 """Scores outputs under the reference model or a teacher, many requests to one packed forward.
 
 consumes:     groups of outputs, each naming the exact weights version that it wants; None: its own
-produces:     one log-probability for each output token, at the sampling temperature
+produces:     one log-probability for each output token, at the sampling temperature; of a teacher
+              that is asked for it, a payload for each output: its distribution over every token
 waits for:    the model to be idle; whatever has gathered by then shares a forward
 unblocked by: the end of a forward, or a new request while the model is idle
 """
@@ -12,8 +13,9 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -23,7 +25,9 @@ from async_grpo import cluster, deadlines
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.roles import REFERENCE, role_of
 from async_grpo.types import (
+    HeadRequest,
     LogprobRequest,
+    Payload,
     Pulse,
     RequestPulse,
     WeightsAck,
@@ -33,24 +37,34 @@ from async_grpo.types import (
 )
 
 Scores = NDArray[np.float32]  # [L]
+Arrays = Mapping[str, NDArray[Any]]  # a payload: see `payloads`
+Answer = tuple[Scores, Arrays]
 OWN_WEIGHTS = WeightsVersion(0, 0)  # those of a teacher, which has no others
+
+
+class _Wanted(NamedTuple):
+    """What outputs that share a forward have in common."""
+
+    version: WeightsVersion  # exactly these weights
+    temperature: float
+    payload: Payload | None
+    vocab_size: int  # of the student
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Output:
-    """One queued output, and the future of its log-probabilities."""
+    """One queued output, and the future of what is said of it."""
 
     prompt: NDArray[np.int32]  # [P]
     token_ids: NDArray[np.int32]  # [L]
-    temperature: float
-    version: WeightsVersion  # exactly these weights
-    scores: asyncio.Future[Scores]
+    wanted: _Wanted
+    scores: asyncio.Future[Answer]
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.token_ids)
 
-    def answer(self, result: Scores | Exception) -> None:
+    def answer(self, result: Answer | Exception) -> None:
         """Deliver, unless the caller has gone."""
         if self.scores.done():
             return
@@ -78,15 +92,22 @@ class LogprobWorker:
         began = time.monotonic()
         import torch
 
+        from async_grpo.model.folder import hash_model
         from async_grpo.model.scoring import Scorer
+        from async_grpo.scoring.payloads import teach, to_array
         from async_grpo.weight_sync.buckets import unpack_bucket
 
         imported = time.monotonic()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._teach, self._to_array = teach, to_array
         self._unpack_bucket = unpack_bucket
         self._scorer = Scorer(model_path, device=device, dtype=dtype)
         ready = time.monotonic()
-        self._startup = (("importing", imported - began), ("loading the model", ready - imported))
+        self._startup = [("importing", imported - began), ("loading the model", ready - imported)]
+        self._model_hash = ""
+        if not role_of(role).loads_weights:
+            self._model_hash = hash_model(model_path)
+            self._startup.append(("hashing the model", time.monotonic() - ready))
         self._model_path = model_path
         self._worker_id = worker_id
         self._role = role
@@ -114,8 +135,11 @@ class LogprobWorker:
             overhead=0.0,
             max_model_len=min(self._max_tokens, self._scorer.facts.max_positions),
             temperature=self._temperature,
+            model_hash=self._model_hash,
+            hidden_size=self._scorer.head.weight.shape[1],
+            item_size=self._scorer.head.weight.element_size(),
             lease_s=self._lease_s,
-            startup=self._startup,
+            startup=tuple(self._startup),
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
@@ -132,13 +156,31 @@ class LogprobWorker:
             WorkerError: another temperature than this worker serves, or outputs beyond its budget.
             StaleAnswerError: the weights asked for are not the ones served.
         """
+        return tuple(scores for scores, _ in await self._answers(request))
+
+    async def teach(self, request: LogprobRequest) -> tuple[Any, ...]:
+        """The answer of `logprobs`, then the payload of each output; raises the same.
+
+        Called with one more return value than there are outputs, so that every payload is an object
+        of its own in the store, which the caller need not fetch.
+        """
+        answers = await self._answers(request)
+        return tuple(scores for scores, _ in answers), *(arrays for _, arrays in answers)
+
+    async def head(self, request: HeadRequest) -> tuple[None, Arrays]:
+        """What makes logits of this teacher's hidden states: the second return value."""
+        head = self._scorer.head
+        tensors = {"weight": head.weight, "bias": head.bias}
+        return None, {n: self._to_array(t) for n, t in tensors.items() if t is not None}
+
+    async def _answers(self, request: LogprobRequest) -> list[Answer]:
         outputs = self._outputs(request)
         self._line += outputs
         if self._serving is None or self._serving.done():
             self._serving = asyncio.create_task(self._serve(), name="logprob-forwards")
         self._unanswered.add(request.lease_id)
         try:
-            return tuple(await asyncio.gather(*(output.scores for output in outputs)))
+            return list(await asyncio.gather(*(output.scores for output in outputs)))
         finally:
             self._unanswered.discard(request.lease_id)
 
@@ -179,7 +221,7 @@ class LogprobWorker:
                 outputs = [output for output in taken if not output.scores.done()]
                 if not outputs:  # their callers have gone
                     continue
-                results: Sequence[Scores | Exception]
+                results: Sequence[Answer | Exception]
                 try:
                     results = await asyncio.to_thread(self._score, outputs)
                     self._num_tokens += sum(output.num_tokens for output in outputs)
@@ -190,15 +232,22 @@ class LogprobWorker:
                 for output, result in zip(outputs, results, strict=True):
                     output.answer(result)
 
-    def _score(self, outputs: Sequence[_Output]) -> list[Scores]:
+    def _score(self, outputs: Sequence[_Output]) -> list[Answer]:
         """One forward; the versions are compared here, for weights may change while one waits."""
-        version, temperature = outputs[0].version, outputs[0].temperature
-        if version != self._version:
+        wanted = outputs[0].wanted
+        if wanted.version != self._version:
             raise StaleAnswerError(
-                f"{self._role} weights {version} were asked, {self._version} are served"
+                f"{self._role} weights {wanted.version} were asked, {self._version} are served"
             )
         pairs = [(output.prompt, output.token_ids) for output in outputs]
-        return self._scorer.score(pairs, temperature=temperature)
+        temperature, width = wanted.temperature, self._scorer.facts.vocab_size
+        width = min(wanted.vocab_size or width, width)
+        if wanted.payload is not None:
+            return self._teach(
+                self._scorer, pairs, temperature=temperature, payload=wanted.payload, width=width
+            )
+        scored = self._scorer.score(pairs, temperature=temperature, width=width)
+        return [(scores, {}) for scores in scored]
 
     def _outputs(self, request: LogprobRequest) -> list[_Output]:
         """The outputs of a request that this worker can serve, or `WorkerError`."""
@@ -214,29 +263,36 @@ class LogprobWorker:
                 f"a prompt and its output must fit the {self._max_tokens} tokens of worker "
                 f"{self._worker_id}, got {longest}: start it with a larger --max-tokens-per-gpu"
             )
+        own = self._scorer.facts.vocab_size
+        vocab_size = min(own, request.vocab_size or own)
+        largest = max((int(ids.max(initial=0)) for row in rows for ids in row), default=0)
+        if largest >= vocab_size:
+            raise WorkerError(
+                f"every token must be below {vocab_size}, which {self._model_path} and the student "
+                f"both have, got {largest}: a model whose vocabulary is padded sampled the padding"
+            )
         version = OWN_WEIGHTS if request.version is None else request.version
+        wanted = _Wanted(version, request.temperature, request.payload, request.vocab_size)
         new_future = asyncio.get_running_loop().create_future
-        return [
-            _Output(prompt, token_ids, request.temperature, version, new_future())
-            for prompt, token_ids in rows
-        ]
+        return [_Output(prompt, token_ids, wanted, new_future()) for prompt, token_ids in rows]
 
 
 def take_forward(line: list[_Output], *, max_tokens: int) -> list[_Output]:
     """The outputs of the next packed forward, removed from `line`; each fits by itself.
 
-    Oldest weights go first, then who came first; later ones with the same weights fill the room
-    that is left.
+    Oldest weights go first, then who came first; later ones that want the same of the same weights
+    fill the room that is left.
 
     >>> from types import SimpleNamespace
-    >>> line = [SimpleNamespace(num_tokens=n, version=WeightsVersion(0, 0)) for n in (60, 50, 40)]
+    >>> wanted = SimpleNamespace(version=WeightsVersion(0, 0))
+    >>> line = [SimpleNamespace(num_tokens=n, wanted=wanted) for n in (60, 50, 40)]
     >>> [[output.num_tokens for output in take_forward(line, max_tokens=100)] for _ in range(3)]
     [[60, 40], [50], []]
     """
-    version = min((output.version for output in line), default=None)
+    first = min(line, key=lambda output: output.wanted.version, default=None)
     room, taken, left = max_tokens, [], []
     for output in line:
-        if output.version == version and output.num_tokens <= room:
+        if first and output.wanted == first.wanted and output.num_tokens <= room:
             taken.append(output)
             room -= output.num_tokens
         else:

@@ -2,7 +2,8 @@
 
 A file holds the arrays that model and loss read of each minibatch (`PackedMinibatch`), under its
 number: `0.input_ids`, `0.scores.reference`. Beside them `0.keys` [S, 4] tells whose sequences these
-are: ordinal, attempt, index in the group, row. Texts and the questions' columns stay behind.
+are: ordinal, attempt, index in the group, row. Texts, the questions' columns and the hidden states
+and logits of teachers stay behind.
 
     learner = Learner.build(config, ranks)  # the weights that the skipped step left untouched
     for packed in load_minibatches("runs/latest/non_finite/step_12_rank_0.npz"):
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -32,6 +33,9 @@ MAX_FILES = 8  # a rank; the first ones tell the most
 FORMAT = 3
 SCORES = "scores."  # and a name
 
+# Of teachers: a whole step of them would be many times a minibatch's activations.
+TOO_LARGE = ("teacher.hidden", "teacher.logits")
+
 Arrays = dict[str, NDArray[Any]]
 
 
@@ -45,6 +49,10 @@ class Replay:
 
     def keep(self, minibatch: Minibatch, packed: PackedMinibatch) -> None:
         """Remember a minibatch, as it is packed for the model, until its step has ended."""
+        if any(name in packed.scores for name in TOO_LARGE):
+            packed = replace(packed, scores=_small(packed.scores))
+            samples = (replace(sample, scores={}) for sample in minibatch.samples)
+            minibatch = replace(minibatch, samples=tuple(samples))
         self._kept.append((minibatch, packed))
 
     def discard(self) -> None:
@@ -106,6 +114,10 @@ def load_minibatches(path: str | Path) -> tuple[PackedMinibatch, ...]:
         number, _, field = name.partition(".")
         by_number.setdefault(int(number), {})[field] = array
     return tuple(_packed(by_number[number]) for number in sorted(by_number))
+
+
+def _small(scores: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: values for name, values in scores.items() if name not in TOO_LARGE}
 
 
 def _arrays(packed: PackedMinibatch) -> Arrays:

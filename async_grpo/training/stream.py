@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ import ray
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import ClusterError, ProcessLostError, RunLost
+from async_grpo.training.payloads import fetch_payloads
 from async_grpo.training.standstill import Standstill
-from async_grpo.types import StreamItem, StreamItems
+from async_grpo.types import Minibatch, StreamItem, StreamItems
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient
@@ -43,8 +44,13 @@ class RankStream(Iterator[StreamItem]):
         stall_timeout_s: float,
         agree: Callable[[int], int] = int,
         stop: Event | None = None,
+        teachers: Sequence[str] = (),
     ) -> None:
-        """`agree` is `Ranks.agree`; the default serves a rank that is alone."""
+        """`agree` is `Ranks.agree`; the default serves a rank that is alone.
+
+        `teachers`: the roles whose payloads minibatches have tickets for.
+        """
+        self._teachers = teachers
         self.client = client
         self._rank = rank
         self._stall_timeout_s = stall_timeout_s
@@ -88,10 +94,25 @@ class RankStream(Iterator[StreamItem]):
             self.client.hungry(self._index)
         try:
             items = self._wait_while_it_moves(reference)
+            if items is not None:
+                items = tuple(map(self._with_payloads, items))
         except (ProcessLostError, ClusterError) as error:  # its process, or what its node held
             self._loss = str(error)
             return None, LOST
         return (None, STOP) if self._stop.is_set() else (items, READY)
+
+    def _with_payloads(self, item: StreamItem) -> StreamItem:
+        """The item with what its teachers said, fetched before this rank agrees to train it."""
+        if not isinstance(item, Minibatch) or not any(sample.tickets for sample in item.samples):
+            return item
+        return fetch_payloads(
+            item,
+            self.client,
+            rank=self._rank,
+            index=self._index,
+            timeout_s=self._stall_timeout_s,
+            teachers=self._teachers,
+        )
 
     def _wait_while_it_moves(self, reference: Any) -> StreamItems | None:
         """The answer; None when this rank is asked to stop before it comes."""

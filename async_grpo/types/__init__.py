@@ -14,6 +14,7 @@ from async_grpo.types.requests import (
     EpisodesRequest,
     GenerationRequest,
     GradingRequest,
+    HeadRequest,
     LogprobRequest,
     PlayedGroup,
     VerificationRequest,

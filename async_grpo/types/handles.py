@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from async_grpo.types import (
         GenerationRequest,
         GradingRequest,
+        HeadRequest,
         LogprobRequest,
+        Minibatch,
         PipelineStatus,
         PlayedGroup,
         PublishReport,
         Pulse,
+        RowKey,
         RunId,
         Standing,
         StreamItems,
@@ -54,6 +57,8 @@ class WorkerHandle(Protocol):
     expect_weights: Remote[[WeightsSnapshot], None]
     receive_weights: Remote[[WeightsSnapshot, dict[str, Any], float], None]
     logprobs: Remote[[LogprobRequest], Sequence[Any]]  # of references and teachers
+    teach: Remote[[LogprobRequest], tuple[Any, ...]]  # of teachers, as the next one
+    head: Remote[[HeadRequest], tuple[Any, ...]]
     play: Remote[[EpisodesRequest], PlayedGroup]  # of environments
     verify: Remote[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below
     try_out: Remote[[VerificationRequest], tuple[Verdict, ...]]
@@ -87,6 +92,8 @@ class ControllerHandle(Protocol):
     published: Remote[[RunId, WeightsVersion], None]
     next_items: Remote[[RunId, int, int], StreamItems]
     hungry: Remote[[RunId, int], None]
+    taught_again: Remote[[RunId, int, int, Sequence[RowKey]], Minibatch]
+    teacher_head: Remote[[RunId, str], tuple[Any, ...]]
     evaluate: Remote[[RunId], EvaluationResult]
     status: Remote[[RunId], PipelineStatus]
     abort: Remote[[RunId, str], None]

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import operator
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 
@@ -32,13 +33,25 @@ class Parcel(Message):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack, (type(self), pickle.dumps(self._values(), protocol=5))
+        return _unpack, (type(self), packed(self._values()))
 
 
 @functools.cache
-def _getter(cls: type[Any]) -> operator.attrgetter[Any]:
-    return operator.attrgetter(*(field.name for field in dataclasses.fields(cls)))
+def _getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    names = [field.name for field in dataclasses.fields(cls)]
+    if len(names) == 1:  # of one name, `attrgetter` gives the value itself
+        return lambda message: (getattr(message, names[0]),)
+    return operator.attrgetter(*names)
+
+
+def packed(values: Any) -> bytes:
+    """Values without references of Ray's, which it would not see."""
+    return pickle.dumps(values, protocol=5)
+
+
+def unpacked(values: bytes) -> Any:
+    return pickle.loads(values)
 
 
 def _unpack(cls: type[Parcel], values: bytes) -> Parcel:
-    return cls(*pickle.loads(values))
+    return cls(*unpacked(values))

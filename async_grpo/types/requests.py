@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from async_grpo.types.message import Message, Parcel
 from async_grpo.types.runs import RunId
 from async_grpo.types.samples import Episode, Question, SamplingContract, Turn, Verdict
+from async_grpo.types.teaching import Payload
 from async_grpo.types.weights import WeightsVersion
 from async_grpo.user_code import UserCode
 
@@ -57,11 +58,20 @@ class LogprobRequest:
     temperature: float
     version: WeightsVersion | None  # exactly these weights; None: a teacher's own
     lease_id: int = 0  # by which the worker's pulse tells of it
+    payload: Payload | None = None  # what else a teacher is asked
+    vocab_size: int = 0  # of the student: a payload is over the tokens that both have
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the packed forward that answers it: every output has its prompt."""
         return sum(map(len, (*self.prompt_token_ids, *self.output_token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRequest(Message):
+    """For the head of a teacher's model, which ranks that get hidden states need."""
+
+    lease_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,6 +25,15 @@ class Payload(Message):
     top_k: int  # K; 0 unless the kind is topk
     temperature: float  # of the distribution, for topk
 
+    def bytes_per_token(self, *, hidden: int, logits: int) -> int:
+        """What travels of one token, of a teacher whose states and logits have so many bytes.
+
+        >>> Payload("topk", 64, 1.0).bytes_per_token(hidden=1152, logits=98_304)
+        516
+        """
+        of_top_k = 8 * self.top_k + 4  # ids, log-probabilities, tail
+        return {"topk": of_top_k, "hidden": hidden, "logits": logits}[self.kind]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ticket(Message):

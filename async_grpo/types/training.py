@@ -6,13 +6,12 @@ U tokens of the sequences, each with its prompt; T = U where no prompt is shared
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.types.audit import Tally
-from async_grpo.types.message import Parcel
+from async_grpo.types.message import Parcel, packed, unpacked
 from async_grpo.types.samples import Sample
 from async_grpo.types.teaching import Ticket
 
@@ -36,13 +35,13 @@ class Minibatch(Parcel):
             return Parcel.__reduce__(self)  # a class with slots has no super() of its own here
         bare = tuple(replace(sample, tickets=()) for sample in self.samples)
         tickets = [sample.tickets for sample in self.samples]
-        return _with_tickets, (pickle.dumps(bare, protocol=5), tickets, self.round_index)
+        return _with_tickets, (packed(bare), tickets, self.round_index)
 
 
 def _with_tickets(
-    packed: bytes, tickets: Sequence[tuple[Ticket, ...]], round_index: int
+    values: bytes, tickets: Sequence[tuple[Ticket, ...]], round_index: int
 ) -> Minibatch:
-    pairs = zip(pickle.loads(packed), tickets, strict=True)
+    pairs = zip(unpacked(values), tickets, strict=True)
     return Minibatch(round_index, tuple(replace(sample, tickets=own) for sample, own in pairs))
 
 

@@ -11,9 +11,9 @@ from async_grpo.weight_sync.buckets import pack_buckets
 VOCABULARY = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(48 + i): 3 + i for i in range(75)}
 
 
-def make_model(folder, *, tied, hidden_size=64):
+def make_model(folder, *, tied, hidden_size=64, vocab_size=128):
     config = Qwen3Config(
-        vocab_size=128,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=128,
         num_hidden_layers=2,

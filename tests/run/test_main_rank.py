@@ -28,7 +28,7 @@ class World:
         self.lives, self.told, self.clients = list(lives), [], []
         self.failures = []  # of the next beginnings
         self.main = main = object.__new__(MainRank)
-        config = SimpleNamespace(stall_timeout_s=60.0, eval_data_path="held-out")
+        config = SimpleNamespace(stall_timeout_s=60.0, eval_data_path="held-out", teacher_names=())
         main.plan = SimpleNamespace(config=config, held_out=())
         main.report = SimpleNamespace(
             stood_still=lambda metric, seconds: self.told.append(seconds) if seconds else None,
@@ -52,7 +52,9 @@ class World:
         ranks = SimpleNamespace(
             rank=0, agree=int, on_main=lambda work: work(), share=lambda work: work()
         )
-        learner = SimpleNamespace(config=config, discard=lambda: self.told.append("discarded"))
+        learner = SimpleNamespace(
+            config=config, algorithm=None, discard=lambda: self.told.append("discarded")
+        )
         self.stop = Event()
         self.ranks = ranks
         self.data = SampledData(ranks, learner, main, self.stop)

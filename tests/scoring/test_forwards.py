@@ -9,10 +9,20 @@ from async_grpo.types import WeightsVersion
 OLD, NEW = WeightsVersion(0, 0), WeightsVersion(0, 4)
 
 
+class Wanted(NamedTuple):
+    version: WeightsVersion
+    temperature: float = 1.0
+
+
 class Request(NamedTuple):
     number: int
     num_tokens: int
     version: WeightsVersion = OLD
+    temperature: float = 1.0
+
+    @property
+    def wanted(self):
+        return Wanted(self.version, self.temperature)
 
 
 def drain(line):
@@ -36,6 +46,11 @@ def test_smaller_requests_fill_the_room_that_the_first_ones_leave():
 def test_only_requests_of_one_version_share_a_forward_and_older_weights_go_first():
     line = [Request(number, 10, version) for number, version in enumerate([NEW, OLD, NEW, OLD])]
     assert drain(line) == [[1, 3], [0, 2]]
+
+
+def test_only_requests_that_want_the_same_share_a_forward():
+    line = [Request(number, 10, OLD, 1.0 + number % 2) for number in range(4)]
+    assert drain(line) == [[0, 2], [1, 3]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.sampled_from([OLD, NEW])), max_size=40))

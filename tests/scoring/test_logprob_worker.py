@@ -88,9 +88,9 @@ def count_forwards(worker):
     """The sizes in outputs of all forwards from now on, while they happen."""
     sizes, score = [], worker._scorer.score
 
-    def counted(pairs, *, temperature):
+    def counted(pairs, **setting):
         sizes.append(len(pairs))
-        return score(pairs, temperature=temperature)
+        return score(pairs, **setting)
 
     worker._scorer.score = counted
     return sizes
@@ -254,7 +254,7 @@ def test_a_forward_that_fails_is_told_to_its_callers_only(worker):
         await worker.load_weights(snapshot(FIRST))
         good = worker._scorer.score
 
-        def fails_once(pairs, *, temperature):
+        def fails_once(pairs, **setting):
             worker._scorer.score = good
             raise RuntimeError("out of memory")
 

@@ -1,0 +1,94 @@
+"""The teachers of a run, as the pipeline asks them: whose sample it is, and room for the answer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING
+
+from async_grpo.batching.teacher_buffer import TeacherBuffer
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import WorkerError
+from async_grpo.roles import teacher
+from async_grpo.types import LogprobRequest, Payload, Sample
+
+if TYPE_CHECKING:
+    from async_grpo.controller.registry import WorkerRegistry
+
+Samples = tuple[Sample, ...]
+
+
+class Teachers:
+    """Routes samples, and bounds what waits of their payloads."""
+
+    def __init__(
+        self,
+        registry_of: Callable[[str], WorkerRegistry],
+        buffer: TeacherBuffer,
+        *,
+        config: TrainConfig,
+        vocab_size: int,
+        type_column: str,
+    ) -> None:
+        """`vocab_size` is the student's; `type_column` is where a line says its type."""
+        self.vocab_size = vocab_size
+        self.buffer = buffer
+        self._registry_of = registry_of
+        self._config = config
+        self._type_column = type_column
+        self._num_lost = 0  # samples whose payload was lost, since last taken
+
+    def take_clock(self) -> dict[str, float]:
+        """Seconds that scoring waited for room since the last call, and samples scored again."""
+        num_lost, self._num_lost = self._num_lost, 0
+        seconds = self.buffer.take_seconds_waiting()
+        return {"teacher_buffer_seconds": seconds, "lost_payloads": num_lost}
+
+    def lost(self, num_samples: int) -> None:
+        """The payloads of so many samples were lost with a node."""
+        self._num_lost += num_samples
+
+    def by_role(self, samples: Samples) -> Mapping[str, Samples]:
+        """{role of a teacher: the samples that it teaches}, by ticket or `dataset_type`."""
+        found: dict[str, Samples] = {}
+        for sample in samples:
+            role = sample.tickets[0].teacher if sample.tickets else self._role_of(sample)
+            found[role] = (*found.get(role, ()), sample)
+        return found
+
+    def sizes(self, role: str, request: LogprobRequest, payload: Payload) -> list[int]:
+        """Bytes of the payload of each row of a request; 0 while nobody knows the teacher."""
+        members = self._registry_of(role).members
+        info = members[0].info if members else None
+        of_hidden = info.hidden_size * info.item_size if info else 0
+        of_logits = min(info.vocab_size, self.vocab_size) * info.item_size if info else 0
+        per_token = payload.bytes_per_token(hidden=of_hidden, logits=of_logits)
+        return [per_token * len(ids) for ids in request.output_token_ids]
+
+    @contextlib.asynccontextmanager
+    async def room_for(self, num_bytes: int, *, ordinal: int) -> AsyncIterator[None]:
+        """Hold so many bytes until they are `fetched`, or the body raises."""
+        step = self._step_of(ordinal)
+        await self.buffer.hold(num_bytes, step=step)
+        try:
+            yield
+        except BaseException:
+            await self.buffer.release(num_bytes, step=step)
+            raise
+
+    async def fetched(self, samples: Samples) -> None:
+        """Every rank has what the tickets of its samples stand for."""
+        for sample in samples:
+            if sample.tickets:
+                num_bytes = sum(ticket.num_bytes for ticket in sample.tickets)
+                await self.buffer.release(num_bytes, step=self._step_of(sample.ordinal))
+
+    def _role_of(self, sample: Sample) -> str:
+        kind = str(sample.question.columns.get(self._type_column, ""))
+        name = self._config.teacher_of(kind)
+        if name is None:  # the trainer has looked at every line before
+            raise WorkerError(f"--teacher-for names no teacher of the dataset_type {kind!r}")
+        return teacher(name)
+
+    def _step_of(self, ordinal: int) -> int:
+        return ordinal // self._config.questions_per_step

@@ -1,0 +1,103 @@
+"""The teachers of a run, as its trainer meets them: their models, and their heads at the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from async_grpo import cluster, deadlines
+from async_grpo.config.distillation import EVERY_TYPE
+from async_grpo.config.option import flag
+from async_grpo.config.train import TrainConfig
+from async_grpo.controller.client import WHO, RunClient
+from async_grpo.data.columns import parse_column_mapping
+from async_grpo.distillation.head_terms import Teacher
+from async_grpo.errors import DataError
+from async_grpo.roles import teacher
+from async_grpo.types import GivenPair, Question, WorkerInfo
+
+if TYPE_CHECKING:
+    from async_grpo.algorithms.distillation import Distillation
+    from async_grpo.types.handles import ControllerHandle
+
+TYPE = "dataset_type"
+MAX_SHOWN = 5
+
+
+def type_column(config: TrainConfig) -> str:
+    """The column of the user's lines that chooses a teacher."""
+    return parse_column_mapping(config.column_mapping).get(TYPE, TYPE)
+
+
+def check_types(
+    config: TrainConfig, questions: Sequence[Question], pairs: Sequence[GivenPair]
+) -> None:
+    """Raise `DataError` for lines that no teacher teaches, and for teachers without a line."""
+    named = config.teacher_routes.keys() - {EVERY_TYPE}
+    if not named:
+        return
+    column = type_column(config)
+    of_data = {str(question.columns.get(column, "")) for question in questions}
+    of_pairs = {str(pair.question.columns.get(column, "")) for pair in pairs}
+    found = of_data | of_pairs
+    if missing := sorted(kind for kind in found if config.teacher_of(kind) is None):
+        path = config.data_path if missing[0] in of_data else config.pairs_path
+        raise DataError(
+            f"every {column} of {path} must have a teacher, {_shown(missing)} has "
+            f"none: add {flag('teacher_for')} TYPE=NAME for it, or NAME for all others"
+        )
+    if unused := sorted(named - found):
+        raise DataError(
+            f"{flag('teacher_for')} {unused[0]}={config.teacher_routes[unused[0]]} names a teacher "
+            f"that nobody uses: no line of {config.data_path} has the {column} {unused[0]!r}, but "
+            f"{_shown(sorted(found))}"
+        )
+
+
+def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, WorkerInfo]:
+    """{name: a worker that serves the teacher}; all workers of a name serve the same model."""
+    found: dict[str, WorkerInfo] = {}
+    for name in config.teacher_names:
+        call = controller.members.remote(teacher(name))
+        members = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=WHO)
+        found |= {name: members[0]} if members else {}
+    return found
+
+
+def meet_teachers(
+    algorithm: Distillation,
+    client: RunClient,
+    widths: Mapping[str, int],
+    *,
+    device: torch.device,
+) -> None:
+    """Give a rank's algorithm what it must know of each teacher, by name its vocabulary's width.
+
+    Where teachers send hidden states, every rank has their heads, which never change.
+    """
+    has_heads = algorithm.config.teacher_payload == "hidden"
+    teachers = []
+    for name in algorithm.config.teacher_names:
+        head = _head(client, name, device) if has_heads else {}
+        teachers.append(Teacher(widths[name], head.get("weight"), head.get("bias")))
+    algorithm.learn_from(teachers)
+
+
+def _head(client: RunClient, name: str, device: torch.device) -> dict[str, torch.Tensor]:
+    call = client.teacher_head(teacher(name))
+    references = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=WHO)
+    (arrays,) = cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
+    if arrays is None:
+        raise DataError(f"the head of teacher {name} did not come: look at its worker's node")
+    tensors = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
+    return {
+        key: (t.view(torch.bfloat16) if t.dtype == torch.uint16 else t).to(device)
+        for key, t in tensors.items()
+    }
+
+
+def _shown(kinds: Collection[str]) -> str:
+    more = ", ..." if len(kinds) > MAX_SHOWN else ""
+    return ", ".join(map(repr, list(kinds)[:MAX_SHOWN])) + more

@@ -1,0 +1,69 @@
+"""What a teacher says of each token's whole distribution, in the bytes in which it travels.
+
+Legend: N tokens of a forward, L of a row, K tokens of the vocabulary, V all of them, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from async_grpo.distillation.head_terms import top_k_with_tail
+from async_grpo.model.collate import split_by_row
+from async_grpo.model.logprobs import head_logits
+from async_grpo.model.scoring import CHUNK_SIZE, Scorer, TokenIds
+from async_grpo.types import Payload
+
+Labels = NDArray[np.float32]  # [L] log-probability of each token
+Arrays = Mapping[str, NDArray[np.generic]]  # [L, ...] each, by name; bfloat16 as its bits, uint16
+
+
+@torch.no_grad()
+def teach(
+    scorer: Scorer,
+    pairs: Sequence[tuple[TokenIds, TokenIds]],
+    *,
+    temperature: float,
+    payload: Payload,
+    width: int,
+) -> list[tuple[Labels, Arrays]]:
+    """Of every (prompt ids, output ids): log-probabilities at `temperature`, and the payload.
+
+    `width`: the first columns of the vocabulary, over which a payload is.
+    """
+    packed = scorer.packed(pairs)
+    hidden, head = scorer.policy.hidden_states(packed), scorer.head
+    labels = scorer.logprobs(hidden, packed, temperature=temperature, width=width)
+    tensors = _tensors(hidden, head, payload, width)
+    by_row = [split_by_row(tensor, packed) for tensor in tensors.values()]
+    arrays = [
+        dict(zip(tensors, map(to_array, parts), strict=True)) for parts in zip(*by_row, strict=True)
+    ]
+    return list(zip(labels, arrays, strict=True))
+
+
+def _tensors(
+    hidden: Tensor, head: torch.nn.Linear, payload: Payload, width: int
+) -> dict[str, Tensor]:
+    """[N, ...] each; but for kind `logits`, logits exist for a chunk of tokens at a time."""
+    if payload.kind == "hidden":
+        return {"hidden": hidden}
+    chunks = (head_logits(part, head.weight, head.bias) for part in hidden.split(CHUNK_SIZE))
+    if payload.kind == "logits":
+        return {"logits": torch.cat([chunk[:, :width].to(hidden.dtype) for chunk in chunks])}
+    k, temperature = payload.top_k, payload.temperature
+    chosen = [top_k_with_tail(c, k, temperature=temperature, width=width) for c in chunks]
+    ids, logprobs, tail = (torch.cat(parts) for parts in zip(*chosen, strict=True))
+    return {"ids": ids, "logprobs": logprobs, "tail": tail}
+
+
+def to_array(tensor: Tensor) -> NDArray[np.generic]:
+    """The tensor's bytes as numpy knows them."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy()
+    return tensor.numpy()

@@ -1,0 +1,159 @@
+"""Two teachers of two kinds of questions, asked by real runs through the command line.
+
+Teachers, controller, object store and ranks are real; only the engine's tokens are drawn at random.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from commands import Command, trainer
+from loops import read_lines
+from private_cluster import PrivateCluster, environment
+from tiny_models import load_model, make_model
+
+pytestmark = pytest.mark.integration
+NAMESPACE = ("--namespace", "distillation")
+READY_S = 180.0  # of commands on a busy machine
+BATCHES, BATCH, GROUP = 2, 4, 4
+ALPHA, TAU, GAMMA, ETA = 0.3, 1.5, 0.7, 0.5
+KINDS = {"plus": "a", "times": "b"}
+PAYLOADS = {
+    "topk": ("--teacher-payload", "topk", "--gkd-top-k", 5),
+    "hidden": ("--teacher-payload", "hidden"),
+    "logits": ("--teacher-payload", "logits"),
+}
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory):
+    """Folders of two models of other sizes with the same tokens, by name; one is padded."""
+    sizes = {"a": {"hidden_size": 32}, "b": {"hidden_size": 96, "vocab_size": 136}}
+    return {
+        name: make_model(tmp_path_factory.mktemp(f"teacher-{name}"), tied=False, **size)
+        for name, size in sizes.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def puzzles(tmp_path_factory):
+    file = tmp_path_factory.mktemp("puzzles") / "puzzles.jsonl"
+    lines = [
+        {"input": f"{n}{'+' if kind == 'plus' else '*'}2=", "answer": "7", "dataset_type": kind}
+        for n in range(4)
+        for kind in KINDS
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def address(tiny_model, teachers, sevens):
+    """A cluster with a scripted engine and both teachers."""
+    scripted = environment(PYTHONPATH="tests")
+    cluster = PrivateCluster(env=scripted)
+    common = ("--ray-address", cluster.address, *NAMESPACE)
+    commands = [
+        Command(
+            *("-m", "faults.scripted_dispatcher", "--model-path", tiny_model),
+            *("--reward-fns", sevens, "--global-num-verifiers", 1, *common),
+            env=scripted,
+        )
+    ]
+    for name, folder in teachers.items():
+        command = Command(
+            *("worker_dispatcher.py", "--mode", "teacher", "--name", name),
+            *("--model-path", folder, "--max-tokens-per-gpu", 512, *common),
+            env=scripted,
+        )
+        commands.append(command)
+    try:
+        for command in commands:
+            command.wait_for("registered", timeout_s=READY_S)
+        yield cluster.address
+    finally:
+        for command in commands:
+            command.__exit__()
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def runs(address, tiny_model, puzzles, tmp_path_factory):
+    """{payload: what its run has left}."""
+    found = {}
+    for payload, options in PAYLOADS.items():
+        found[payload] = tmp_path_factory.mktemp(payload)
+        run = trainer(
+            *(address, tiny_model, puzzles, found[payload], *NAMESPACE, *options),
+            *("--teacher-for", "plus=a", "--teacher-for", "times=b"),
+            *("--gkd-coefficient", GAMMA, "--gkd-alpha", ALPHA, "--gkd-temperature", TAU),
+            *("--opd-coefficient", ETA, "--num-training-batches", BATCHES),
+            *("--max-staleness", 0, "--deterministic", "--dump-token-columns", True),
+            ranks=2 if payload == "hidden" else 1,
+        )
+        with run:
+            assert run.wait(timeout_s=READY_S) == 0, run.err[-4000:]
+    return found
+
+
+def first_loss(folder, model, teachers, *, top_k):
+    """The loss of the first step, of whole float32 distributions in this process."""
+    losses = []
+    for sample in (s for s in read_lines(folder / "samples.jsonl") if s["batch"] == 0):
+        prompt, output = sample["input_token_ids"], sample["output_token_ids"]
+        logits, taught = (
+            each(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].double()
+            for each in (model, teachers["a" if "+" in sample["input"] else "b"])
+        )
+        taught = taught[:, : logits.shape[1]]  # the tokens that both have
+        chosen = torch.tensor(output)[:, None]
+        lp, tea = (each.log_softmax(-1).gather(1, chosen)[:, 0] for each in (logits, taught))
+        divergence = cut_divergence(logits / TAU, taught / TAU, top_k=top_k)
+        advantage = sample["advantage"] + ETA * (tea - lp)
+        losses.append((-advantage + GAMMA * divergence).mean())
+    return torch.stack(losses).mean().item()
+
+
+def cut_divergence(student, teacher, *, top_k):
+    """JSD of the teacher's `top_k` tokens and one cell for the rest, [L]."""
+    p, q = student.softmax(-1), teacher.softmax(-1)
+    if top_k:
+        ids = q.topk(top_k).indices
+        p, q = (
+            torch.cat([kept := each.gather(1, ids), 1 - kept.sum(1, keepdim=True)], dim=1)
+            for each in (p, q)
+        )
+    m = (1 - ALPHA) * p + ALPHA * q
+    to_m = [(each * (each / m).log()).sum(1) for each in (q, p)]
+    return ALPHA * to_m[0] + (1 - ALPHA) * to_m[1]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_the_first_loss_is_that_of_whole_distributions(payload, runs, tiny_model, teachers):
+    models = {name: load_model(folder) for name, folder in teachers.items()}
+    with torch.no_grad():
+        expected = first_loss(
+            runs[payload], load_model(tiny_model), models, top_k=5 if payload == "topk" else 0
+        )
+    first = read_lines(runs[payload] / "training_metrics.jsonl")[0]
+    assert first["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_every_step_says_what_its_teachers_did(payload, runs):
+    for row in read_lines(runs[payload] / "training_metrics.jsonl"):
+        assert row["trained_samples"] == row["num_samples"] == BATCH * GROUP
+        assert row["teacher_tokens"] == row["avg_output_tokens"] * row["num_samples"]
+        assert row["lost_payloads"] == 0
+        assert all(math.isfinite(row[name]) for name in ("loss", "grad_norm", "gkd_divergence"))
+
+
+def test_a_type_without_a_teacher_is_refused(address, tiny_model, puzzles, tmp_path):
+    run = trainer(
+        *(address, tiny_model, puzzles, tmp_path / "run", *NAMESPACE),
+        *("--teacher-for", "plus=a", "--gkd-coefficient", 1),
+    )
+    with run:
+        assert run.wait(timeout_s=READY_S) == 1
+    assert "'times' has none" in run.err
