@@ -1,11 +1,15 @@
-"""Make a tiny Qwen3 (1M parameters, characters as tokens) that half knows a countdown puzzle.
+"""Make a tiny Qwen3 with characters as tokens that knows, or half knows, a countdown puzzle.
 
-    OMP_NUM_THREADS=1 python sample-data/create_tiny_model.py --output sample-data/tiny-countdown
+    OMP_NUM_THREADS=1 python sample-data/create_tiny_model.py
+    OMP_NUM_THREADS=1 python sample-data/create_tiny_model.py --kind teacher
 
-It is warm-started on demonstrations by the project's own trainer, in three stages: attempts teach
-the form, right answers teach the task, and a short last stage of mostly wrong ones spreads the
-policy, so that several samples find most answers and there is something left to learn. Data and
-weights depend on `--seed` alone, up to rounding.
+It is warm-started on demonstrations by the project's own trainer. The `student`, the quick start's
+model, in three stages: attempts teach the form, right answers teach the task, and a short last
+stage of mostly wrong ones spreads the policy, so that several samples find most answers and there
+is something left to learn. The others are the teachers of the examples of distillation, and have
+seen right answers in one line only: the larger `teacher` to sums and differences, `mul-teacher` to
+products and quotients, of which the student has seen none.
+Data and weights depend on `--kind` and `--seed` alone, up to rounding.
 """
 
 from __future__ import annotations
@@ -17,14 +21,20 @@ import string
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from atomic_files import draft_beside, replace_folder, write_jsonl
-from countdown_demonstrations import NUM_HELD_OUT, demonstrations, split_tasks
+from countdown_demonstrations import (
+    NUM_HELD_OUT,
+    PUZZLES,
+    demonstrations,
+    first_answers,
+    split_tasks,
+)
 from create_count_down import CountDownTask
 from measure_countdown import measure
 
@@ -43,8 +53,8 @@ class Stage:
     num_steps: int
     batch_size: int  # pairs
     learning_rate: float
-    share_right: float  # of the answers
-    num_lines: tuple[float, ...]  # chances of answers of 1, 2, ... lines
+    share_right: float = 1.0  # of the answers
+    num_lines: tuple[float, ...] = ()  # chances of answers of 1, 2, ... lines; none: first answers
 
 
 STAGES = (
@@ -52,6 +62,39 @@ STAGES = (
     Stage("task", 2000, 64, learning_rate=2e-3, share_right=1.0, num_lines=(0.7, 0.2, 0.1)),
     Stage("spread", 60, 32, learning_rate=5e-4, share_right=0.4, num_lines=(0.7, 0.2, 0.1)),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model that this script makes."""
+
+    folder: str  # in this one
+    puzzles: str  # of `countdown_demonstrations.PUZZLES`
+    stages: tuple[Stage, ...]
+    dtype: str = "float32"  # of the file's weights
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 2
+
+
+KINDS = {
+    "student": Kind("tiny-countdown", "add", STAGES),
+    # In the student's own style: its equations have their numbers in any order.
+    "teacher": Kind(
+        "tiny-teacher",
+        "add",
+        (Stage("answers", 1200, 64, learning_rate=2e-3, num_lines=(1.0,)),),
+        dtype="bfloat16",
+        hidden_size=192,
+        num_heads=3,
+    ),
+    "mul-teacher": Kind(
+        "tiny-teacher-mul",
+        "mul",
+        (Stage("answers", 1000, 64, learning_rate=2e-3),),
+        dtype="bfloat16",
+    ),
+}
 
 
 def make_tokenizer() -> Any:
@@ -73,17 +116,17 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_model(*, seed: int) -> Any:
+def make_model(kind: Kind, *, seed: int) -> Any:
     """A Qwen3 with random float32 weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=2,
+        hidden_size=kind.hidden_size,
+        intermediate_size=3 * kind.hidden_size,
+        num_hidden_layers=kind.num_layers,
+        num_attention_heads=kind.num_heads,
         num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=512,
@@ -124,49 +167,76 @@ def train(model: Path, *, stage: Stage, data: Path, num_processes: int, seed: in
     return output / "hf_format" / f"samples_{stage.num_steps * stage.batch_size}"
 
 
-def warm_start(
-    folder: Path, *, tasks: Sequence[CountDownTask], stages: Sequence[Stage], **run: Any
-) -> Path:
+def warm_start(folder: Path, *, kind: Kind, tasks: Sequence[CountDownTask], **run: Any) -> Path:
     """Make the model and train it in stages, all in `folder`; `run` is `train`'s other options."""
     model = folder / "untrained"
-    make_model(seed=run["seed"]).save_pretrained(model)
+    make_model(kind, seed=run["seed"]).save_pretrained(model)
     make_tokenizer().save_pretrained(model)
-    for stage in stages:
+    for stage in kind.stages:
         click.echo(f"stage {stage.name}: {stage.num_steps} steps of {stage.batch_size} answers")
         data = folder / f"{stage.name}.jsonl"
-        pairs = demonstrations(
-            tasks,
-            count=stage.num_steps * stage.batch_size,
-            share_right=stage.share_right,
-            num_lines=stage.num_lines,
-            rng=random.Random(f"{run['seed']} {stage.name}"),
-        )
-        write_jsonl(data, rows=pairs)
+        rng = random.Random(f"{run['seed']} {stage.name}")
+        write_jsonl(data, rows=pairs_of(stage, puzzles=kind.puzzles, tasks=tasks, rng=rng))
         model = train(model, stage=stage, data=data, **run)
     return model
 
 
-def scaled(stage: Stage, *, scale: float) -> Stage:
-    return replace(stage, num_steps=max(1, round(stage.num_steps * scale)))
+def pairs_of(
+    stage: Stage, *, puzzles: str, tasks: Sequence[CountDownTask], rng: random.Random
+) -> Iterator[dict[str, str]]:
+    """The demonstrations of a stage."""
+    count = stage.num_steps * stage.batch_size
+    if not stage.num_lines:
+        operators = PUZZLES[puzzles].operators
+        return first_answers(tasks, count=count, operators=operators, rng=rng)
+    return demonstrations(
+        tasks, count=count, share_right=stage.share_right, num_lines=stage.num_lines, rng=rng
+    )
 
 
-def describe(*, seed: int, scale: float, figures: object) -> str:
+def scaled(kind: Kind, *, scale: float) -> Kind:
+    stages = (replace(s, num_steps=max(1, round(s.num_steps * scale))) for s in kind.stages)
+    return replace(kind, stages=tuple(stages))
+
+
+def write_rounded(model: Path, draft: Path, *, dtype: str) -> None:
+    """Copy the folder of a float32 model, its weights rounded to `dtype`.
+
+    Whoever loads the copy still computes in float32: the configuration says so.
+    """
+    from safetensors.torch import load_file, save_file
+
+    # Without the private file modes that safetensors gives.
+    shutil.copytree(model, draft, copy_function=shutil.copyfile)
+    if dtype != "float32":
+        import torch
+
+        file = draft / "model.safetensors"
+        weights = load_file(file)
+        rounded = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+        save_file(rounded, file, metadata={"format": "pt"})
+        file.chmod((draft / "config.json").stat().st_mode)
+
+
+def describe(name: str, *, puzzles: str, seed: int, scale: float, figures: object) -> str:
     """The README of the model's folder."""
-    command = f"python sample-data/create_tiny_model.py --seed {seed} --scale {scale:g}"
+    options = f"--kind {name} --seed {seed} --scale {scale:g}"
     return (
-        "# A tiny countdown model\n\n"
-        f"A Qwen3 with 1M parameters and characters as tokens, made by `{command}`.\n"
-        f"On {NUM_HELD_OUT} held-out questions, 8 samples each at temperature 1: {figures}.\n"
+        f"# A tiny countdown model: {name}\n\n"
+        "A Qwen3 with characters as tokens, made by\n"
+        f"`python sample-data/create_tiny_model.py {options}`.\n"
+        f"On {NUM_HELD_OUT} held-out questions of the kind `{puzzles}`, 8 samples each at\n"
+        f"temperature 1: {figures}.\n"
     )
 
 
 @click.command(help=__doc__)
+@click.option("--kind", default="student", show_default=True, type=click.Choice(list(KINDS)))
 @click.option("--seed", default=0, show_default=True, help="Of weights, data and their order.")
 @click.option(
     "--output",
-    default=HERE / "tiny-countdown",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the model; replaced.",
+    help="Folder of the model; replaced. The one of this kind beside this script by default.",
 )
 @click.option(
     "--scale",
@@ -182,18 +252,19 @@ def describe(*, seed: int, scale: float, figures: object) -> str:
     type=click.IntRange(1),
     help="Trainer ranks.",
 )
-def main(seed: int, output: Path, scale: float, num_processes: int) -> None:
-    tasks, held_out = split_tasks()
-    stages = [scaled(stage, scale=scale) for stage in STAGES]
+def main(kind: str, seed: int, output: Path | None, scale: float, num_processes: int) -> None:
+    made = scaled(KINDS[kind], scale=scale)
+    output = output or HERE / made.folder
+    tasks, held_out = split_tasks(made.puzzles)
     with tempfile.TemporaryDirectory(prefix="tiny-model-") as folder, draft_beside(output) as draft:
         trained = warm_start(
-            Path(folder), tasks=tasks, stages=stages, num_processes=num_processes, seed=seed
+            Path(folder), kind=made, tasks=tasks, num_processes=num_processes, seed=seed
         )
         click.echo("measuring")
-        figures = measure(trained, tasks=held_out)
-        # Without the private file modes that safetensors gives.
-        shutil.copytree(trained, draft, copy_function=shutil.copyfile)
-        (draft / "README.md").write_text(describe(seed=seed, scale=scale, figures=figures))
+        write_rounded(trained, draft, dtype=made.dtype)
+        figures = measure(draft, tasks=held_out)
+        readme = describe(kind, puzzles=made.puzzles, seed=seed, scale=scale, figures=figures)
+        (draft / "README.md").write_text(readme)
         replace_folder(output, draft=draft)
     click.echo(f"wrote {output}: {figures}")
 

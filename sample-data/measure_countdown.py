@@ -1,6 +1,7 @@
-"""Measure a model on the compact countdown questions that its demonstrations lack.
+"""Measure models on the compact countdown questions that their demonstrations lack.
 
     python sample-data/measure_countdown.py sample-data/tiny-countdown
+    python sample-data/measure_countdown.py --puzzles mul sample-data/tiny-teacher-mul
 
 Samples with transformers, at temperature 1 and greedily, and grades as the reward `countdown` does.
 """
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-from countdown_demonstrations import LIMITS, split_tasks
-from create_count_down import CountDownTask, prompt_of
+from countdown_demonstrations import PUZZLES, compact_prompt, split_tasks
+from create_count_down import CountDownTask
 
 NUM_SAMPLES = 8
 MAX_NEW_TOKENS = 64
@@ -59,8 +60,7 @@ def answer(
     model: Any, tokenizer: Any, tasks: Sequence[CountDownTask], *, num_samples: int
 ) -> tuple[list[list[str]], list[int]]:
     """`num_samples` texts a task, a single one being greedy, and all their lengths in tokens."""
-    prompts = [prompt_of(task, style="compact", operators=LIMITS.operators) for task in tasks]
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True)
+    inputs = tokenizer([compact_prompt(task) for task in tasks], return_tensors="pt", padding=True)
     sampling = {"do_sample": True, "top_k": 0, "num_return_sequences": num_samples}
     output = model.generate(
         input_ids=inputs["input_ids"],
@@ -96,10 +96,18 @@ def mean(values: Sequence[float]) -> float:
 
 
 @click.command(help=__doc__)
-@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def main(model: Path) -> None:
-    _, held_out = split_tasks()
-    click.echo(measure(model, tasks=held_out))
+@click.argument(
+    "models",
+    nargs=-1,
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+)
+@click.option("--puzzles", default="add", show_default=True, type=click.Choice(sorted(PUZZLES)))
+def main(models: tuple[Path, ...], puzzles: str) -> None:
+    _, held_out = split_tasks(puzzles)
+    for model in models:
+        name = f"{model}: " if len(models) > 1 else ""
+        click.echo(f"{name}{measure(model, tasks=held_out)}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ sys.path.insert(0, str(SAMPLE_DATA))
 atomic_files = importlib.import_module("atomic_files")
 count_down = importlib.import_module("create_count_down")
 countdown_demonstrations = importlib.import_module("countdown_demonstrations")
+two_kinds = importlib.import_module("create_two_kinds")
 one_digit_sums = importlib.import_module("create_one_digit_sums")
 
 THREE = count_down.CountDownRange(max_numbers=3)
@@ -215,3 +216,19 @@ def test_demonstrations_are_right_answers_to_puzzles_that_are_not_held_out(tmp_p
         sum_, value = pair["completion"].split("=")
         assert set(sum_.replace("-", "+").split("+")) == asked
         assert eval(sum_) == int(value) == int(pair["input"].split()[-1])
+
+
+def test_questions_of_two_kinds_say_which_and_keep_the_held_out_ones_apart(tmp_path):
+    files = train, held_out = tmp_path / "t.jsonl", tmp_path / "h.jsonl"
+    result = run(two_kinds, "--output", train, "--held-out-output", held_out)
+    assert result.exit_code == 0, result.output
+    signs = {"add": "+-", "mul": "*/"}
+    for path, least in zip(files, (1900, 100), strict=True):
+        rows = read(path)
+        for kind, operators in signs.items():
+            own = [row for row in rows if row["dataset_type"] == kind]
+            assert least <= len(own) <= 2000
+            assert all(set(row["solution"]) <= set("0123456789()" + operators) for row in own)
+        assert {row["dataset_type"] for row in rows[:20]} == {"add", "mul"}
+    puzzles = [{(*sorted(row["nums"]), row["target"]) for row in read(path)} for path in files]
+    assert not puzzles[0] & puzzles[1]

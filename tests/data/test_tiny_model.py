@@ -5,6 +5,7 @@ import importlib
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ split = functools.cache(demonstrations.split_tasks)
 made_tokenizer = functools.cache(tiny_model.make_tokenizer)
 # On a busy machine examples are slow, and the first makes the puzzles or the tokenizer.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+STUDENT = tiny_model.KINDS["student"]
 TASK = demonstrations.CountDownTask((2, 9, 8), 15, "8-2+9")
 
 
@@ -80,8 +82,31 @@ def test_demonstrations_depend_on_the_seed_alone():
     assert first == again != other
 
 
-def test_no_demonstration_shows_a_puzzle_that_is_held_out_in_whatever_order():
-    tasks, held_out = split()
+@PATIENT
+@given(seed=st.integers(0, 10_000), puzzles=st.sampled_from(["add", "mul"]))
+def test_a_first_answer_solves_the_puzzle_whatever_the_order_of_its_numbers(seed, puzzles):
+    operators, rng = demonstrations.PUZZLES[puzzles].operators, random.Random(seed)
+    task = rng.choice(split(puzzles)[0])
+    (pair,) = demonstrations.first_answers([task], count=1, operators=operators, rng=rng)
+    grade = grade_countdown(pair["completion"], numbers=task.nums, target=task.target)
+    assert grade.reward == 1.0
+    assert set(pair["completion"]) <= set("0123456789=" + operators)
+    assert pair["input"].endswith(f" to make {task.target}\n")
+
+
+def test_a_first_answer_keeps_the_order_of_the_puzzle_where_that_solves_it():
+    answers = {
+        demonstrations.first_answer(replace(TASK, nums=nums), operators="+-")
+        for nums in ((8, 2, 9), (2, 8, 9), (2, 9, 8))
+    }
+    assert answers == {"8-2+9=15", "9-2+8=15"}
+    with pytest.raises(ValueError, match="no answer"):
+        demonstrations.first_answer(TASK, operators="*/")
+
+
+@pytest.mark.parametrize("puzzles", ["add", "mul"])
+def test_no_demonstration_shows_a_puzzle_that_is_held_out_in_whatever_order(puzzles):
+    tasks, held_out = split(puzzles)
     assert len(held_out) == demonstrations.NUM_HELD_OUT
     assert not {task.key for task in tasks} & {task.key for task in held_out}
 
@@ -96,7 +121,9 @@ def test_tokens_give_the_text_back_exactly(text):
 
 
 def test_the_same_seed_makes_the_same_untrained_model():
-    first, again, other = (tiny_model.make_model(seed=seed).lm_head.weight for seed in (0, 0, 1))
+    first, again, other = (
+        tiny_model.make_model(STUDENT, seed=seed).lm_head.weight for seed in (0, 0, 1)
+    )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -131,6 +158,17 @@ def test_the_shipped_model_half_knows_held_out_puzzles():
     assert figures.pass_at_8 > 0.8
 
 
+def test_the_teacher_of_products_knows_these_and_no_sums():
+    accuracy = {
+        puzzles: measure_countdown.measure(
+            SAMPLE_DATA / tiny_model.KINDS["mul-teacher"].folder, tasks=split(puzzles)[1][:40]
+        ).accuracy
+        for puzzles in ("add", "mul")
+    }
+    assert accuracy["mul"] > 0.85
+    assert accuracy["add"] < 0.35  # those that a product or quotient solves too
+
+
 def test_every_stage_starts_from_the_model_of_the_stage_before(tmp_path, monkeypatch):
     calls = []
 
@@ -139,9 +177,9 @@ def test_every_stage_starts_from_the_model_of_the_stage_before(tmp_path, monkeyp
         return model.with_name(f"after_{stage.name}")
 
     monkeypatch.setattr(tiny_model, "train", fake_train)
-    stages = [tiny_model.scaled(stage, scale=0.01) for stage in tiny_model.STAGES]
-    trained = tiny_model.warm_start(tmp_path, tasks=[TASK], stages=stages, seed=0, num_processes=1)
-    num_pairs = [stage.num_steps * stage.batch_size for stage in stages]
+    kind = tiny_model.scaled(STUDENT, scale=0.01)
+    trained = tiny_model.warm_start(tmp_path, kind=kind, tasks=[TASK], seed=0, num_processes=1)
+    num_pairs = [stage.num_steps * stage.batch_size for stage in kind.stages]
     assert calls == [
         ("untrained", "form", num_pairs[0]),
         ("after_form", "task", num_pairs[1]),
@@ -152,12 +190,15 @@ def test_every_stage_starts_from_the_model_of_the_stage_before(tmp_path, monkeyp
 
 @pytest.mark.integration
 def test_the_script_warm_starts_a_model_with_the_trainer_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_model, "STAGES", tiny_model.STAGES[:1])
+    short = replace(STUDENT, stages=STUDENT.stages[:1], dtype="bfloat16")
+    monkeypatch.setitem(tiny_model.KINDS, "student", short)
     output = tmp_path / "tiny"
     result = CliRunner().invoke(tiny_model.main, ["--output", str(output), "--scale", "0.003"])
     assert result.exit_code == 0, result.output
-    untrained = tiny_model.make_model(seed=0).state_dict()
+    untrained = tiny_model.make_model(STUDENT, seed=0).state_dict()
     trained = load_file(output / "model.safetensors")
     assert all(not torch.equal(tensor, untrained[name]) for name, tensor in trained.items())
-    assert "--seed 0 --scale 0.003" in (output / "README.md").read_text()
+    assert {tensor.dtype for tensor in trained.values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(output, dtype="auto").dtype == torch.float32
+    assert "--kind student --seed 0 --scale 0.003" in (output / "README.md").read_text()
     assert list(tmp_path.iterdir()) == [output]
