@@ -45,7 +45,7 @@ NUM_QUESTIONS = OPTIONS["batch_size"] * OPTIONS["num_training_batches"]
 # By moment: when the controller is killed, see `scripted_loop.Killer`, and when rank 0 is.
 MOMENTS = {
     "after-k-of-n-rounds": (
-        ("minibatch", 4),
+        ("minibatch", 5),  # within a step on one rank and on two: its end comes with its last
         Death("async_grpo.training.learner:Learner.accumulate", 4),
     ),
     "end-of-step-on-one-rank": (
