@@ -9,7 +9,9 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                      controller/registry.publish ─▶ rollout/worker.load_weights of every worker
     may be used    controller/controller.published ─▶ batching/batcher.published
                      ─▶ batching/admission.start: the staleness window moves
-    a question     ─▶ batching/batcher._run_slot, one a question ─▶ batching/records.draw
+    a question     ─▶ batching/batcher._run_slot, one a question ─▶ batching/records.draw;
+                   a share of the slots has given pairs instead, which nobody samples or grades:
+                   batching/records.given ─▶ batching/pipeline.finish
     its episodes   ─▶ batching/pipeline.run ─▶ batching/pipeline.play; each worker is asked by
                    batching/pipeline._leased ─▶ controller/registry.lease ─▶ controller/leases.call
       one turn       ─▶ rollout/worker.generate, then verification/pool.verify

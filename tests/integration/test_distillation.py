@@ -23,7 +23,9 @@ PAYLOADS = {
     "topk": ("--teacher-payload", "topk", "--gkd-top-k", 5),
     "hidden": ("--teacher-payload", "hidden"),
     "logits": ("--teacher-payload", "logits"),
+    "given": ("--gkd-top-k", 5, "--gkd-lambda", 0.5),  # and half of the slots of pairs
 }
+TOP_K = {"topk": 5, "given": 5}
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +84,17 @@ def address(tiny_model, teachers, sevens):
 def runs(address, tiny_model, puzzles, tmp_path_factory):
     """{payload: what its run has left}."""
     found = {}
+    pairs = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    lines = [
+        {"input": f"{n}{sign}2=", "completion": "7" * (1 + n), "dataset_type": kind}
+        for n in range(4)
+        for sign, kind in (("+", "plus"), ("*", "times"))
+    ]
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for payload, options in PAYLOADS.items():
         found[payload] = tmp_path_factory.mktemp(payload)
+        if payload == "given":
+            options = (*options, "--pairs-path", pairs)
         run = trainer(
             *(address, tiny_model, puzzles, found[payload], *NAMESPACE, *options),
             *("--teacher-for", "plus=a", "--teacher-for", "times=b"),
@@ -110,7 +121,7 @@ def first_loss(folder, model, teachers, *, top_k):
         chosen = torch.tensor(output)[:, None]
         lp, tea = (each.log_softmax(-1).gather(1, chosen)[:, 0] for each in (logits, taught))
         divergence = cut_divergence(logits / TAU, taught / TAU, top_k=top_k)
-        advantage = sample["advantage"] + ETA * (tea - lp)
+        advantage = 0.0 if sample["given"] else sample["advantage"] + ETA * (tea - lp)
         losses.append((-advantage + GAMMA * divergence).mean())
     return torch.stack(losses).mean().item()
 
@@ -134,7 +145,7 @@ def test_the_first_loss_is_that_of_whole_distributions(payload, runs, tiny_model
     models = {name: load_model(folder) for name, folder in teachers.items()}
     with torch.no_grad():
         expected = first_loss(
-            runs[payload], load_model(tiny_model), models, top_k=5 if payload == "topk" else 0
+            runs[payload], load_model(tiny_model), models, top_k=TOP_K.get(payload, 0)
         )
     first = read_lines(runs[payload] / "training_metrics.jsonl")[0]
     assert first["loss"] == pytest.approx(expected, abs=1e-5)
@@ -143,8 +154,14 @@ def test_the_first_loss_is_that_of_whole_distributions(payload, runs, tiny_model
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_every_step_says_what_its_teachers_did(payload, runs):
     for row in read_lines(runs[payload] / "training_metrics.jsonl"):
-        assert row["trained_samples"] == row["num_samples"] == BATCH * GROUP
-        assert row["teacher_tokens"] == row["avg_output_tokens"] * row["num_samples"]
+        num_given = BATCH * GROUP // 2 if payload == "given" else 0
+        assert (row["trained_samples"], row["given_samples"]) == (BATCH * GROUP, num_given)
+        assert row["num_samples"] == BATCH * GROUP - num_given
+        given = [s for s in read_lines(runs[payload] / "samples.jsonl") if s["given"]]
+        given = [len(s["output_token_ids"]) for s in given if s["batch"] == row["iteration"]]
+        assert len(given) == num_given
+        num_sampled = row["avg_output_tokens"] * row["num_samples"]
+        assert row["teacher_tokens"] == pytest.approx(num_sampled + sum(given))
         assert row["lost_payloads"] == 0
         assert all(math.isfinite(row[name]) for name in ("loss", "grad_norm", "gkd_divergence"))
 
