@@ -78,6 +78,7 @@ GROUP_SLACK_S = 600.0  # of a collective, beyond what rank 0 may wait for sample
 # Logits from teacher ranks to trainer ranks.
 EXPRESS_FORMED_S = 60.0  # in which all members of a group have come
 EXPRESS_CHUNK_S = 120.0  # one chunk of logits, with the teacher's forward before the first
+EXPRESS_LAST_WORD_S = 2.0  # of a teacher whose group is lost, which may know why
 
 # The end of processes; who outlives its wait is killed.
 OTHERS_ENDED_S = 3.0  # of the other ranks of a machine, once one has failed

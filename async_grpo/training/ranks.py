@@ -115,6 +115,14 @@ class Ranks:
         dist.broadcast_object_list(result, src=0, group=group)
         return cast(T, result[0])
 
+    def gather(self, value: T) -> list[T]:
+        """What every rank gives, in their order; collective, over hosts and not devices."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     def agree(self, urgency: int) -> int:
         """The largest value that any rank gives; collective, over hosts and not devices."""
         if self.world_size == 1:

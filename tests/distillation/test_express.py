@@ -1,6 +1,7 @@
 import random
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from async_grpo.distillation.express import ExpressGroup, keep_in
 from async_grpo.distillation.express_plan import cut, mesh, plan_sends
 from async_grpo.errors import ExpressLost
 
+MIB = 1 << 20
 NUM_COLUMNS, PADDED = 1003, 1010  # the student's vocabulary, and the teacher's
 
 
@@ -161,6 +163,46 @@ def test_a_member_that_fails_ends_the_group_with_its_own_error():
         for rank in (1, 2):
             with pytest.raises(RuntimeError, match="ExpressLost"):
                 members.heard(rank)
+
+
+def peak_growth(rank, say, *, meeting, held, needed, chunk_bytes):
+    """Bytes by which an exchange makes a process larger than it was with plan and model."""
+    group = ExpressGroup(meeting, rank=rank, device=CPU, timeout_s=30)
+    sends = plan_sends(held, needed, item_bytes=4, chunk_bytes=chunk_bytes)
+    own = (*held, *needed)[rank]
+    give = giving(own, PADDED, meeting.dtype)
+    for send in [send for send in sends if send.source == rank][:1]:
+        give(send)  # what products allocate once, is allocated here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    cells = torch.empty(0 if own in held else len(own.rows), NUM_COLUMNS)
+    group.exchange(sends, give=give, take=keep_in(cells))
+    return resident("VmHWM") - before
+
+
+def resident(name):
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if name in x)
+    return int(line.split()[1]) * 1024
+
+
+def test_no_member_holds_more_than_its_slice_and_a_chunk():
+    chunk_bytes = 4 * MIB
+    slack = 8 * MIB  # of the allocator and of products; a teacher's whole block has 39
+    held, needed = blocks((1, 2), (2, 1), num_rows=20_000)
+    meeting, _store = opened(4, torch.float32)
+    with Members(
+        peak_growth,
+        num_members=4,
+        meeting=meeting,
+        held=held,
+        needed=needed,
+        chunk_bytes=chunk_bytes,
+    ) as members:
+        growth = members.results()
+    slices = [len(block.rows) * NUM_COLUMNS * 4 for block in needed]
+    assert sum(slices) > 70 * MIB
+    for grown, size in zip(growth, [0, 0, *slices], strict=True):
+        assert grown <= size + chunk_bytes + slack
 
 
 def of_both_meshes(rank, say, *, meeting, held, needed):

@@ -1,0 +1,185 @@
+"""A teacher's logits for the minibatches of all ranks, by express; every call is collective.
+
+consumes:     one minibatch a rank, of the same index; the workers that serve the teacher
+produces:     the same minibatches with scores `teacher.logits`, or word that there is no group
+waits for:    the group's members, while it forms and while logits travel
+unblocked by: teachers that answer; a member's loss, after which there is no group until the next
+              gradient step begins
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from async_grpo import cluster, deadlines
+from async_grpo.distillation.express import ExpressGroup, Meeting, keep_in, open_meeting
+from async_grpo.distillation.express_plan import Send
+from async_grpo.distillation.express_round import Reading, plan_round
+from async_grpo.errors import AsyncGrpoError, ClusterError, ExpressLost, ProcessLostError
+from async_grpo.roles import TEACHER
+from async_grpo.training.ranks import Ranks
+from async_grpo.types import Minibatch, Sample
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import WorkerHandle
+
+logger = logging.getLogger(__name__)
+LOGITS = f"{TEACHER}.logits"
+
+
+class Express:
+    """One rank's end of the groups of a run, one after another."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        teachers: tuple[int, int],
+        width: int,
+        dtype: torch.dtype,
+        workers: Callable[[], Sequence[WorkerHandle]],
+    ) -> None:
+        """`teachers`: sizes of their data and tensor axes. `width`: columns that both models have.
+
+        `dtype`: of the teacher's weights. `workers`: those of the teacher now; rank 0 calls it.
+        """
+        self._ranks = ranks
+        self._teachers = teachers
+        self._width = width
+        self._dtype = dtype
+        self._workers = workers
+        self._may_form = True
+        self._group: ExpressGroup | None = None
+        # On rank 0: where the group met, its teacher ranks, and their calls.
+        self._store: torch.distributed.Store | None = None
+        self._members: Sequence[WorkerHandle] = ()
+        self._calls: list[Any] = []
+
+    @property
+    def num_teachers(self) -> int:
+        """Workers that a group takes."""
+        return self._teachers[0] * self._teachers[1]
+
+    def fill(self, item: Minibatch) -> Minibatch | None:
+        """The minibatch with its logits; None on every rank: they must come another way."""
+        if self._group is None and self._may_form:
+            self._may_form = False
+            self._group = self._formed()
+        if self._group is None:
+            return None
+        needs = self._ranks.gather(tuple(map(_reading, item.samples)))
+        rounds = plan_round(needs, teachers=self._teachers, width=self._width)
+        own = needs[self._ranks.rank]
+        num_rows = sum(len(reading.trained) for reading in own)
+        cells = torch.empty(num_rows, self._width, dtype=self._dtype, device=self._ranks.device)
+        pairs = zip(self._members, rounds, strict=False)  # only rank 0 has members
+        self._calls = [worker.serve_express.remote(work) for worker, work in pairs]
+        try:
+            self._group.exchange(
+                rounds[0].sends(self._dtype.itemsize), give=_nothing, take=keep_in(cells)
+            )
+        except ExpressLost as error:
+            self._lose(error)
+        if self._ranks.agree(int(self._group is None)):
+            self.close()
+            return None
+        return _with_logits(item, own, cells.float().cpu().numpy())
+
+    def step_ended(self) -> None:
+        """From now on another group may be formed, if there is none."""
+        self._may_form = True
+
+    def close(self) -> None:
+        """Leave the group, if any; its teachers go on as workers."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._store = None
+
+    def _formed(self) -> ExpressGroup | None:
+        """The group, or None on every rank."""
+        meeting = self._ranks.share(self._invite)
+        if meeting is None:
+            return None
+        group: ExpressGroup | None = None
+        rank = self.num_teachers + self._ranks.rank
+        try:
+            group = ExpressGroup(meeting, rank=rank, device=self._ranks.device)
+        except ExpressLost as error:
+            self._lose(error)
+        # A teacher that has met the others may not have returned, and would refuse its first round.
+        refused = list(self._errors(timeout_s=deadlines.EXPRESS_FORMED_S))
+        if self._ranks.agree(int(group is None or bool(refused))):
+            if group is not None:
+                group.close()
+            return None
+        return group
+
+    def _invite(self) -> Meeting | None:
+        """On rank 0: where to meet, told to as many teachers as it takes; None: there are fewer."""
+        try:
+            workers = self._workers()
+        except (ProcessLostError, ClusterError):  # whoever asks for samples will hear of it
+            return None
+        if len(workers) < self.num_teachers:
+            logger.warning(
+                "express needs %d teachers, %d are here: logits go by the object store",
+                self.num_teachers, len(workers),
+            )  # fmt: skip
+            return None
+        self._members = workers[: self.num_teachers]
+        meeting, self._store = open_meeting(
+            ray.util.get_node_ip_address(),
+            num_members=self.num_teachers + self._ranks.world_size,
+            dtype=self._dtype,
+        )
+        self._calls = [
+            worker.join_express.remote(meeting, number)
+            for number, worker in enumerate(self._members)
+        ]
+        return meeting
+
+    def _lose(self, error: ExpressLost) -> None:
+        """Leave the group; rank 0 says why, if a teacher knows better than its connection."""
+        self.close()
+        causes = self._errors(timeout_s=deadlines.EXPRESS_LAST_WORD_S)
+        for cause in (error, *(each for each in causes if not isinstance(each, ExpressLost))):
+            logger.warning("%s", cause)
+
+    def _errors(self, *, timeout_s: float) -> Iterator[AsyncGrpoError]:
+        """Of the last call of each teacher; only rank 0 has called them."""
+        for number, call in enumerate(self._calls):
+            try:
+                cluster.wait(call, timeout_s=timeout_s, who=f"teacher {number} of express")
+            except AsyncGrpoError as error:
+                yield error
+
+
+def _reading(sample: Sample) -> Reading:
+    (row,) = sample.episode.rows
+    return Reading(sample.key, row.prompt_token_ids, row.token_ids, np.flatnonzero(row.loss_mask))
+
+
+def _with_logits(
+    item: Minibatch, readings: Sequence[Reading], logits: NDArray[np.float32]
+) -> Minibatch:
+    """The minibatch with the rows [N, V] of all its trained tokens; others have zeros."""
+    ends = np.cumsum([len(reading.trained) for reading in readings])
+    samples = []
+    for sample, reading, end in zip(item.samples, readings, ends, strict=True):
+        own = np.zeros((len(reading.output), logits.shape[1]), np.float32)
+        own[reading.trained] = logits[end - len(reading.trained) : end]
+        samples.append(replace(sample, scores={**sample.scores, LOGITS: own}))
+    return replace(item, samples=tuple(samples))
+
+
+def _nothing(send: Send) -> Tensor:
+    raise NotImplementedError(f"a trainer rank holds no logits, {send} asks it for some")

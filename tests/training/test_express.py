@@ -1,0 +1,167 @@
+"""Trainer ranks and the teacher's workers are threads here; the logits travel over gloo."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from oracle import make_sample
+from rollout.tiny_models import load_model, make_model
+
+from async_grpo import cluster
+from async_grpo.distillation.express_teacher import ExpressTeacher
+from async_grpo.errors import WorkerError
+from async_grpo.model.scoring import Scorer
+from async_grpo.training.express import LOGITS, Express
+from async_grpo.types import Minibatch
+
+CPU = torch.device("cpu")
+WIDTH = 128
+
+
+class ThreadRanks:
+    """`Ranks`, of which each is a thread."""
+
+    def __init__(self, world_size):
+        self.world_size, self.device = world_size, CPU
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self._given, self._own = {}, threading.local()
+
+    def __call__(self, rank):
+        self._own.rank = rank
+        return self
+
+    @property
+    def rank(self):
+        return self._own.rank
+
+    def gather(self, value):
+        self._barrier.wait()
+        self._given[self.rank] = value
+        self._barrier.wait()
+        return [self._given[rank] for rank in range(self.world_size)]
+
+    def share(self, prepare):
+        return self.gather(prepare() if self.rank == 0 else None)[0]
+
+    def agree(self, urgency):
+        return max(self.gather(urgency))
+
+
+class Handle:
+    """Of a worker whose methods run in threads; a failing one raises when it is asked to serve."""
+
+    def __init__(self, pool, scorer, *, fails=False):
+        teacher = ExpressTeacher(scorer, device=CPU, max_tokens=64)
+
+        def join(meeting, rank):
+            teacher.join(meeting, rank=rank, timeout_s=20)
+
+        def serve(work):
+            if fails:
+                teacher.leave()
+                raise WorkerError("there is no room")
+            teacher.serve(work)
+
+        self.join_express = SimpleNamespace(remote=lambda *given: pool.submit(join, *given))
+        self.serve_express = SimpleNamespace(remote=lambda *given: pool.submit(serve, *given))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("teacher"), tied=True)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(12) as threads:
+        yield threads
+
+
+@pytest.fixture(autouse=True)
+def calls_are_futures(monkeypatch):
+    def wait(call, *, timeout_s, who):
+        return call.result(timeout_s)
+
+    monkeypatch.setattr(cluster, "wait", wait)
+
+
+def minibatch(first, count):
+    random = np.random.default_rng(first)
+    samples = []
+    for number in range(first, first + count):
+        length = int(random.integers(1, 9))
+        mask = random.integers(0, 3, length) > 0
+        samples.append(
+            make_sample(
+                random.integers(3, 70, 4), random.integers(3, 70, length), mask=mask, ordinal=number
+            )
+        )
+    return Minibatch(0, tuple(samples))
+
+
+def on_each(pool, ranks, do):
+    def one(rank):
+        ranks(rank)
+        return do(rank)
+
+    return [f.result(60) for f in [pool.submit(one, r) for r in range(ranks.world_size)]]
+
+
+def express(ranks, workers, *, teachers=(2, 1)):
+    return Express(
+        ranks, teachers=teachers, width=WIDTH, dtype=torch.float32, workers=lambda: workers
+    )
+
+
+def check(folder, filled):
+    model = load_model(folder)
+    for sample in filled.samples:
+        (row,) = sample.episode.rows
+        ids = np.concatenate([row.prompt_token_ids, row.token_ids]).astype(np.int64)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids)[None]).logits[0].numpy()
+        own = logits[len(row.prompt_token_ids) - 1 : -1]
+        expected = np.where(row.loss_mask[:, None], own, 0.0)  # nobody asks for masked tokens
+        np.testing.assert_allclose(sample.scores[LOGITS], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_rank_gets_its_own_samples_logits_also_one_without_samples(folder, pool):
+    scorer, ranks = Scorer(folder, device=CPU), ThreadRanks(3)
+    workers = [Handle(pool, scorer) for _ in range(5)]  # one more than is needed
+    ends = [express(ranks, workers, teachers=(2, 2)) for _ in range(3)]
+    items = [minibatch(0, 4), Minibatch(0, ()), minibatch(10, 3)]
+    for _ in range(2):  # of one group
+        filled = on_each(pool, ranks, lambda rank: ends[rank].fill(items[rank]))
+        assert [len(item.samples) for item in filled] == [4, 0, 3]
+        for item in filled:
+            check(folder, item)
+    on_each(pool, ranks, lambda rank: ends[rank].close())
+
+
+def test_after_a_loss_there_is_no_group_until_the_next_step(folder, pool, caplog):
+    scorer, ranks = Scorer(folder, device=CPU), ThreadRanks(2)
+    workers = [Handle(pool, scorer), Handle(pool, scorer, fails=True)]
+    ends = [express(ranks, workers) for _ in range(2)]
+    items = [minibatch(0, 3), minibatch(10, 2)]
+
+    def fill(rank):
+        return ends[rank].fill(items[rank])
+
+    assert on_each(pool, ranks, fill) == [None, None]
+    assert "there is no room" in caplog.text
+    workers[1] = Handle(pool, scorer)
+    assert on_each(pool, ranks, fill) == [None, None]
+    on_each(pool, ranks, lambda rank: ends[rank].step_ended())
+    for item in on_each(pool, ranks, fill):
+        check(folder, item)
+    on_each(pool, ranks, lambda rank: ends[rank].close())
+
+
+def test_with_too_few_teachers_there_is_no_group(folder, pool, caplog):
+    ranks = ThreadRanks(1)
+    end = express(ranks, [Handle(pool, Scorer(folder, device=CPU))])
+    assert on_each(pool, ranks, lambda _: end.fill(minibatch(0, 1))) == [None]
+    assert "express needs 2 teachers, 1 are here" in caplog.text
