@@ -276,24 +276,26 @@ class SlotPipeline:
     async def taught_again(self, samples: Samples, temperature: float) -> Samples:
         """Samples whose payloads are lost, with new ones; room for them is held already."""
         need = next(need for need in self._rules.needs if need.role == TEACHER)
-        return await self._taught(samples, need, temperature=temperature, has_room=True)
+        return await self._taught(samples, need, temperature=temperature, is_again=True)
 
     async def _taught(
-        self, samples: Samples, need: ScoreNeed, *, temperature: float, has_room: bool = False
+        self, samples: Samples, need: ScoreNeed, *, temperature: float, is_again: bool = False
     ) -> Samples:
         """The samples with what the teacher of each says of its tokens."""
         assert self._teachers is not None, "rules that need a teacher come with teachers"
         found: dict[RowKey, Sample] = {}
         for role, members in self._teachers.by_role(samples).items():
-            request = _request(members, temperature, payload=need.payload)
+            # With express the ranks get payloads themselves, unless they say that they cannot.
+            payload = None if self._config.express and not is_again else need.payload
+            request = _request(members, temperature, payload=payload)
             request = replace(request, vocab_size=self._teachers.vocab_size)
             with self._in_stage("in_reference", len(members)):
-                if need.payload is None:
+                if payload is None:
                     scores = await self._score(members, role, request)
                     answered = tuple(_with_scores(members, TEACHER, scores))
                 else:
-                    sizes = self._teachers.sizes(role, request, need.payload)
-                    held = 0 if has_room else sum(sizes)
+                    sizes = self._teachers.sizes(role, request, payload)
+                    held = 0 if is_again else sum(sizes)
                     async with self._teachers.room_for(held, ordinal=samples[0].ordinal):
                         answered = await self._with_tickets(members, role, request, sizes)
             found |= {sample.key: sample for sample in answered}

@@ -84,6 +84,8 @@ class Teachers:
                 await self.buffer.release(num_bytes, step=self._step_of(sample.ordinal))
 
     def _role_of(self, sample: Sample) -> str:
+        if self._config.express:  # of one teacher; a sample on a rank no longer has its columns
+            return teacher(self._config.teacher_names[0])
         kind = str(sample.question.columns.get(self._type_column, ""))
         name = self._config.teacher_of(kind)
         if name is None:  # the trainer has looked at every line before

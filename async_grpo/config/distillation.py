@@ -5,6 +5,7 @@ design, section 15, has the formulas; `algorithms/distillation.py` computes them
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,16 @@ class DistillationConfig(ObjectiveConfig):
     """room for what teachers said and no rank has fetched, in GiB; 0: a quarter of the object
     store"""
 
+    express: str = option("", none="")
+    """DxT: of the teacher's workers, D times T send logits straight to the ranks while all of them
+    live; D share the sequences and T the vocabulary. Empty: logits go by the object store"""
+
+    @property
+    def express_mesh(self) -> tuple[int, int] | None:
+        """Data and tensor sizes of `--express`."""
+        data, _, tensor = self.express.partition("x")
+        return (int(data), int(tensor)) if self.express else None
+
     @property
     def has_teacher_terms(self) -> bool:
         return self.opd_coefficient > 0 or self.gkd_coefficient > 0
@@ -93,6 +104,7 @@ def check_distillation(config: TrainConfig) -> None:
             "must be token with --opd-coefficient, a teacher's advantage is each token's own",
             "add --ratio-level token, or take --gkd-coefficient instead",
         )
+    _check_express(config)
     _check_pairs(config)
     if not config.reward_coefficient:
         _check_without_rewards(config)
@@ -127,6 +139,23 @@ def _check_routes(config: TrainConfig) -> None:
     if not all(config.teacher_names):
         raise config.refusal(
             "teacher_for", "must be NAME or TYPE=NAME", "put the teacher's name behind the ="
+        )
+
+
+def _check_express(config: TrainConfig) -> None:
+    if not config.express:
+        return
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", config.express):
+        raise config.refusal("express", "must be DxT, two positive numbers", "1x1 is one worker")
+    if not config.gkd_coefficient or config.teacher_payload != "logits":
+        raise config.refusal(
+            "express",
+            "needs --gkd-coefficient and --teacher-payload logits",
+            "add both, or drop it",
+        )
+    if len(config.teacher_names) > 1:
+        raise config.refusal(
+            "express", "serves one teacher", "name one, or take --teacher-payload hidden"
         )
 
 

@@ -37,6 +37,11 @@ class ExpressRound(Parcel):
     needed: tuple[Block, ...]  # of all trainer ranks: the members after these
     chunk_bytes: int = CHUNK_BYTES
 
+    @property
+    def num_tokens(self) -> int:
+        """That this rank reads."""
+        return sum(map(_length, self.readings))
+
     def sends(self, item_bytes: int) -> tuple[Send, ...]:
         """The same on every member; `item_bytes`: of one logit."""
         return plan_sends(

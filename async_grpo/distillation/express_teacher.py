@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from async_grpo import deadlines
 from async_grpo.distillation.express import ExpressGroup, Give, Meeting
 from async_grpo.distillation.express_plan import Block, Send
 from async_grpo.distillation.express_round import ExpressRound, Reading
@@ -35,7 +36,9 @@ class ExpressTeacher:
         self._max_tokens = max_tokens
         self._group: ExpressGroup | None = None
 
-    def join(self, meeting: Meeting, *, rank: int, timeout_s: float) -> None:
+    def join(
+        self, meeting: Meeting, *, rank: int, timeout_s: float = deadlines.EXPRESS_CHUNK_S
+    ) -> None:
         """Leave the group before, if any, for a new one. Raises `ExpressLost`."""
         self.leave()
         self._group = ExpressGroup(meeting, rank=rank, device=self._device, timeout_s=timeout_s)

@@ -13,14 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from async_grpo import cluster, deadlines
 from async_grpo.algorithms.distillation import Distillation
 from async_grpo.checkpoint.resume import Start
-from async_grpo.controller.client import RunClient
+from async_grpo.controller.client import WHO, RunClient
 from async_grpo.errors import RunLost
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.roles import teacher
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.teaching import meet_teachers
+from async_grpo.training.express import Express
 from async_grpo.training.fsdp import compute_dtype, iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -46,6 +48,7 @@ class SampledData(Iterator[StreamItem]):
         self._stop = stop
         self._num_updates = -1  # of the parameters, when they were gathered last
         self._stream: RankStream | None = None
+        self._express = self._make_express()
         self.references_to_save = main.references_to_save
 
     @property
@@ -117,8 +120,24 @@ class SampledData(Iterator[StreamItem]):
             agree=self._ranks.agree,
             stop=self._stop,
             teachers=[teacher(name) for name in self._config.teacher_names],
+            express=self._express,
         )
         return self._stream
+
+    def _make_express(self) -> Express | None:
+        """By which this rank gets a teacher's logits without the object store, if it does."""
+        mesh = self._config.express_mesh
+        if mesh is None:
+            return None
+        role = teacher(self._config.teacher_names[0])
+        return Express(
+            self._ranks,
+            teachers=mesh,
+            width=self._learner.policy.model.config.vocab_size,
+            workers=lambda: cluster.wait(
+                self._main.client.receivers(role), timeout_s=deadlines.ANSWER_S, who=WHO
+            ),
+        )
 
     def _meet_teachers(self, client: RunClient) -> None:
         algorithm = self._learner.algorithm

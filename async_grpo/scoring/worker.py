@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import ray
@@ -35,6 +35,10 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+
+if TYPE_CHECKING:
+    from async_grpo.distillation.express import Meeting
+    from async_grpo.distillation.express_round import ExpressRound
 
 Scores = NDArray[np.float32]  # [L]
 Arrays = Mapping[str, NDArray[Any]]  # a payload: see `payloads`
@@ -92,6 +96,7 @@ class LogprobWorker:
         began = time.monotonic()
         import torch
 
+        from async_grpo.distillation.express_teacher import ExpressTeacher
         from async_grpo.model.folder import hash_model
         from async_grpo.model.scoring import Scorer
         from async_grpo.scoring.payloads import teach, to_array
@@ -104,6 +109,7 @@ class LogprobWorker:
         self._scorer = Scorer(model_path, device=device, dtype=dtype)
         ready = time.monotonic()
         self._startup = [("importing", imported - began), ("loading the model", ready - imported)]
+        self._express = ExpressTeacher(self._scorer, device=device, max_tokens=max_tokens)
         self._model_hash = ""
         if not role_of(role).loads_weights:
             self._model_hash = hash_model(model_path)
@@ -172,6 +178,18 @@ class LogprobWorker:
         head = self._scorer.head
         tensors = {"weight": head.weight, "bias": head.bias}
         return None, {n: self._to_array(t) for n, t in tensors.items() if t is not None}
+
+    async def join_express(self, meeting: Meeting, rank: int) -> None:
+        """Return when the group has met; raises `ExpressLost`."""
+        await asyncio.to_thread(self._express.join, meeting, rank=rank)
+
+    async def serve_express(self, work: ExpressRound) -> None:
+        """Return when all ranks have the logits of a round; raises `ExpressLost`.
+
+        What is asked under a lease goes on meanwhile.
+        """
+        await asyncio.to_thread(self._express.serve, work)
+        self._num_tokens += work.num_tokens
 
     async def _answers(self, request: LogprobRequest) -> list[Answer]:
         outputs = self._outputs(request)

@@ -30,6 +30,7 @@ from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample
 
 if TYPE_CHECKING:
+    from async_grpo.types import WorkerInfo
     from async_grpo.types.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -45,17 +46,15 @@ class Express:
         *,
         teachers: tuple[int, int],
         width: int,
-        dtype: torch.dtype,
-        workers: Callable[[], Sequence[WorkerHandle]],
+        workers: Callable[[], Sequence[tuple[WorkerInfo, WorkerHandle]]],
     ) -> None:
-        """`teachers`: sizes of their data and tensor axes. `width`: columns that both models have.
+        """`teachers`: sizes of their data and tensor axes. `width`: of the policy's vocabulary.
 
-        `dtype`: of the teacher's weights. `workers`: those of the teacher now; rank 0 calls it.
+        `workers`: those that serve the teacher now; rank 0 calls it.
         """
         self._ranks = ranks
         self._teachers = teachers
-        self._width = width
-        self._dtype = dtype
+        self._width = width  # columns that both models have, once a group is formed
         self._workers = workers
         self._may_form = True
         self._group: ExpressGroup | None = None
@@ -80,12 +79,13 @@ class Express:
         rounds = plan_round(needs, teachers=self._teachers, width=self._width)
         own = needs[self._ranks.rank]
         num_rows = sum(len(reading.trained) for reading in own)
-        cells = torch.empty(num_rows, self._width, dtype=self._dtype, device=self._ranks.device)
+        dtype = self._group.dtype
+        cells = torch.empty(num_rows, self._width, dtype=dtype, device=self._ranks.device)
         pairs = zip(self._members, rounds, strict=False)  # only rank 0 has members
         self._calls = [worker.serve_express.remote(work) for worker, work in pairs]
         try:
             self._group.exchange(
-                rounds[0].sends(self._dtype.itemsize), give=_nothing, take=keep_in(cells)
+                rounds[0].sends(dtype.itemsize), give=_nothing, take=keep_in(cells)
             )
         except ExpressLost as error:
             self._lose(error)
@@ -106,9 +106,11 @@ class Express:
 
     def _formed(self) -> ExpressGroup | None:
         """The group, or None on every rank."""
-        meeting = self._ranks.share(self._invite)
-        if meeting is None:
+        invitation = self._ranks.share(self._invite)
+        if invitation is None:
             return None
+        meeting, width = invitation
+        self._width = min(self._width, width)
         group: ExpressGroup | None = None
         rank = self.num_teachers + self._ranks.rank
         try:
@@ -123,8 +125,11 @@ class Express:
             return None
         return group
 
-    def _invite(self) -> Meeting | None:
-        """On rank 0: where to meet, told to as many teachers as it takes; None: there are fewer."""
+    def _invite(self) -> tuple[Meeting, int] | None:
+        """On rank 0: where as many teachers as it takes are to meet, and their vocabulary's width.
+
+        None: there are fewer.
+        """
         try:
             workers = self._workers()
         except (ProcessLostError, ClusterError):  # whoever asks for samples will hear of it
@@ -135,17 +140,18 @@ class Express:
                 self.num_teachers, len(workers),
             )  # fmt: skip
             return None
-        self._members = workers[: self.num_teachers]
+        info, _ = workers[0]  # all of a name serve the same model
+        self._members = [handle for _, handle in workers[: self.num_teachers]]
         meeting, self._store = open_meeting(
             ray.util.get_node_ip_address(),
             num_members=self.num_teachers + self._ranks.world_size,
-            dtype=self._dtype,
+            dtype=torch.bfloat16 if info.item_size == 2 else torch.float32,
         )
         self._calls = [
             worker.join_express.remote(meeting, number)
             for number, worker in enumerate(self._members)
         ]
-        return meeting
+        return meeting, info.vocab_size
 
     def _lose(self, error: ExpressLost) -> None:
         """Leave the group; rank 0 says why, if a teacher knows better than its connection."""

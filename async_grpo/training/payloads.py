@@ -38,9 +38,12 @@ def fetch_payloads(
 ) -> Minibatch:
     """Item `index` of the rank with what its tickets stand for.
 
-    `teachers` are roles, in the order of `teacher.index`; `timeout_s` is that of scoring again.
+    Tickets that it lacks are asked for first. `teachers` are roles, in the order of
+    `teacher.index`; `timeout_s` is that of scoring again.
     Raises `WorkerError` when payloads are lost again and again.
     """
+    if without := [sample.key for sample in item.samples if not sample.tickets]:
+        item = _made_again(client, rank, index, without, timeout_s)
     for _ in range(MAX_LOSSES):
         tickets = [sample.tickets[0] for sample in item.samples]
         references = [ticket.reference[0] for ticket in tickets]

@@ -18,9 +18,10 @@ import ray
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import ClusterError, ProcessLostError, RunLost
+from async_grpo.training.express import Express
 from async_grpo.training.payloads import fetch_payloads
 from async_grpo.training.standstill import Standstill
-from async_grpo.types import Minibatch, StreamItem, StreamItems
+from async_grpo.types import EndOfStep, Minibatch, StreamItem, StreamItems
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient
@@ -45,11 +46,13 @@ class RankStream(Iterator[StreamItem]):
         agree: Callable[[int], int] = int,
         stop: Event | None = None,
         teachers: Sequence[str] = (),
+        express: Express | None = None,
     ) -> None:
         """`agree` is `Ranks.agree`; the default serves a rank that is alone.
 
-        `teachers`: the roles whose payloads minibatches have tickets for.
+        `teachers`: the roles whose payloads minibatches have tickets for, or come by `express`.
         """
+        self._express = express
         self._teachers = teachers
         self.client = client
         self._rank = rank
@@ -77,6 +80,7 @@ class RankStream(Iterator[StreamItem]):
             raise StopIteration
         self._index += 1
         self._next = self.client.next_items(self._rank, self._index)
+        items = self._by_express(items)
         self._seconds_waiting += time.monotonic() - started
         self._items.extend(items)
         return self._items.popleft()
@@ -105,14 +109,41 @@ class RankStream(Iterator[StreamItem]):
         """The item with what its teachers said, fetched before this rank agrees to train it."""
         if not isinstance(item, Minibatch) or not any(sample.tickets for sample in item.samples):
             return item
+        return self._fetched(item, self._index)
+
+    def _fetched(self, item: Minibatch, index: int) -> Minibatch:
         return fetch_payloads(
             item,
             self.client,
             rank=self._rank,
-            index=self._index,
+            index=index,
             timeout_s=self._stall_timeout_s,
             teachers=self._teachers,
         )
+
+    def _by_express(self, items: StreamItems) -> StreamItems:
+        """Items that all ranks have agreed to, with what comes straight from teachers; collective.
+
+        Raises `RunLost` on every rank when it must come by tickets, and one rank gets none.
+        """
+        if self._express is None:
+            return items
+        first, *others = items
+        if isinstance(first, Minibatch):
+            first = self._express.fill(first) or self._by_tickets(first)
+        if isinstance((first, *others)[-1], EndOfStep):
+            self._express.step_ended()
+        return (first, *others)
+
+    def _by_tickets(self, item: Minibatch) -> Minibatch:
+        proposal = READY
+        try:
+            item = self._fetched(item, self._index - 1)
+        except (ProcessLostError, ClusterError) as error:
+            self._loss, proposal = str(error), LOST
+        if self._agree(proposal) == LOST:
+            raise RunLost(self._loss)
+        return item
 
     def _wait_while_it_moves(self, reference: Any) -> StreamItems | None:
         """The answer; None when this rank is asked to stop before it comes."""

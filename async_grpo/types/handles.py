@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from async_grpo.batching.records import BatcherPlan, EvaluationResult
+    from async_grpo.distillation.express import Meeting
+    from async_grpo.distillation.express_round import ExpressRound
     from async_grpo.types import (
         GenerationRequest,
         GradingRequest,
@@ -57,8 +59,10 @@ class WorkerHandle(Protocol):
     expect_weights: Remote[[WeightsSnapshot], None]
     receive_weights: Remote[[WeightsSnapshot, dict[str, Any], float], None]
     logprobs: Remote[[LogprobRequest], Sequence[Any]]  # of references and teachers
-    teach: Remote[[LogprobRequest], tuple[Any, ...]]  # of teachers, as the next one
+    teach: Remote[[LogprobRequest], tuple[Any, ...]]  # of teachers, as the next three
     head: Remote[[HeadRequest], tuple[Any, ...]]
+    join_express: Remote[[Meeting, int], None]
+    serve_express: Remote[[ExpressRound], None]
     play: Remote[[EpisodesRequest], PlayedGroup]  # of environments
     verify: Remote[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below
     try_out: Remote[[VerificationRequest], tuple[Verdict, ...]]

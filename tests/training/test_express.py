@@ -18,7 +18,8 @@ from async_grpo.training.express import LOGITS, Express
 from async_grpo.types import Minibatch
 
 CPU = torch.device("cpu")
-WIDTH = 128
+WIDTH = 121  # of the policy's vocabulary; the teacher's is padded
+INFO = SimpleNamespace(item_size=4, vocab_size=128)
 
 
 class ThreadRanks:
@@ -112,7 +113,7 @@ def on_each(pool, ranks, do):
 
 def express(ranks, workers, *, teachers=(2, 1)):
     return Express(
-        ranks, teachers=teachers, width=WIDTH, dtype=torch.float32, workers=lambda: workers
+        ranks, teachers=teachers, width=WIDTH, workers=lambda: [(INFO, w) for w in workers]
     )
 
 
@@ -123,7 +124,7 @@ def check(folder, filled):
         ids = np.concatenate([row.prompt_token_ids, row.token_ids]).astype(np.int64)
         with torch.no_grad():
             logits = model(torch.from_numpy(ids)[None]).logits[0].numpy()
-        own = logits[len(row.prompt_token_ids) - 1 : -1]
+        own = logits[len(row.prompt_token_ids) - 1 : -1, :WIDTH]
         expected = np.where(row.loss_mask[:, None], own, 0.0)  # nobody asks for masked tokens
         np.testing.assert_allclose(sample.scores[LOGITS], expected, rtol=1e-4, atol=1e-4)
 

@@ -14,7 +14,7 @@ EVERY_WORKER = {"info", "ping", "abort_all"}
 DEVICE_TRANSPORT = {"open_route", "expect_weights", "receive_weights"}
 OF_ROLE = {
     GenerationWorker: {"load_weights", "generate", *DEVICE_TRANSPORT},
-    LogprobWorker: {"load_weights", "logprobs", "teach", "head"},
+    LogprobWorker: {"load_weights", "logprobs", "teach", "head", "join_express", "serve_express"},
     EnvironmentWorker: {"play"},
     VerifierPool: {"verify", "try_out", "take_share", "complaint"},
 }
