@@ -23,6 +23,8 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                      ─▶ batching/rounds.next_round ─▶ batching/outbox.put
     every rank     training/stream.__next__ ─▶ controller/controller.next_items
                      ─▶ batching/outbox.take
+      by express   ─▶ training/express.fill ─▶ scoring/worker.serve_express of several teachers
+                     ─▶ distillation/express.exchange: a teacher's logits, straight to the ranks
     gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
                      ─▶ training/step.accumulate ─▶ algorithms/base.loss
     step           ─▶ training/learner.update ─▶ training/audit.end_step ─▶ training/step.finish
@@ -38,6 +40,7 @@ Every loop of it, what it waits for, and what unblocks it:
                                     serves such weights        controller/updates.publish
     batching/pipeline._score        a reference that is due    controller/controller.published
     training/stream.__next__        its next item              batching/outbox.put, or Ctrl-C
+    distillation/express.exchange   the next chunk's end       sends in the plan's order; a loss
     run/sampling.publish            the announcement before    the workers' acknowledgements
     run/recruitment.recruit         a worker of each role      controller/controller.register
     dispatcher/workers.check        nothing: once a second     its workers' deaths, the controller's

@@ -15,6 +15,7 @@ from async_grpo.types import Payload
 
 REQUIRED = {"model_name_or_path": "m", "data_path": "d"}
 GKD = {"teacher_for": "math", "gkd_coefficient": 1.0}
+LOGITS = GKD | {"teacher_payload": "logits"}
 OPD = {"teacher_for": "math", "opd_coefficient": 0.5}
 
 
@@ -56,6 +57,11 @@ def config(**options):
             OPD | {"reward_coefficient": 0.0, "kl_coefficient": 0.1, "kl_estimator": "k1"},
             "--kl-coefficient acts on rewards",
         ),
+        (LOGITS | {"express": "2"}, "--express must be DxT, two positive numbers, got '2'"),
+        (LOGITS | {"express": "0x2"}, "--express must be DxT, two positive numbers, got '0x2'"),
+        (GKD | {"express": "1x2"}, "--express needs --gkd-coefficient and --teacher-payload log"),
+        (OPD | {"express": "1x2"}, "--express needs --gkd-coefficient and --teacher-payload log"),
+        (LOGITS | {"express": "1x2", "teacher_for": "a=x,y"}, "--express serves one teacher"),
         (GKD | {"algorithm": "sft"}, "--algorithm must be grpo to learn from teachers, got 'sft'"),
         (OPD | {"samples_per_question": 1}, "--samples-per-question must be at least 2"),
     ],

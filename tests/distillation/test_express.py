@@ -187,8 +187,8 @@ def resident(name):
 
 def test_no_member_holds_more_than_its_slice_and_a_chunk():
     chunk_bytes = 4 * MIB
-    slack = 8 * MIB  # of the allocator and of products; a teacher's whole block has 39
-    held, needed = blocks((1, 2), (2, 1), num_rows=20_000)
+    slack = 16 * MIB  # of the allocator and of products; a teacher's whole block has 77
+    held, needed = blocks((1, 2), (2, 1), num_rows=40_000)
     meeting, _store = opened(4, torch.float32)
     with Members(
         peak_growth,
@@ -200,7 +200,7 @@ def test_no_member_holds_more_than_its_slice_and_a_chunk():
     ) as members:
         growth = members.results()
     slices = [len(block.rows) * NUM_COLUMNS * 4 for block in needed]
-    assert sum(slices) > 70 * MIB
+    assert sum(slices) > 150 * MIB
     for grown, size in zip(growth, [0, 0, *slices], strict=True):
         assert grown <= size + chunk_bytes + slack
 

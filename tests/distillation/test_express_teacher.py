@@ -14,6 +14,7 @@ from async_grpo.distillation.express_teacher import ExpressTeacher
 from async_grpo.errors import ExpressLost
 from async_grpo.model.scoring import Scorer
 
+MAX_TOKENS = 30  # of a forward
 WIDTH = 121  # of 128 columns: those that the student has too
 
 
@@ -52,14 +53,22 @@ def receive(meeting, rank, work):
 
 
 @pytest.mark.parametrize("mesh", [(1, 1), (1, 3), (2, 2)])
-def test_each_trainer_rank_gets_the_logits_of_its_trained_tokens(folder, mesh):
+def test_each_trainer_rank_gets_the_logits_of_its_trained_tokens(folder, mesh, monkeypatch):
     sequences = readings(11)
     needs = [sequences[:3], sequences[3:]]
+    forwards = []
     rounds = plan_round(needs, teachers=mesh, width=WIDTH)
     meeting, _store = opened(len(rounds) + 2, torch.float32)
     scorer = Scorer(folder, device=CPU)
+    pack = scorer.packed
+
+    def counted(pairs):
+        forwards.append(sum(len(prompt) + len(output) for prompt, output in pairs))
+        return pack(pairs)
+
+    monkeypatch.setattr(scorer, "packed", counted)
     with ThreadPoolExecutor(8) as pool:
-        teachers = [ExpressTeacher(scorer, device=CPU, max_tokens=30) for _ in rounds]
+        teachers = [ExpressTeacher(scorer, device=CPU, max_tokens=MAX_TOKENS) for _ in rounds]
         served = [
             pool.submit(serve, teacher, meeting, rank, work)
             for rank, (teacher, work) in enumerate(zip(teachers, rounds, strict=True))
@@ -67,6 +76,9 @@ def test_each_trainer_rank_gets_the_logits_of_its_trained_tokens(folder, mesh):
         ranks = [pool.submit(receive, meeting, len(rounds) + r, rounds[0]) for r in range(2)]
         received = [future.result() for future in ranks]
         assert [future.result() for future in served] == [None] * len(rounds)
+    assert max(forwards) <= MAX_TOKENS
+    num_tokens = sum(len(reading.prompt) + len(reading.output) for reading in sequences)
+    assert sum(forwards) == 2 * mesh[1] * num_tokens  # two rounds, on every tensor rank
     model = load_model(folder)
     for own, cells in zip(needs, received, strict=True):
         expected = torch.cat([logits_of(model, reading) for reading in own])
@@ -81,6 +93,6 @@ def logits_of(model, reading):
 
 
 def test_a_teacher_without_a_group_says_so(folder):
-    teacher = ExpressTeacher(Scorer(folder, device=CPU), device=CPU, max_tokens=30)
+    teacher = ExpressTeacher(Scorer(folder, device=CPU), device=CPU, max_tokens=MAX_TOKENS)
     with pytest.raises(ExpressLost, match="in no express group"):
         teacher.serve(plan_round([[]], teachers=(1, 1), width=WIDTH)[0])

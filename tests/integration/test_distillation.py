@@ -166,6 +166,35 @@ def test_every_step_says_what_its_teachers_did(payload, runs):
         assert all(math.isfinite(row[name]) for name in ("loss", "grad_norm", "gkd_divergence"))
 
 
+@pytest.mark.parametrize(
+    ("mesh", "ranks"), [("1x1", 1), ("1x1", 2), ("2x1", 1)], ids=["alone", "two ranks", "tickets"]
+)
+def test_express_trains_whole_distributions(
+    mesh, ranks, address, tiny_model, puzzles, teachers, tmp_path
+):
+    """Of 2x1 one worker is missing: logits go by the object store."""
+    run = trainer(
+        *(address, tiny_model, puzzles, tmp_path, *NAMESPACE, *PAYLOADS["logits"]),
+        *("--teacher-for", "b", "--express", mesh, "--opd-coefficient", ETA),
+        *("--gkd-coefficient", GAMMA, "--gkd-alpha", ALPHA, "--gkd-temperature", TAU),
+        *("--num-training-batches", BATCHES, "--max-staleness", 0, "--deterministic"),
+        *("--dump-token-columns", True),
+        ranks=ranks,
+    )
+    with run:
+        assert run.wait(timeout_s=READY_S) == 0, run.err[-4000:]
+    teacher = load_model(teachers["b"])
+    with torch.no_grad():
+        expected = first_loss(
+            tmp_path, load_model(tiny_model), {"a": teacher, "b": teacher}, top_k=0
+        )
+    rows = read_lines(tmp_path / "training_metrics.jsonl")
+    assert rows[0]["loss"] == pytest.approx(expected, abs=1e-5)
+    assert all(row["trained_samples"] == row["num_samples"] == BATCH * GROUP for row in rows)
+    num_by_ticket = sum(row["lost_payloads"] for row in rows)  # those of the last step come late
+    assert num_by_ticket == (BATCH * GROUP * (BATCHES - 1) if mesh == "2x1" else 0)
+
+
 def test_a_type_without_a_teacher_is_refused(address, tiny_model, puzzles, tmp_path):
     run = trainer(
         *(address, tiny_model, puzzles, tmp_path / "run", *NAMESPACE),

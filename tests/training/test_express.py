@@ -11,8 +11,9 @@ from oracle import make_sample
 from rollout.tiny_models import load_model, make_model
 
 from async_grpo import cluster
+from async_grpo.distillation.express import ExpressGroup
 from async_grpo.distillation.express_teacher import ExpressTeacher
-from async_grpo.errors import WorkerError
+from async_grpo.errors import ExpressLost, WorkerError
 from async_grpo.model.scoring import Scorer
 from async_grpo.training.express import LOGITS, Express
 from async_grpo.types import Minibatch
@@ -159,6 +160,21 @@ def test_after_a_loss_there_is_no_group_until_the_next_step(folder, pool, caplog
     for item in on_each(pool, ranks, fill):
         check(folder, item)
     on_each(pool, ranks, lambda rank: ends[rank].close())
+
+
+def test_a_loss_that_one_rank_alone_has_seen_is_all_ranks_loss(folder, pool, monkeypatch):
+    scorer, ranks, exchange = Scorer(folder, device=CPU), ThreadRanks(2), ExpressGroup.exchange
+
+    def lost_to_the_last(group, *args, **options):
+        exchange(group, *args, **options)
+        if group.rank == 3:
+            raise ExpressLost("a connection was closed")
+
+    monkeypatch.setattr(ExpressGroup, "exchange", lost_to_the_last)
+    workers = [Handle(pool, scorer) for _ in range(2)]
+    ends = [express(ranks, workers) for _ in range(2)]
+    items = [minibatch(0, 3), minibatch(10, 2)]
+    assert on_each(pool, ranks, lambda rank: ends[rank].fill(items[rank])) == [None, None]
 
 
 def test_with_too_few_teachers_there_is_no_group(folder, pool, caplog):

@@ -132,3 +132,62 @@ def test_rank_0_says_for_all_that_they_have_nothing_to_train(monkeypatch):
         items = stream.RankStream(client, rank=rank, stall_timeout_s=0.001)
         next(items), next(items)
         assert client.hungry_at == ([0, 1] if rank == 0 else [])
+
+
+class ScriptedExpress:
+    """Fills as many minibatches as scripted; then its group is lost."""
+
+    def __init__(self, num_filled):
+        self.left, self.steps = num_filled, 0
+
+    def fill(self, item):
+        self.left -= 1
+        return Minibatch(item.round_index + 100, ()) if self.left >= 0 else None
+
+    def step_ended(self):
+        self.steps += 1
+
+
+def test_what_express_cannot_fill_is_fetched_by_ticket(monkeypatch):
+    asked = []
+
+    def fetch(item, client, *, rank, index, timeout_s, teachers):
+        asked.append((rank, index, teachers))
+        return Minibatch(item.round_index + 200, ())
+
+    monkeypatch.setattr(stream, "fetch_payloads", fetch)
+    client = ScriptedClient(monkeypatch, delay=0, answers=[])
+    express = ScriptedExpress(1)
+    items = stream.RankStream(
+        client, rank=1, stall_timeout_s=5, teachers=["teacher:a"], express=express
+    )
+    assert [next(items).round_index for _ in range(2)] == [100, 201]
+    assert asked == [(1, 1, ["teacher:a"])]
+    assert express.steps == 0
+
+
+def test_a_rank_that_gets_no_tickets_either_loses_the_run_for_all(monkeypatch):
+    def fetch(item, client, **options):
+        raise ProcessLostError("the controller died")
+
+    monkeypatch.setattr(stream, "fetch_payloads", fetch)
+    client, agreed = ScriptedClient(monkeypatch, delay=0, answers=[]), []
+    items = stream.RankStream(
+        client,
+        rank=1,
+        stall_timeout_s=5,
+        agree=lambda own: agreed.append(own) or own,
+        express=ScriptedExpress(0),
+    )
+    with pytest.raises(RunLost, match="the controller died"):
+        next(items)
+    assert agreed == [stream.READY, stream.LOST]
+
+
+def test_express_hears_of_the_end_of_a_step(monkeypatch):
+    end = EndOfStep(0, 0, False, num_samples=1, num_tokens=1)
+    client = ScriptedClient(monkeypatch, delay=0, answers=[])
+    monkeypatch.setattr(stream.cluster, "wait", lambda _, **options: (Minibatch(7, ()), end))
+    express = ScriptedExpress(1)
+    items = stream.RankStream(client, rank=1, stall_timeout_s=5, express=express)
+    assert (next(items).round_index, next(items), express.steps) == (107, end, 1)
