@@ -282,4 +282,4 @@ def _term_gradient(
     """[C, V] by logits over the temperature, times what arrives [C] of each value."""
     by_logprob = term.gradient(logprobs, rows)
     total = by_logprob.sum(-1, keepdim=True)
-    return (by_logprob - logprobs.exp() * total).mul_(grad[:, None])
+    return torch.addcmul(by_logprob, logprobs.exp(), total, value=-1).mul_(grad[:, None])

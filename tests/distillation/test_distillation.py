@@ -132,7 +132,8 @@ def test_a_group_of_equal_rewards_is_trained_where_a_teacher_has_something_to_sa
         replace(s, verdict=replace(s.verdict, reward=1.0)) for s in samples if s.episode.turns
     )
     assert len(group) > 1
-    for options, contributes in ((EVERYTHING, True), (OPTIONS, False)):
+    taught = OPTIONS | {"teacher_for": "math", "opd_coefficient": 0.3}
+    for options, contributes in ((taught, True), (OPTIONS, False)):
         rules = LocalRules(find_algorithm(make_config(**options)))
         finished = asyncio.run(rules.finish_group(Group(0, 0, group)))
         assert {s.contributes for s in finished.samples} == {contributes}
