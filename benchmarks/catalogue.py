@@ -10,6 +10,7 @@ NAMES = (
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
     "startup",  # command to first optimizer step, by phase
     "staleness",  # what asynchrony buys on two cores
+    "distillation",  # teachers: bytes, steps a minute, the recipes beside TRL's
     "end_to_end",  # against TRL: samples a second, time to a reward
     "gpu",  # one device; a toy size where there is none
 )

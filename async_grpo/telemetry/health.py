@@ -62,6 +62,8 @@ def _even(row: Row, num_steps: int) -> str:
         return ""
     if not math.isclose(mean, best, abs_tol=1e-9):  # an algorithm without advantages
         return ""
+    if row["num_samples"] == row.get("num_groups"):  # of one sample each: a teacher's alone
+        return ""
     return (
         f"in the last {num_steps} steps all samples of a question had the same reward (mean "
         f"{mean:.3g}): nothing is learnt from rewards; look at the reward "

@@ -24,6 +24,7 @@ EVEN = HEALTHY | {
 }
 DISTILLED = HEALTHY | {"perc_with_0_advantage": 1.0}
 APART = HEALTHY | {"mismatch_kl": 236.0, "learning_rate": 3.0}
+ALONE = EVEN | {"num_samples": 64, "num_groups": 64}  # nobody to compare with
 BOTH = ("avg_reward", "avg_max_reward_in_group")
 SFT = {"loss": 0.3, "trained_tokens": 500, "mismatch_kl": None, "avg_reward": None}
 
@@ -36,6 +37,7 @@ def told(rows):
 
 def test_a_healthy_run_hears_nothing():
     assert told([HEALTHY] * 300) == []
+    assert told([ALONE] * 300) == []
     assert told([SFT] * 300) == []
     assert told([DISTILLED] * 300) == []  # rewards that no advantage is made of
     assert told([{}] * 300) == []  # steps without samples

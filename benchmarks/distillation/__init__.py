@@ -1,0 +1,1 @@
+"""What distillation costs, and what it reaches: `python -m benchmarks.distillation`."""
