@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.distillation.divergence import divergence, gradient_by_logits
-from async_grpo.model.logprobs import LEAST_LOGPROB, product
+from async_grpo.model.logprobs import LEAST_LOGPROB, head_logits
 from async_grpo.roles import TEACHER
 from async_grpo.types import Payload
 
@@ -134,11 +134,10 @@ class DenseDivergence(Divergence):
         if teacher.head is None:
             logits = rows[LOGITS][:, :num_columns]
         else:
-            head = teacher.head[:num_columns]
+            head, bias = teacher.head[:num_columns], teacher.bias
+            bias = None if bias is None else bias[:num_columns]
             hidden = rows[HIDDEN][:, : head.shape[1]]  # filled up to the widest teacher's
-            logits = product(hidden.to(head.dtype), head.T)
-            if teacher.bias is not None:
-                logits += teacher.bias[:num_columns]
+            logits = head_logits(hidden.to(head.dtype), head, bias)
         logprobs = torch.log_softmax(logits.to(policy) / self.temperature, dim=-1)
         return logprobs.clamp_(min=LEAST_LOGPROB)
 

@@ -115,7 +115,8 @@ def test_each_token_is_compared_over_the_columns_that_its_teacher_and_the_policy
     heads = [torch.randn(w, HIDDEN, generator=generator, dtype=torch.float64) for w in widths]
     hidden = torch.randn(num_tokens, HIDDEN, generator=generator, dtype=torch.float64)
     logits = [heads[number] @ hidden[c] for c, number in enumerate(index)]
-    rows = {"teacher.index": index, "teacher.hidden": hidden}
+    of_a_wider_one = torch.full((num_tokens, 3), 5.0, dtype=torch.float64)
+    rows = {"teacher.index": index, "teacher.hidden": torch.cat([hidden, of_a_wider_one], dim=-1)}
     if kind == "logits":  # of narrower teachers there are columns that nobody reads
         filled = [torch.cat([own, own.new_full((V + 9 - len(own),), 5.0)]) for own in logits]
         rows |= {"teacher.logits": torch.stack(filled)}
