@@ -283,28 +283,31 @@ class SlotPipeline:
     ) -> Samples:
         """The samples with what the teacher of each says of its tokens."""
         assert self._teachers is not None, "rules that need a teacher come with teachers"
-        found: dict[RowKey, Sample] = {}
+        asked = []
         for role, members in self._teachers.by_role(samples).items():
             # With express the ranks get payloads themselves, unless they say that they cannot.
             payload = None if self._config.express and not is_again else need.payload
             request = _request(members, temperature, payload=payload)
             request = replace(request, vocab_size=self._teachers.vocab_size)
-            with self._in_stage("in_reference", len(members)):
-                if payload is None:
-                    scores = await self._score(members, role, request)
-                    answered = tuple(_with_scores(members, TEACHER, scores))
-                else:
-                    sizes = self._teachers.sizes(role, request, payload)
-                    held = 0 if is_again else sum(sizes)
-                    async with self._teachers.room_for(held, ordinal=samples[0].ordinal):
-                        answered = await self._with_tickets(members, role, request, sizes)
-            found |= {sample.key: sample for sample in answered}
+            sizes = self._teachers.sizes(role, request)
+            asked.append((role, members, request, sizes))
+        # Given pairs may have several teachers. Room for all of a group is held at once: with half
+        # of it held, it would wait for the other half, and nothing of it could be trained.
+        num_bytes = 0 if is_again else sum(sum(sizes) for *_, sizes in asked)
+        found: dict[RowKey, Sample] = {}
+        with self._in_stage("in_reference", len(samples)):
+            async with self._teachers.room_for(num_bytes, ordinal=samples[0].ordinal):
+                for role, members, request, sizes in asked:
+                    answered = await self._with_tickets(members, role, request, sizes)
+                    found |= {sample.key: sample for sample in answered}
         return tuple(found[sample.key] for sample in samples)
 
     async def _with_tickets(
         self, samples: Samples, role: str, request: LogprobRequest, sizes: Sequence[int]
     ) -> Samples:
-        """As `_taught`, with a ticket for each row's payload, which has so many bytes."""
+        """As `_taught`, of one teacher; of such sizes are the payloads, each with a ticket."""
+        if not sizes:
+            return tuple(_with_scores(samples, TEACHER, await self._score(samples, role, request)))
         scores, references = await self._score(samples, role, request, num_objects=len(sizes))
         tickets = (
             Ticket((reference,), role, size)

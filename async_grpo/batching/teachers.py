@@ -10,7 +10,7 @@ from async_grpo.batching.teacher_buffer import TeacherBuffer
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import WorkerError
 from async_grpo.roles import teacher
-from async_grpo.types import LogprobRequest, Payload, Sample
+from async_grpo.types import LogprobRequest, Sample, WorkerInfo
 
 if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
@@ -36,6 +36,7 @@ class Teachers:
         self._registry_of = registry_of
         self._config = config
         self._type_column = type_column
+        self._infos: dict[str, WorkerInfo] = {}  # the latest known of each role
         self._num_lost = 0  # samples whose payload was lost, since last taken
 
     def take_clock(self) -> dict[str, float]:
@@ -56,13 +57,16 @@ class Teachers:
             found[role] = (*found.get(role, ()), sample)
         return found
 
-    def sizes(self, role: str, request: LogprobRequest, payload: Payload) -> list[int]:
-        """Bytes of the payload of each row of a request; 0 while nobody knows the teacher."""
-        members = self._registry_of(role).members
-        info = members[0].info if members else None
+    def sizes(self, role: str, request: LogprobRequest) -> list[int]:
+        """Bytes of the payload of each row of a request; none where no payload is asked."""
+        if request.payload is None:
+            return []
+        if members := self._registry_of(role).members:
+            self._infos[role] = members[0].info
+        info = self._infos.get(role)  # of one that has left: its like comes back
         of_hidden = info.hidden_size * info.item_size if info else 0
         of_logits = min(info.vocab_size, self.vocab_size) * info.item_size if info else 0
-        per_token = payload.bytes_per_token(hidden=of_hidden, logits=of_logits)
+        per_token = request.payload.bytes_per_token(hidden=of_hidden, logits=of_logits)
         return [per_token * len(ids) for ids in request.output_token_ids]
 
     @contextlib.asynccontextmanager
