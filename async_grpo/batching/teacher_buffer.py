@@ -34,7 +34,8 @@ class TeacherBuffer:
     async def hold(self, num_bytes: int, *, step: int) -> None:
         """Return when there is room for so many more, which are held from then on.
 
-        A payload that is larger than all the room has it when nothing else is there.
+        A payload that is larger than all the room has it when nothing else is there; no bytes need
+        no room.
         """
         began = time.monotonic()
         async with self._changed:
@@ -67,4 +68,4 @@ class TeacherBuffer:
             held = sum(amount for other, amount in self._held.items() if other <= self.step)
         else:
             held = sum(amount for other, amount in self._held.items() if other > self.step)
-        return held == 0 or held + num_bytes <= self._limit_bytes // 2
+        return 0 in (held, num_bytes) or held + num_bytes <= self._limit_bytes // 2

@@ -51,14 +51,29 @@ def run(scenario, *, limit_s=LIMIT_S):
         return runner.get_loop().run_until_complete(asyncio.wait_for(scenario, limit_s))
 
 
+class Reference:
+    """One of the objects that a method returns beside its answer; Ray would have it in a store."""
+
+
 class Handle:
-    """An actor handle: `handle.method.remote(...)` is the coroutine of the object's method."""
+    """An actor handle: `handle.method.remote(...)` is the coroutine of the object's method.
+
+    With `handle.method.options(num_returns=n).remote(...)` there are references beside it.
+    """
 
     def __init__(self, actor):
         self._actor = actor
 
     def __getattr__(self, name):
-        return SimpleNamespace(remote=getattr(self._actor, name))
+        method = getattr(self._actor, name)
+
+        def options(*, num_returns):
+            def remote(*args):
+                return [method(*args), *(Reference() for _ in range(num_returns - 1))]
+
+            return SimpleNamespace(remote=remote)
+
+        return SimpleNamespace(remote=method, options=options)
 
 
 class Registry:

@@ -80,12 +80,14 @@ def dispatcher(address, model, *options, env=None):
     return Command("worker_dispatcher.py", *fixed, *options, env=env)
 
 
-def trainer(address, model, questions, output, *options, ranks=0, env=None):
-    """`trainer_core.py`, under torchrun when there are `ranks`."""
+def trainer(
+    address, model, questions, output, *options, ranks=0, env=None, script="trainer_core.py"
+):
+    """`trainer_core.py`, or another like it, under torchrun when there are `ranks`."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return Command(
         *(torchrun if ranks else ()),
-        *("trainer_core.py", "--model-name-or-path", model, "--data-path", questions),
+        *(script, "--model-name-or-path", model, "--data-path", questions),
         *("--output-dir", output, "--ray-address", address, "--batch-size", 4),
         *("--samples-per-question", 4, "--max-generation-tokens", 16, "--max-tokens-per-gpu", 512),
         *("--trackers", "", *options),

@@ -1,0 +1,26 @@
+"""`trainer_core.py` whose ranks lose what a teacher said of every third minibatch; same options."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from async_grpo import cluster, deadlines
+from async_grpo.cli.train import main
+
+LOST_EVERY = 3  # fetches of payloads, the first among them
+real_fetch = cluster.fetch
+numbers = itertools.count()
+
+
+def fetch(references: Sequence[Any], *, timeout_s: float, owner: str) -> list[Any | None]:
+    """The real one, but for the first object of such a minibatch."""
+    found = real_fetch(references, timeout_s=timeout_s, owner=owner)
+    is_payload = timeout_s == deadlines.PAYLOADS_FETCHED_S
+    return [None, *found[1:]] if is_payload and next(numbers) % LOST_EVERY == 0 else found
+
+
+if __name__ == "__main__":
+    cluster.fetch = fetch
+    main()
