@@ -16,6 +16,7 @@ OUR_COLUMNS = (
     "completion",
     "completion_token_ids",
     "text",
+    "dataset_type",
 )
 
 

@@ -80,10 +80,12 @@ class House:
         epoch = await self.controller.begin_run(self.plan(incarnation), handle)
         return RunId(incarnation, epoch)
 
-    async def join(self, name, role=MATH, **options):
+    async def join(self, name, role=MATH, *, model_hash="", **options):
         worker = Worker(name, **options)
-        owner = "dispatcher process 5 on box"
-        info = WorkerInfo(name, role, "node", 1, "model", 64, 4.0, 0.0, 512, owner=owner)
+        info = WorkerInfo(
+            name, role, "node", 1, "model", 64, 4.0, 0.0, 512,
+            owner="dispatcher process 5 on box", model_hash=model_hash,
+        )  # fmt: skip
         await self.controller.register(info, Handle(worker))
         return worker
 
@@ -375,5 +377,33 @@ def test_epochs_and_leases_of_a_later_controller_are_never_those_of_an_earlier_o
             async with house.controller.registry_of("verifier").lease(1.0, timeout_s=5.0) as lease:
                 found.append((run_id.epoch, lease.lease_id))
         assert all(later > earlier for earlier, later in zip(*found, strict=True))
+
+    run(scenario())
+
+
+def test_all_workers_of_a_teacher_are_one_model_while_a_run_or_a_worker_of_it_lives():
+    async def scenario():
+        house = House()
+
+        async def refused():
+            why = await ends_with(house.join("other", model_hash="2" * 64), ConfigError)
+            assert "every teacher:math worker must serve the same model: " in why
+            assert f"worker second has the sha256 {'1' * 12}, got model with {'2' * 12}: " in why
+            assert why.endswith("start it with the same --model-path, or under another --name")
+
+        await house.join("first", model_hash="1" * 64)
+        await house.join("second", model_hash="1" * 64)
+        await house.join("another name", teacher("code"), model_hash="2" * 64)
+        await refused()
+        assert len(await house.controller.members(MATH)) == 2
+        run_id = await house.begin()
+        for name in ("first", "second"):
+            await house.controller.deregister(MATH, name)
+        why = await ends_with(house.join("other", model_hash="2" * 64), ConfigError)
+        assert "worker second has the sha256 111" in why  # the run learns from it still
+        await house.controller.end_run(run_id)
+        await house.join("other", model_hash="2" * 64)
+        why = await ends_with(house.join("first", model_hash="1" * 64), ConfigError)
+        assert "worker other has the sha256 222" in why
 
     run(scenario())

@@ -108,6 +108,32 @@ def test_a_kept_minibatch_makes_the_step_not_finite_again(tmp_path):
     assert result.metrics["kl_sum"] == first.metrics["kl_sum"] == np.inf
 
 
+@pytest.mark.parametrize("name", ["teacher.hidden", "teacher.logits"])
+def test_states_and_logits_of_teachers_stay_behind(name, tmp_path):
+    minibatch = make_minibatches()[0]
+    samples = [
+        replace(
+            sample,
+            scores=sample.scores
+            | {name: np.ones((sample.num_trained_tokens, 50), np.float32)}
+            | {"teacher": np.ones(sample.num_trained_tokens, np.float32)},
+        )
+        for sample in minibatch.samples
+    ]
+    minibatch = replace(minibatch, samples=tuple(samples))
+    whole = collate(minibatch.samples, aggregation="sample-mean", share_prompts=False)
+    replay = Replay(tmp_path, rank=0)
+    replay.keep(minibatch, whole)
+    ((kept, packed_of_it),) = replay._kept
+    assert set(packed_of_it.scores) == set(whole.scores) - {name}
+    assert name in whole.scores  # which is trained yet
+    assert [sample.scores for sample in kept.samples] == [{}] * len(samples)
+    path = tmp_path / "kept.npz"
+    save_minibatches(path, [(kept, packed_of_it)])
+    (found,) = load_minibatches(path)
+    assert set(found.scores) == set(whole.scores) - {name}
+
+
 def test_only_the_suspects_of_the_step_are_kept(tmp_path):
     replay = Replay(str(tmp_path), rank=0)
     good, filler, bad = make_minibatches()

@@ -1,0 +1,152 @@
+"""What a trainer looks at before it learns from teachers: types, their models, their heads."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scripted_run import make_config
+
+from async_grpo.checkpoint.resume import Start
+from async_grpo.errors import CheckpointError, DataError
+from async_grpo.run import teaching
+from async_grpo.run.preparation import with_teachers
+from async_grpo.run.teaching import check_types, meet_teachers, teachers_of, type_column
+from async_grpo.types import Question, WorkerInfo
+
+LEARNS = {"gkd_coefficient": 1.0}
+
+
+def lines(*kinds, column="dataset_type"):
+    ids = np.arange(2, dtype=np.int32)
+    return [Question(ids, "", "", {} if kind is None else {column: kind}) for kind in kinds]
+
+
+def pairs(*kinds):
+    return [SimpleNamespace(question=question) for question in lines(*kinds)]
+
+
+def config_of(*routes, **options):
+    return make_config(teacher_for=",".join(routes), pairs_path="pairs.jsonl", **LEARNS | options)
+
+
+@pytest.mark.parametrize(
+    ("routes", "kinds", "of_pairs"),
+    [
+        (("a",), ("anything", None), ()),
+        (("sums=a", "b"), ("sums", "poems", None), ("songs",)),
+        (("sums=a", "poems=b"), ("sums",), ("poems",)),
+        (("sums=a", "poems=a"), ("sums", "poems"), ()),
+    ],
+)
+def test_every_line_has_a_teacher_and_every_teacher_a_line(routes, kinds, of_pairs):
+    check_types(config_of(*routes), lines(*kinds), pairs(*of_pairs))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "of_pairs", "said"),
+    [
+        (("sums", "poems"), (), "every dataset_type of d must have a teacher, 'poems' has none: "),
+        (("sums", None), (), "every dataset_type of d must have a teacher, '' has none: add"),
+        (("sums",), ("odes", "poems"), "of pairs.jsonl must have a teacher, 'odes', 'poems' has"),
+        (("sums", *"abcdefg"), (), "'a', 'b', 'c', 'd', 'e', ... has none"),
+    ],
+)
+def test_lines_that_no_teacher_teaches_are_refused(kinds, of_pairs, said):
+    with pytest.raises(DataError) as caught:
+        check_types(config_of("sums=a"), lines(*kinds), pairs(*of_pairs))
+    assert said in str(caught.value)
+    assert "add --teacher-for TYPE=NAME for it, or NAME for all others" in str(caught.value)
+
+
+def test_a_teacher_without_a_line_is_refused():
+    said = (
+        "--teacher-for poems=b names a teacher that nobody uses: no line of d has the "
+        "dataset_type 'poems', but '', 'sums'"
+    )
+    with pytest.raises(DataError) as caught:
+        check_types(config_of("sums=a", "poems=b", "c"), lines("sums", None), ())
+    assert str(caught.value) == said
+
+
+def test_the_column_of_the_type_may_have_a_name_of_the_user_s():
+    config = config_of("sums=a", column_mapping="dataset_type=kind")
+    assert type_column(config) == "kind"
+    check_types(config, lines("sums", column="kind"), ())
+    with pytest.raises(DataError, match="every kind of d must have a teacher, '' has none"):
+        check_types(config, lines("sums"), ())
+
+
+def info(name, model_hash):
+    return WorkerInfo(name, "teacher:a", "node", 1, f"/models/{name}", 64, 1.0, 0.0, 512,
+                      model_hash=model_hash)  # fmt: skip
+
+
+def test_the_teachers_of_a_run_are_part_of_its_checkpoints():
+    hashes = Future()
+    hashes.set_result({"model": "m"})
+    teachers = {"a": info("w0", "one"), "b": info("w1", "two")}
+    saved = with_teachers(hashes, teachers, start=Start()).result(timeout=10)
+    assert saved == {"model": "m", "teacher a": "one", "teacher b": "two"}
+    start = Start("checkpoint", SimpleNamespace(hashes=saved))
+    assert with_teachers(hashes, teachers, start=start).result(timeout=10) == saved
+    with pytest.raises(CheckpointError) as caught:
+        with_teachers(hashes, teachers | {"b": info("w1", "other")}, start=start)
+    assert "the teacher b of /models/w1 must be what checkpoint was trained with" in str(
+        caught.value
+    )
+    assert with_teachers(hashes, {}, start=start) is hashes
+
+
+class Controller:
+    """What it is asked for is its answer."""
+
+    def __init__(self, members=()):
+        self.members = SimpleNamespace(remote=lambda role: [m for m in members if m.role == role])
+
+    def teacher_head(self, role):
+        return [role]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """{role: arrays of its head}."""
+    heads = {}
+    fakes = SimpleNamespace(
+        wait=lambda call, *, timeout_s, who: call,
+        fetch=lambda references, *, timeout_s, owner: [heads.get(role) for role in references],
+    )
+    monkeypatch.setattr(teaching, "cluster", fakes)
+    return heads
+
+
+def test_the_teachers_of_a_run_are_those_of_its_names(at_once):
+    found = teachers_of(Controller([info("w0", "one")]), config_of("a"))
+    assert found == {"a": info("w0", "one")}
+
+
+def met(payload, widths, device="cpu"):
+    learner = SimpleNamespace(config=config_of("x=a", "b", teacher_payload=payload))
+    learner.learn_from = lambda teachers: setattr(learner, "teachers", teachers)
+    meet_teachers(learner, Controller(), widths, device=torch.device(device))
+    return learner.teachers
+
+
+def test_ranks_get_the_heads_of_teachers_that_send_hidden_states(at_once):
+    bits = np.array([[0x3F80, 0xC000]], np.uint16)  # 1 and -2 in bfloat16
+    at_once["teacher:a"] = {"weight": bits}
+    at_once["teacher:b"] = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
+    first, second = met("hidden", {"a": 1, "b": 2})
+    assert (first.width, first.bias) == (1, None)
+    assert first.head.dtype == torch.bfloat16
+    assert first.head.tolist() == [[1.0, -2.0]]
+    assert (second.width, second.head.shape, second.bias.tolist()) == (2, (2, 3), [0.0, 0.0])
+    del at_once["teacher:b"]
+    with pytest.raises(DataError, match="the head of teacher b did not come"):
+        met("hidden", {"a": 1, "b": 2})
+
+
+def test_no_head_is_fetched_for_other_payloads(at_once):
+    teachers = met("topk", {"a": 1, "b": 2})
+    assert [(each.width, each.head) for each in teachers] == [(1, None), (2, None)]
