@@ -199,14 +199,20 @@ def fetch(references: Sequence[Any], *, timeout_s: float, owner: str) -> list[An
     import ray
     from ray.exceptions import GetTimeoutError, ObjectLostError, OwnerDiedError
 
-    try:
-        return list(ray.get(list(references), timeout=timeout_s))
-    except OwnerDiedError:
-        raise ProcessLostError(f"{owner} has ended, and what it owned is lost") from None
-    except (GetTimeoutError, ObjectLostError):
-        if len(references) == 1:
-            return [None]
-    return [fetch([each], timeout_s=timeout_s, owner=owner)[0] for each in references]
+    if not references:
+        return []
+    wanted = list(references)
+    ready = set(ray.wait(wanted, num_returns=len(wanted), timeout=timeout_s)[0])
+    values: list[Any | None] = []
+    for reference in wanted:
+        try:
+            here = reference in ready
+            values.append(ray.get(reference, timeout=deadlines.STATUS_S) if here else None)
+        except OwnerDiedError:
+            raise ProcessLostError(f"{owner} has ended, and what it owned is lost") from None
+        except (GetTimeoutError, ObjectLostError):
+            values.append(None)
+    return values
 
 
 async def call(reference: Awaitable[T], *, timeout_s: float | None, who: str) -> T:

@@ -90,7 +90,7 @@ class Teachers:
     def _role_of(self, sample: Sample) -> str:
         if self._config.express:  # of one teacher; a sample on a rank no longer has its columns
             return teacher(self._config.teacher_names[0])
-        kind = str(sample.question.columns.get(self._type_column, ""))
+        kind = str(sample.question.columns.get(self._type_column) or "")
         name = self._config.teacher_of(kind)
         if name is None:  # the trainer has looked at every line before
             raise WorkerError(f"--teacher-for names no teacher of the dataset_type {kind!r}")

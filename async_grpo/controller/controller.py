@@ -223,10 +223,14 @@ class Controller:
         """The reference of what makes logits of a teacher's hidden states, in a container."""
 
         async def ask() -> tuple[Any, ...]:
-            lease = self.registry_of(role).lease(0, timeout_s=self._current(run).stall_timeout_s)
-            async with lease as worker:
-                _, references = await worker.call_for("head", HeadRequest(), num_objects=1)
-            return tuple(references)
+            while True:
+                limit_s = self._current(run).stall_timeout_s
+                try:
+                    async with self.registry_of(role).lease(0, timeout_s=limit_s) as worker:
+                        _, references = await worker.call_for("head", HeadRequest(), num_objects=1)
+                        return tuple(references)
+                except LeaseLost as error:
+                    logger.warning("another %s worker is asked for its head: %s", role, error)
 
         return await self._while_it_lasts(run, ask)
 

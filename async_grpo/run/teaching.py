@@ -14,7 +14,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.distillation.head_terms import Teacher
-from async_grpo.errors import DataError
+from async_grpo.errors import DataError, WorkerError
 from async_grpo.roles import teacher
 from async_grpo.types import GivenPair, Question, WorkerInfo
 
@@ -39,8 +39,8 @@ def check_types(
     if not named:
         return
     column = type_column(config)
-    of_data = {str(question.columns.get(column, "")) for question in questions}
-    of_pairs = {str(pair.question.columns.get(column, "")) for pair in pairs}
+    of_data = {str(question.columns.get(column) or "") for question in questions}
+    of_pairs = {str(pair.question.columns.get(column) or "") for pair in pairs}
     found = of_data | of_pairs
     if missing := sorted(kind for kind in found if config.teacher_of(kind) is None):
         path = config.data_path if missing[0] in of_data else config.pairs_path
@@ -62,7 +62,12 @@ def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, 
     for name in config.teacher_names:
         call = controller.members.remote(teacher(name))
         members = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=WHO)
-        found |= {name: members[0]} if members else {}
+        if not members:
+            raise WorkerError(
+                f"the last worker of teacher {name} has ended while the run began: look at its "
+                "dispatcher's terminal, and start both again"
+            )
+        found[name] = members[0]
     return found
 
 

@@ -28,7 +28,9 @@ class World:
         self.lives, self.told, self.clients = list(lives), [], []
         self.failures = []  # of the next beginnings
         self.main = main = object.__new__(MainRank)
-        config = SimpleNamespace(stall_timeout_s=60.0, eval_data_path="held-out", teacher_names=())
+        config = SimpleNamespace(
+            stall_timeout_s=60.0, eval_data_path="held-out", teacher_names=(), express_mesh=None
+        )
         main.plan = SimpleNamespace(config=config, held_out=())
         main.report = SimpleNamespace(
             stood_still=lambda metric, seconds: self.told.append(seconds) if seconds else None,
