@@ -8,6 +8,7 @@ supervised fine-tuning, no head is started.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -47,7 +48,7 @@ COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
 class LocalRun:
     """A run of one machine as command lines, checked before anything is started."""
 
-    prepare: tuple[str, ...]
+    prepare: tuple[tuple[str, ...], ...]  # commands, one after the other
     workers: tuple[tuple[WorkerConfig, tuple[str, ...]], ...]  # and the options of its dispatcher
     train: TrainConfig
     train_options: tuple[str, ...]
@@ -71,7 +72,9 @@ class LocalRun:
 )
 @click.argument("config", metavar="FILE")
 @click.argument("train_options", metavar="[TRAIN OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--prepare", default="", help="command to run first, such as one that makes the data")
+@click.option(
+    "--prepare", default="", help="what to run first, to make the data; && between several"
+)
 @click.option("--num-cpus", default=0, help="CPUs that Ray counts; 0: this machine's")
 @click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
 @command_boundary()
@@ -104,7 +107,7 @@ def planned(
         own = {"paths": [trained.output_dir], "output": f"{trained.output_dir}/reward.svg"}
         picture = {**own, **picture}
     return LocalRun(
-        prepare=tuple(shlex.split(prepare)),
+        prepare=tuple(_commands(prepare)),
         workers=tuple(workers),
         train=trained,
         train_options=tuple(flags),
@@ -114,16 +117,27 @@ def planned(
     )
 
 
+def _commands(text: str) -> Iterator[tuple[str, ...]]:
+    """The commands of a text, in which && stands between two.
+
+    >>> list(_commands("python make.py && async-grpo generate"))
+    [('python', 'make.py'), ('async-grpo', 'generate')]
+    """
+    words = iter(shlex.split(text))
+    while command := tuple(itertools.takewhile(lambda word: word != "&&", words)):
+        yield command
+
+
 def run_here(run: LocalRun) -> None:
     """Carry the run out; exits with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
     started = time.monotonic()
     run.logs.mkdir(parents=True, exist_ok=True)
-    if run.prepare:
-        logger.info("preparing: %s", " ".join(run.prepare[:2]))
-        python = (sys.executable,) if run.prepare[0] == "python" else run.prepare[:1]
-        _finish(*python, *run.prepare[1:])
+    for program, *options in run.prepare:
+        logger.info("preparing: %s", " ".join((program, *options[:1])))
+        own = {"python": (sys.executable,), "async-grpo": COMMAND}
+        _finish(*own.get(program, (program,)), *options)
     try:
         _train(run)
     except KeyboardInterrupt as interrupt:

@@ -113,8 +113,15 @@ def test_the_quick_start_s_file_is_a_run(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     run = plan("examples/quickstart.toml")
     assert [config.mode for config, _ in run.workers] == ["generation", "logprob"]
-    assert run.train.data_path in run.prepare and run.train.eval_data_path in run.prepare
+    [command] = run.prepare
+    assert run.train.data_path in command and run.train.eval_data_path in command
     assert f"--output={run.folder}/reward.svg" in run.plot_options
+
+
+def test_several_commands_prepare_a_run_one_after_the_other(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    run = plan("examples/quickstart.toml", "--prepare", "python a.py --x 1 && async-grpo generate")
+    assert run.prepare == (("python", "a.py", "--x", "1"), ("async-grpo", "generate"))
 
 
 def test_options_of_the_quick_start_reach_the_data_and_the_trainer(monkeypatch, tmp_path):
@@ -125,7 +132,8 @@ def test_options_of_the_quick_start_reach_the_data_and_the_trainer(monkeypatch, 
     typed = f"--num-batches 7 --seed 5 --num-ranks 1 --max-staleness 0 --output-dir {folder}"
     assert CliRunner().invoke(quickstart, typed.split(), catch_exceptions=False).exit_code == 0
     [run] = runs
-    assert run.prepare[-3:] == (
+    [command] = run.prepare
+    assert command[-3:] == (
         "--seed=5", f"--output={folder}/questions.jsonl",
         f"--held-out-output={folder}/held_out.jsonl",
     )  # fmt: skip
