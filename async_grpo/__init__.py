@@ -38,7 +38,7 @@ Every loop of it, what it waits for, and what unblocks it:
                                                                controller/controller.hungry
     controller/registry.lease       a worker that is free and  a returned lease, a registration,
                                     serves such weights        controller/updates.publish
-    batching/pipeline._score        a reference that is due    controller/controller.published
+    batching/scoring.with_scores    a reference that is due    controller/controller.published
     training/stream.__next__        its next item              batching/outbox.put, or Ctrl-C
     distillation/express.exchange   the next chunk's end       sends in the plan's order; a loss
     run/sampling.publish            the announcement before    the workers' acknowledgements

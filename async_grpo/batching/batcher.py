@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from async_grpo.batching.admission import AdmissionWindow, StepKey
+from async_grpo.batching.admission import StepKey
 from async_grpo.batching.evaluation import evaluate
 from async_grpo.batching.given import given_group
 from async_grpo.batching.grading import VERIFICATION, nothing_graded
@@ -32,7 +32,6 @@ from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.statistics import StepSums, num_taught
 from async_grpo.batching.step_groups import StepGroups
-from async_grpo.batching.teacher_buffer import TeacherBuffer
 from async_grpo.batching.teachers import Teachers
 from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION, named
@@ -87,18 +86,7 @@ class ExperienceBatcher:
         self._registry_of = registry_of
         self._step_groups = StepGroups(plan.rules, num_slots=config.questions_per_step)
         self._quarantine = Quarantine(resume.quarantined if resume else ())
-        buffer = TeacherBuffer(
-            int(config.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
-            step=first.batch * config.steps_per_batch + first.step_in_batch,
-            is_whole_step=config.deterministic or plan.rules.waits_for_step,
-        )
-        self._teachers = Teachers(
-            registry_of,
-            buffer,
-            config=config,
-            vocab_size=plan.vocab_size,
-            type_column=plan.type_column,
-        )
+        self._teachers = Teachers.of(plan, registry_of, first=first)
         self._pipeline = SlotPipeline(
             registry_of,
             config=config,
@@ -107,14 +95,7 @@ class ExperienceBatcher:
             episodes_request=plan.episodes_request if plan.environment else None,
             teachers=self._teachers,
         )
-        self._window = AdmissionWindow(
-            config.batch_size,
-            questions_per_step=config.questions_per_step,
-            max_staleness=config.max_staleness,
-            num_batches=config.num_training_batches,
-            incarnation=plan.incarnation,
-            first=first,
-        )
+        self._window = plan.window(first)
         self._ledger = Ledger.restore(resume.ledger) if resume else Ledger()
         self._rounds = RoundFormer(
             plan.num_ranks,
@@ -123,10 +104,8 @@ class ExperienceBatcher:
             deterministic=config.deterministic,
             first_step=first,
         )
-        self._roles = (
-            GENERATION,
-            *named((need.role for need in plan.rules.needs), config.teacher_names),
-        )
+        needed = named((need.role for need in plan.rules.needs), config.teacher_names)
+        self._roles = (GENERATION, *needed)
         self._outbox = Outbox(plan.num_ranks)
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
         self._sums = StepSums(max_staleness=config.max_staleness)
@@ -154,7 +133,7 @@ class ExperienceBatcher:
         if self._newest is None:
             self._begin(self._send_rounds(), name="rounds")
         self._newest = version
-        await self._pipeline.published(version)
+        await self._pipeline.scoring.published(version)
         if version.batches > self._window.batches_published:
             self._window.batch_published(version.batches)
         for ordinal in self._window.start():
@@ -176,7 +155,7 @@ class ExperienceBatcher:
         lost = tuple(sample for sample in item.samples if sample.key in keys)
         self._teachers.lost(len(lost))
         logger.warning("what teachers said of %d samples is lost: they are asked again", len(lost))
-        again = await self._pipeline.taught_again(lost, self._plan.sampling.temperature)
+        again = await self._pipeline.scoring.taught_again(lost, self._plan.sampling.temperature)
         found = {sample.key: sample for sample in again}
         samples = tuple(found.get(sample.key, sample) for sample in item.samples)
         item = replace(item, samples=samples)

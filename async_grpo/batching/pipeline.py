@@ -12,35 +12,29 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from async_grpo.batching.answers import Scores, check_completions, check_episodes, check_scores
+from async_grpo.batching.answers import check_completions, check_episodes
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require_graded
 from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
+from async_grpo.batching.scoring import Scoring
 from async_grpo.batching.stages import StageClock
 from async_grpo.environments.base import EpisodeFailed
 from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
-from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, TEACHER, VERIFIER
+from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
     GenerationRequest,
     GradingRequest,
     Group,
-    LogprobRequest,
-    Payload,
     PlayedGroup,
     Problem,
     Question,
-    RowKey,
     Sample,
-    Ticket,
     Turn,
     Verdict,
     VerificationRequest,
@@ -48,7 +42,7 @@ from async_grpo.types import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.base import GroupRules, ScoreNeed
+    from async_grpo.algorithms.base import GroupRules
     from async_grpo.batching.teachers import Teachers
     from async_grpo.config.train import TrainConfig
     from async_grpo.controller.registry import WorkerRegistry
@@ -80,35 +74,24 @@ class SlotPipeline:
 
         `teachers`: needed by rules that need a teacher.
         """
-        self._teachers = teachers
         self._episodes_request = episodes_request
         self._registry_of = registry_of
         self._config = config
-        self._batches_published = 0
-        self._has_published = asyncio.Condition()
         self._rules = rules
         self._quarantine = quarantine
         self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
-        self._num_scored_again = 0  # samples
         self.progress = Progress()
         self.grading = Grading(
             self._verify, timeout_s=config.stall_timeout_s, progress=self.progress
         )
         self.stages = StageClock(time.monotonic())
+        self.scoring = Scoring(
+            self._leased, self._in_stage, config=config, needs=rules.needs, teachers=teachers
+        )
 
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and what was done again in that time."""
-        sums = self.stages.take(time.monotonic())
-        sums["reference_retries"], self._num_scored_again = self._num_scored_again, 0
-        if self._teachers is not None:
-            sums |= self._teachers.take_clock()
-        return sums
-
-    async def published(self, version: WeightsVersion) -> None:
-        """The trainer has completed another batch, and whatever was due with it is served."""
-        async with self._has_published:
-            self._batches_published = version.batches
-            self._has_published.notify_all()
+        return self.stages.take(time.monotonic()) | self.scoring.take_clock()
 
     async def run(
         self,
@@ -155,7 +138,7 @@ class SlotPipeline:
 
         Raises `SlotFailed` naming the stage that lost the group.
         """
-        scored = partial(self._with_scores, temperature=temperature, version=reference)
+        scored = partial(self.scoring.with_scores, temperature=temperature, version=reference)
         group = await scored(group, before_advantages=True)
         group = await self._rules.finish_group(group)
         if group.is_replaced:
@@ -241,103 +224,6 @@ class SlotPipeline:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
         return turns
 
-    async def _with_scores(
-        self, group: Group, *, before_advantages: bool, temperature: float, version: WeightsVersion
-    ) -> Group:
-        """The group with what its algorithm needs at this point of the samples to be trained."""
-        for need in self._rules.needs:
-            wanted = tuple(
-                sample
-                for sample in group.samples
-                if sample.num_trained_tokens and sample.contributes
-                if need.of_given or not sample.episode.is_given
-            )
-            if wanted and need.before_advantages == before_advantages:
-                scored = await self._scored(need, wanted, temperature, version)
-                found = {sample.index: sample for sample in scored}
-                samples = tuple(found.get(sample.index, sample) for sample in group.samples)
-                group = replace(group, samples=samples)
-        return group
-
-    async def _scored(
-        self, need: ScoreNeed, samples: Samples, temperature: float, version: WeightsVersion
-    ) -> Samples:
-        """The samples with what the workers of `need.role` say of their tokens."""
-        if need.role == TEACHER:
-            return await self._taught(samples, need, temperature=temperature)
-        own = version if need.role == REFERENCE else None  # a teacher's weights never change
-        request = _request(samples, temperature, version=own)
-        with self._in_stage("in_reference", len(samples)):
-            if need.role == REFERENCE:
-                await self._until_reference_is_due(version)
-            scores = await self._score(samples, need.role, request)
-        return tuple(_with_scores(samples, need.role, scores))
-
-    async def taught_again(self, samples: Samples, temperature: float) -> Samples:
-        """Samples whose payloads are lost, with new ones; room for them is held already."""
-        need = next(need for need in self._rules.needs if need.role == TEACHER)
-        return await self._taught(samples, need, temperature=temperature, is_again=True)
-
-    async def _taught(
-        self, samples: Samples, need: ScoreNeed, *, temperature: float, is_again: bool = False
-    ) -> Samples:
-        """The samples with what the teacher of each says of its tokens."""
-        assert self._teachers is not None, "rules that need a teacher come with teachers"
-        asked = []
-        for role, members in self._teachers.by_role(samples).items():
-            # With express the ranks get payloads themselves, unless they say that they cannot.
-            payload = None if self._config.express and not is_again else need.payload
-            request = _request(members, temperature, payload=payload)
-            request = replace(request, vocab_size=self._teachers.vocab_size)
-            sizes = self._teachers.sizes(role, request)
-            asked.append((role, members, request, sizes))
-        # Given pairs may have several teachers. Room for all of a group is held at once: with half
-        # of it held, it would wait for the other half, and nothing of it could be trained.
-        num_bytes = 0 if is_again else sum(sum(sizes) for *_, sizes in asked)
-        found: dict[RowKey, Sample] = {}
-        with self._in_stage("in_reference", len(samples)):
-            async with self._teachers.room_for(num_bytes, ordinal=samples[0].ordinal):
-                for role, members, request, sizes in asked:
-                    answered = await self._with_tickets(members, role, request, sizes)
-                    found |= {sample.key: sample for sample in answered}
-        return tuple(found[sample.key] for sample in samples)
-
-    async def _with_tickets(
-        self, samples: Samples, role: str, request: LogprobRequest, sizes: Sequence[int]
-    ) -> Samples:
-        """As `_taught`, of one teacher; of such sizes are the payloads, each with a ticket."""
-        if not sizes:
-            return tuple(_with_scores(samples, TEACHER, await self._score(samples, role, request)))
-        scores, references = await self._score(samples, role, request, num_objects=len(sizes))
-        tickets = (
-            Ticket((reference,), role, size)
-            for reference, size in zip(references, sizes, strict=True)
-        )
-        return tuple(
-            replace(sample, tickets=tuple(next(tickets) for _ in sample.episode.rows))
-            for sample in _with_scores(samples, TEACHER, scores)
-        )
-
-    async def _score(
-        self, samples: Samples, role: str, request: LogprobRequest, *, num_objects: int = 0
-    ) -> Any:
-        """What workers of `role` say of the rows, with `num_objects` references of what more."""
-
-        def on_retry(_: Reason) -> None:
-            self._num_scored_again += len(samples)
-
-        return await self._leased(
-            role,
-            "teach" if num_objects else "logprobs",
-            request,
-            check=lambda found: check_scores(request, found[0] if num_objects else found),
-            cost=request.num_tokens,
-            version=request.version,
-            slot=samples[0].ordinal,
-            on_retry=on_retry,
-            num_objects=num_objects,
-        )
-
     async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
         verdicts: tuple[Verdict, ...] = await self._leased(
             VERIFIER,
@@ -408,16 +294,6 @@ class SlotPipeline:
             if slot is not None:
                 self._quarantine.forget(slot)
 
-    async def _until_reference_is_due(self, version: WeightsVersion) -> None:
-        """Version v comes when v + S batches are completed: older batches need the one before.
-
-        What it waits for is the trainer, which may compute for as long as it likes; one that is
-        silent ends the run, and this with it.
-        """
-        due = version.batches + self._config.max_staleness if version.batches else 0
-        async with self._has_published:
-            await self._has_published.wait_for(lambda: self._batches_published >= due)
-
     @contextlib.contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:
         self.stages.add(stage, num_samples, now_s=time.monotonic())
@@ -425,29 +301,3 @@ class SlotPipeline:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
-
-
-def _request(
-    samples: Samples,
-    temperature: float,
-    *,
-    version: WeightsVersion | None = None,
-    payload: Payload | None = None,
-) -> LogprobRequest:
-    rows = [row for sample in samples for row in sample.episode.rows]
-    return LogprobRequest(
-        tuple(row.prompt_token_ids for row in rows),
-        tuple(row.token_ids for row in rows),
-        temperature,
-        version,
-        payload=payload,
-    )
-
-
-def _with_scores(samples: Samples, role: str, scores: Sequence[Scores]) -> Iterator[Sample]:
-    """Each sample with the scores of its own rows, laid end to end."""
-    rest = iter(scores)
-    for sample in samples:
-        own = [next(rest) for _ in sample.episode.rows]
-        laid_out = own[0] if len(own) == 1 else np.concatenate(own)
-        yield replace(sample, scores={**sample.scores, role: laid_out})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import (
@@ -67,6 +68,17 @@ class BatcherPlan:
     object_store_bytes: int = 0  # of the cluster
     type_column: str = "dataset_type"  # which column of a line chooses its teacher
     epoch: int = 0  # of the run: the controller says it when the run begins
+
+    def window(self, first: StepKey) -> AdmissionWindow:
+        """Which slots may start, of a run that begins at the step `first`."""
+        return AdmissionWindow(
+            self.config.batch_size,
+            questions_per_step=self.config.questions_per_step,
+            max_staleness=self.config.max_staleness,
+            num_batches=self.config.num_training_batches,
+            incarnation=self.incarnation,
+            first=first,
+        )
 
     def index(self, ordinal: int, *, attempt: int) -> int:
         """Which question a slot asks at one attempt, from 0."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
+from async_grpo.batching.admission import StepKey
+from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.teacher_buffer import TeacherBuffer
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import WorkerError
@@ -38,6 +40,25 @@ class Teachers:
         self._type_column = type_column
         self._infos: dict[str, WorkerInfo] = {}  # the latest known of each role
         self._num_lost = 0  # samples whose payload was lost, since last taken
+
+    @classmethod
+    def of(
+        cls, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry], *, first: StepKey
+    ) -> Self:
+        """Those of a run that begins at the step `first`."""
+        config = plan.config
+        buffer = TeacherBuffer(
+            int(config.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
+            step=first.batch * config.steps_per_batch + first.step_in_batch,
+            is_whole_step=config.deterministic or plan.rules.waits_for_step,
+        )
+        return cls(
+            registry_of,
+            buffer,
+            config=config,
+            vocab_size=plan.vocab_size,
+            type_column=plan.type_column,
+        )
 
     def take_clock(self) -> dict[str, float]:
         """Seconds that scoring waited for room since the last call, and samples scored again."""

@@ -176,7 +176,7 @@ def test_lost_payloads_are_asked_of_the_same_teacher_without_further_room():
     group = school.run(school.finish(given(0, *MIXED)))
     num_bytes, kept = school.buffer.num_bytes, without_texts(group.samples)
     lost = kept[1:3]  # one of each teacher; nothing says their type any more
-    again = school.run(school.pipeline.taught_again(lost, 0.7))
+    again = school.run(school.pipeline.scoring.taught_again(lost, 0.7))
     assert [sample.key for sample in again] == [sample.key for sample in lost]
     assert school.buffer.num_bytes == num_bytes
     for new, old in zip(again, lost, strict=True):
