@@ -32,7 +32,7 @@ class MixedOrder:
         >>> order = MixedOrder(sampled_share=0.5, questions=QuestionStream(9, seed=0),
         ...                    pairs=QuestionStream(4, seed=1), samples_per_slot=2)
         >>> [order.pairs_of(ordinal) for ordinal in range(4)]
-        [(2, 1), (), (0, 3), ()]
+        [(2, 3), (), (0, 1), ()]
         """
         before = self._num_sampled(ordinal)
         if self._num_sampled(ordinal + 1) > before:
