@@ -6,16 +6,24 @@ design, section 15, has the formulas; `algorithms/distillation.py` computes them
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.config.option import POSITIVE, Change, names_in, option
+from async_grpo.config.option import POSITIVE, Change, flag, names_in, option
 
 if TYPE_CHECKING:
     from async_grpo.config.train import TrainConfig
 
 EVERY_TYPE = ""  # the type in `teacher_routes` of a teacher that is named alone
+# {coefficient of a term: what nothing but this term reads}
+OPTIONS_OF_TERM = {
+    "opd_coefficient": ("opd_clip",),
+    "gkd_coefficient": (
+        "gkd_alpha", "gkd_temperature", "gkd_square_temperature", "gkd_top_k", "gkd_lambda",
+        "teacher_payload", "teacher_buffer_gib", "express",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +112,7 @@ def check_distillation(config: TrainConfig) -> None:
             "must be token with --opd-coefficient, a teacher's advantage is each token's own",
             "add --ratio-level token, or take --gkd-coefficient instead",
         )
+    _check_terms(config)
     _check_express(config)
     _check_pairs(config)
     if not config.reward_coefficient:
@@ -142,17 +151,25 @@ def _check_routes(config: TrainConfig) -> None:
         )
 
 
+def _check_terms(config: TrainConfig) -> None:
+    defaults = {each.name: each.default for each in fields(config)}
+    for coefficient, names in OPTIONS_OF_TERM.items():
+        given = [name for name in names if getattr(config, name) != defaults[name]]
+        if given and not getattr(config, coefficient):
+            raise config.refusal(
+                given[0],
+                f"changes nothing while {flag(coefficient)} is 0",
+                f"add {flag(coefficient)} 1, or drop it",
+            )
+
+
 def _check_express(config: TrainConfig) -> None:
     if not config.express:
         return
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", config.express):
         raise config.refusal("express", "must be DxT, two positive numbers", "1x1 is one worker")
-    if not config.gkd_coefficient or config.teacher_payload != "logits":
-        raise config.refusal(
-            "express",
-            "needs --gkd-coefficient and --teacher-payload logits",
-            "add both, or drop it",
-        )
+    if config.teacher_payload != "logits":
+        raise config.refusal("express", "needs --teacher-payload logits", "add it, or drop this")
     if len(config.teacher_names) > 1:
         raise config.refusal(
             "express", "serves one teacher", "name one, or take --teacher-payload hidden"
@@ -162,12 +179,6 @@ def _check_express(config: TrainConfig) -> None:
 def _check_pairs(config: TrainConfig) -> None:
     if config.gkd_lambda > 1:
         raise config.refusal("gkd_lambda", "must be in [0, 1]", "1 samples everything, 0.5 half")
-    if config.gkd_lambda < 1 and not config.gkd_coefficient:
-        raise config.refusal(
-            "gkd_lambda",
-            "below 1 needs --gkd-coefficient: of pairs only the divergence is learnt",
-            "set both, or neither",
-        )
     if config.gkd_lambda < 1 and not config.pairs_path:
         raise config.refusal(
             "gkd_lambda", "below 1 needs pairs", "add --pairs-path, or leave it at 1"

@@ -42,7 +42,7 @@ def config(**options):
         (GKD | {"pairs_path": "p"}, "--pairs-path is not read with --gkd-lambda 1: .*got 'p'"),
         (
             OPD | {"gkd_lambda": 0.5, "pairs_path": "p"},
-            "--gkd-lambda below 1 needs --gkd-coefficient: .*, got 0.5",
+            "--gkd-lambda changes nothing while --gkd-coefficient is 0, got 0.5",
         ),
         ({"reward_coefficient": 0.0}, "--reward-coefficient must be positive without a teacher"),
         (
@@ -59,8 +59,7 @@ def config(**options):
         ),
         (LOGITS | {"express": "2"}, "--express must be DxT, two positive numbers, got '2'"),
         (LOGITS | {"express": "0x2"}, "--express must be DxT, two positive numbers, got '0x2'"),
-        (GKD | {"express": "1x2"}, "--express needs --gkd-coefficient and --teacher-payload log"),
-        (OPD | {"express": "1x2"}, "--express needs --gkd-coefficient and --teacher-payload log"),
+        (GKD | {"express": "1x2"}, "--express needs --teacher-payload logits, got '1x2'"),
         (LOGITS | {"express": "1x2", "teacher_for": "a=x,y"}, "--express serves one teacher"),
         (GKD | {"algorithm": "sft"}, "--algorithm must be grpo to learn from teachers, got 'sft'"),
         (OPD | {"samples_per_question": 1}, "--samples-per-question must be at least 2"),
@@ -70,6 +69,32 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(options, sentence):
     with pytest.raises(ConfigError, match=sentence) as refused:
         find_algorithm(config(**options))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("others", [{}, OPD], ids=["alone", "beside OPD"])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("gkd_alpha", 0.1),
+        ("gkd_temperature", 2.0),
+        ("gkd_square_temperature", True),
+        ("gkd_top_k", 8),
+        ("teacher_payload", "hidden"),
+        ("teacher_buffer_gib", 1.0),
+        ("express", "1x2"),
+    ],
+)
+def test_an_option_of_a_divergence_that_is_not_learnt_is_refused(option, value, others):
+    flag = "--" + option.replace("_", "-")
+    sentence = f"{flag} changes nothing while --gkd-coefficient is 0, got {value!r}: add --gkd"
+    with pytest.raises(ConfigError, match=sentence):
+        find_algorithm(config(**others, **{option: value}))
+
+
+def test_a_clip_of_opd_without_opd_is_refused():
+    for others in ({}, GKD):
+        with pytest.raises(ConfigError, match="--opd-clip changes nothing while --opd-coefficient"):
+            find_algorithm(config(**others, opd_clip=2.0))
 
 
 @pytest.mark.parametrize(
