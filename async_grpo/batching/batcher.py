@@ -108,7 +108,8 @@ class ExperienceBatcher:
         self._roles = (GENERATION, *needed)
         self._outbox = Outbox(plan.num_ranks)
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
-        self._sums = StepSums(max_staleness=config.max_staleness)
+        self._by_express = bool(config.express)
+        self._sums = StepSums(max_staleness=config.max_staleness, by_express=self._by_express)
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._sent = [Tally()] * plan.num_ranks  # of the current step
@@ -221,7 +222,7 @@ class ExperienceBatcher:
             await self._step_groups.leave(step, ordinal)
             self._settle_failure(ordinal, step, failure)
         else:
-            self._ledger.teacher_tokens += num_taught(group.samples)
+            self._ledger.teacher_tokens += num_taught(group.samples, self._by_express)
             kept = without_texts(group.samples)
             fates = tuple(self._settle_sample(sample, step) for sample in kept)
             self._log.write(group, batch=step.batch, fates=fates)

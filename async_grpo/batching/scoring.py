@@ -115,11 +115,11 @@ class Scoring:
     ) -> Samples:
         """The samples with what the teacher of each says of its tokens."""
         assert self._teachers is not None, "rules that need a teacher come with teachers"
+        if not is_again and self._teachers.have_express(samples):
+            return samples  # the ranks get all of it themselves, unless they say that they cannot
         asked = []
         for role, members in self._teachers.by_role(samples).items():
-            # With express the ranks get payloads themselves, unless they say that they cannot.
-            payload = None if self._config.express and not is_again else need.payload
-            request = _request(members, temperature, payload=payload)
+            request = _request(members, temperature, payload=need.payload)
             request = replace(request, vocab_size=self._teachers.vocab_size)
             sizes = self._teachers.sizes(role, request)
             asked.append((role, members, request, sizes))

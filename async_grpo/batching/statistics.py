@@ -31,8 +31,10 @@ class _Step:
 class StepSums:
     """Numerators and denominators of the open steps. Order of arrival does not matter."""
 
-    def __init__(self, *, max_staleness: int) -> None:
+    def __init__(self, *, max_staleness: int, by_express: bool = False) -> None:
+        """`by_express`: teachers score the samples where they are trained."""
         self._max_staleness = max_staleness
+        self._by_express = by_express
         self._steps: dict[StepKey, _Step] = {}
 
     def add(self, step: StepKey, group: Group, *, batch: int) -> None:
@@ -42,7 +44,7 @@ class StepSums:
         """
         opened = self._steps.setdefault(step, _Step())
         if group.is_given:
-            sums = given_sums(group.samples) | teacher_sums(group.samples)
+            sums = given_sums(group.samples) | teacher_sums(group.samples, self._by_express)
             opened.sums[group.ordinal, group.attempt] = sums
             return
         lags = [
@@ -53,8 +55,8 @@ class StepSums:
             opened.sums[group.ordinal, group.attempt] = replaced_sums(group.samples)
             return
         lag_sums = _lag_sums(lags, self._max_staleness)
-        sums = group_sums(group.samples) | teacher_sums(group.samples) | lag_sums
-        opened.sums[group.ordinal, group.attempt] = sums
+        taught = teacher_sums(group.samples, self._by_express)
+        opened.sums[group.ordinal, group.attempt] = group_sums(group.samples) | taught | lag_sums
         opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
 
     def add_failed(self, step: StepKey, ordinal: int, *, num_samples: int) -> None:
@@ -118,17 +120,23 @@ def given_sums(samples: Sequence[Sample]) -> Sums:
     return {"given_samples": number, "finished_samples": number, **zeros}
 
 
-def num_taught(samples: Sequence[Sample]) -> int:
-    """Tokens that teachers have scored."""
-    return sum(len(sample.scores[TEACHER]) for sample in samples if TEACHER in sample.scores)
+def num_taught(samples: Sequence[Sample], by_express: bool) -> int:
+    """Output tokens that teachers have scored, or score where they are trained."""
+    return sum(
+        len(row.token_ids)
+        for sample in samples
+        if TEACHER in sample.scores
+        or (by_express and sample.contributes and sample.num_trained_tokens)
+        for row in sample.episode.rows
+    )
 
 
-def teacher_sums(samples: Sequence[Sample]) -> Sums:
-    """What teachers have said of a group; empty where it has none."""
-    if not any(TEACHER in sample.scores for sample in samples):
+def teacher_sums(samples: Sequence[Sample], by_express: bool) -> Sums:
+    """What teachers say of a group; empty where it has none."""
+    if not (num_tokens := num_taught(samples, by_express)):
         return {}
     num_bytes = sum(ticket.num_bytes for sample in samples for ticket in sample.tickets)
-    return {"teacher_tokens": num_taught(samples), "teacher_bytes": num_bytes}
+    return {"teacher_tokens": num_tokens, "teacher_bytes": num_bytes}
 
 
 def replaced_sums(samples: Sequence[Sample]) -> Sums:

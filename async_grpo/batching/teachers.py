@@ -78,13 +78,24 @@ class Teachers:
             found[role] = (*found.get(role, ()), sample)
         return found
 
+    def have_express(self, samples: Samples) -> bool:
+        """Whether what teachers say of the samples travels by express.
+
+        Nothing does of tokens that one of the models lacks: the teacher refuses them when asked.
+        """
+        if not self._config.express:
+            return False
+        info = self._info(teacher(self._config.teacher_names[0]))
+        width = min(info.vocab_size, self.vocab_size) if info else self.vocab_size
+        rows = [row for sample in samples for row in sample.episode.rows]
+        ids = (ids for row in rows for ids in (row.prompt_token_ids, row.token_ids))
+        return all(array.max(initial=0) < width for array in ids)
+
     def sizes(self, role: str, request: LogprobRequest) -> list[int]:
         """Bytes of the payload of each row of a request; none where no payload is asked."""
         if request.payload is None:
             return []
-        if members := self._registry_of(role).members:
-            self._infos[role] = members[0].info
-        info = self._infos.get(role)  # of one that has left: its like comes back
+        info = self._info(role)
         of_hidden = info.hidden_size * info.item_size if info else 0
         of_logits = min(info.vocab_size, self.vocab_size) * info.item_size if info else 0
         per_token = request.payload.bytes_per_token(hidden=of_hidden, logits=of_logits)
@@ -107,6 +118,12 @@ class Teachers:
             if sample.tickets:
                 num_bytes = sum(ticket.num_bytes for ticket in sample.tickets)
                 await self.buffer.release(num_bytes, step=self._step_of(sample.ordinal))
+
+    def _info(self, role: str) -> WorkerInfo | None:
+        """Of one that serves the teacher, or has: its like comes back."""
+        if members := self._registry_of(role).members:
+            self._infos[role] = members[0].info
+        return self._infos.get(role)
 
     def _role_of(self, sample: Sample) -> str:
         if self._config.express:  # of one teacher; a sample on a rank no longer has its columns

@@ -134,6 +134,7 @@ class SampledData(Iterator[StreamItem]):
             self._ranks,
             teachers=mesh,
             width=self._learner.policy.model.config.vocab_size,
+            temperature=self._config.temperature,
             workers=lambda: cluster.wait(
                 self._main.client.receivers(role), timeout_s=deadlines.ANSWER_S, who=WHO
             ),

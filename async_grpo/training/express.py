@@ -1,7 +1,8 @@
 """A teacher's logits for the minibatches of all ranks, by express; every call is collective.
 
 consumes:     one minibatch a rank, of the same index; the workers that serve the teacher
-produces:     the same minibatches with scores `teacher.logits`, or word that there is no group
+produces:     the same minibatches with scores `teacher.logits` and, made of these, `teacher`; or
+              word that there is no group
 waits for:    the group's members, while it forms and while logits travel
 unblocked by: teachers that answer; a member's loss, after which there is no group until the next
               gradient step begins
@@ -46,15 +47,18 @@ class Express:
         *,
         teachers: tuple[int, int],
         width: int,
+        temperature: float,
         workers: Callable[[], Sequence[tuple[WorkerInfo, WorkerHandle]]],
     ) -> None:
         """`teachers`: sizes of their data and tensor axes. `width`: of the policy's vocabulary.
+        `temperature`: at which tokens are sampled.
 
         `workers`: those that serve the teacher now; rank 0 calls it.
         """
         self._ranks = ranks
         self._teachers = teachers
         self._width = width  # columns that both models have, once a group is formed
+        self._temperature = temperature
         self._workers = workers
         self._may_form = True
         self._group: ExpressGroup | None = None
@@ -92,7 +96,7 @@ class Express:
         if self._ranks.agree(int(self._group is None)):
             self.close()
             return None
-        return _with_logits(item, own, cells.float().cpu().numpy())
+        return _with_logits(item, own, cells, temperature=self._temperature)
 
     def step_ended(self) -> None:
         """From now on another group may be formed, if there is none."""
@@ -175,16 +179,26 @@ def _reading(sample: Sample) -> Reading:
 
 
 def _with_logits(
-    item: Minibatch, readings: Sequence[Reading], logits: NDArray[np.float32]
+    item: Minibatch, readings: Sequence[Reading], cells: Tensor, *, temperature: float
 ) -> Minibatch:
-    """The minibatch with the rows [N, V] of all its trained tokens; others have zeros."""
-    ends = np.cumsum([len(reading.trained) for reading in readings])
+    """The minibatch with the logits `cells` [N, V] of all its trained tokens, and their labels'
+    log-probabilities at `temperature`; other tokens have zeros."""
     samples = []
-    for sample, reading, end in zip(item.samples, readings, ends, strict=True):
-        own = np.zeros((len(reading.output), logits.shape[1]), np.float32)
-        own[reading.trained] = logits[end - len(reading.trained) : end]
-        samples.append(replace(sample, scores={**sample.scores, LOGITS: own}))
+    by_sample = cells.split([len(reading.trained) for reading in readings])
+    for sample, reading, rows in zip(item.samples, readings, by_sample, strict=True):
+        ids = torch.from_numpy(reading.output[reading.trained].astype(np.int64)).to(cells.device)
+        logprobs = torch.log_softmax(rows.float() / temperature, dim=-1)
+        labels = logprobs.gather(-1, ids[:, None]).squeeze(-1)
+        said = {LOGITS: _spread(rows, reading), TEACHER: _spread(labels, reading)}
+        samples.append(replace(sample, scores={**sample.scores, **said}))
     return replace(item, samples=tuple(samples))
+
+
+def _spread(values: Tensor, reading: Reading) -> NDArray[np.float32]:
+    """[L, ...] of values [N, ...] of the trained tokens."""
+    spread = np.zeros((len(reading.output), *values.shape[1:]), np.float32)
+    spread[reading.trained] = values.float().cpu().numpy()
+    return spread
 
 
 def _nothing(send: Send) -> Tensor:

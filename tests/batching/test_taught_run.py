@@ -156,6 +156,20 @@ def test_what_was_lost_is_counted_in_its_step():
     assert school.buffer.num_bytes == 0
 
 
+def test_what_goes_by_express_is_counted_and_takes_no_room():
+    config = taught_config(teacher_payload="logits", express="1x1")
+    school = TaughtRun(Script(config=config))
+    items, others = run(school.train())
+    assert not any(worker.asked for worker in school.teachers)
+    samples = [s for rank in (items, others) for item in rank if isinstance(item, Minibatch)
+               for s in item.samples]  # fmt: skip
+    tokens = sum(s.num_tokens - len(s.question.input_token_ids) for s in samples)
+    ends = [end for _, end in split_steps(items)]
+    assert sum(end.sums["teacher_tokens"] for end in ends) == tokens > 0
+    assert ends[-1].resume.ledger["teacher_tokens"] == tokens
+    assert sum(end.sums["teacher_bytes"] for end in ends) == school.buffer.num_bytes == 0
+
+
 def test_a_payload_that_nobody_can_make_again_is_an_error_of_the_rank():
     school = TaughtRun(
         Script(config=taught_config(deterministic=True, max_staleness=0), num_ranks=1)

@@ -100,12 +100,40 @@ def test_the_size_is_known_while_a_teacher_that_was_there_is_replaced():
 
 
 def test_log_probabilities_alone_need_no_ticket_and_no_room():
-    school = School(gkd_coefficient=0.0, opd_coefficient=1.0)
+    school = School(gkd_coefficient=0.0, gkd_top_k=64, opd_coefficient=1.0)
     group = school.run(school.finish(sampled(0, "sums")))
     assert [method for method, _ in school.workers[MATH][0].asked] == ["logprobs"]
     assert not any(sample.tickets for sample in group.samples)
     assert all("teacher" in sample.scores for sample in group.samples)
     assert school.buffer.num_bytes == 0
+
+
+EXPRESS = {"teacher_for": "math", "teacher_payload": "logits", "express": "1x2"}
+
+
+def test_with_express_no_teacher_is_asked_but_for_what_the_ranks_have_lost():
+    school = School(**EXPRESS)
+    group = school.run(school.finish(sampled(0, "sums")))
+    assert school.requests(MATH) == []
+    assert not any(sample.tickets or sample.scores for sample in group.samples)
+    lost = without_texts(group.samples[:1])
+    (again,) = school.run(school.pipeline.scoring.taught_again(lost, 0.7))
+    (request,) = school.requests(MATH)
+    assert request.payload == Payload("logits", 0, 1.0)
+    assert (len(again.tickets), set(again.scores["teacher"].tolist())) == (1, {LOGPROBS[MATH]})
+    assert school.buffer.num_bytes == 0
+
+
+@pytest.mark.parametrize(("largest", "is_asked"), [(89, False), (90, True)])
+def test_a_token_that_a_teacher_of_express_lacks_is_left_to_the_teacher_to_refuse(
+    largest, is_asked
+):
+    school = School(**(EXPRESS | {"teacher_for": "code"}))
+    group = sampled(0, "sums")
+    for sample in group.samples:
+        sample.episode.rows[0].token_ids[-1] = largest
+    school.run(school.finish(group))
+    assert len(school.requests(CODE)) == is_asked
 
 
 @settings(max_examples=histories(60), deadline=None)

@@ -19,6 +19,7 @@ from async_grpo.training.express import LOGITS, Express
 from async_grpo.types import Minibatch
 
 CPU = torch.device("cpu")
+TEMPERATURE = 0.7
 WIDTH = 121  # of the policy's vocabulary; the teacher's is padded
 INFO = SimpleNamespace(item_size=4, vocab_size=128)
 
@@ -114,7 +115,11 @@ def on_each(pool, ranks, do):
 
 def express(ranks, workers, *, teachers=(2, 1)):
     return Express(
-        ranks, teachers=teachers, width=WIDTH, workers=lambda: [(INFO, w) for w in workers]
+        ranks,
+        teachers=teachers,
+        width=WIDTH,
+        temperature=TEMPERATURE,
+        workers=lambda: [(INFO, w) for w in workers],
     )
 
 
@@ -128,6 +133,10 @@ def check(folder, filled):
         own = logits[len(row.prompt_token_ids) - 1 : -1, :WIDTH]
         expected = np.where(row.loss_mask[:, None], own, 0.0)  # nobody asks for masked tokens
         np.testing.assert_allclose(sample.scores[LOGITS], expected, rtol=1e-4, atol=1e-4)
+        exponents = np.exp(own / TEMPERATURE)
+        chosen = exponents[np.arange(len(own)), row.token_ids] / exponents.sum(-1)
+        labels = np.where(row.loss_mask, np.log(chosen), 0.0)
+        np.testing.assert_allclose(sample.scores["teacher"], labels, rtol=1e-4, atol=1e-4)
 
 
 def test_every_rank_gets_its_own_samples_logits_also_one_without_samples(folder, pool):
