@@ -29,6 +29,7 @@ from async_grpo.cli.torchrun import (
 )
 from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
+from async_grpo.imports import without_collection
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once
 from async_grpo.run.stopping import StopRequest
@@ -128,7 +129,8 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     config = resolved(config)
     if is_main_rank():
         check_at_once(config)
-    from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all that needs torch
+    with without_collection():
+        from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all needing torch
 
     timeout_s = config.stall_timeout_s + config.worker_timeout_s + deadlines.GROUP_SLACK_S
     try:
@@ -151,14 +153,10 @@ def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
     from async_grpo.run.folder_lock import folder_held
 
     with folder_held(Path(config.output_dir), ranks):
-        if find_algorithm(config).learns_from_pairs:
-            from async_grpo.run.sft import train_sft
-
-            train_sft(config, ranks, stop=stop)
-        else:
-            from async_grpo.run.loop import train_grpo
-
-            train_grpo(config, ranks, stop=stop)
+        with without_collection():
+            from async_grpo.run import loop, sft
+        from_pairs = find_algorithm(config).learns_from_pairs
+        (sft.train_sft if from_pairs else loop.train_grpo)(config, ranks, stop=stop)
     if stop and stop.is_set():
         ranks.agree(0)  # the others are ended as soon as one has left
     ranks.stop()

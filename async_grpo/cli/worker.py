@@ -21,7 +21,7 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import AsyncGrpoError, ConfigError
+from async_grpo.errors import AsyncGrpoError, ConfigError, DataError, ModelError
 from async_grpo.model.folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.model.hub import local_folder
 from async_grpo.roles import GENERATION
@@ -61,6 +61,8 @@ def serve(config: WorkerConfig) -> None:
     places = cluster.endpoints()
     try:
         _serve_on_cluster(config, places)
+    except (ConfigError, DataError, ModelError):
+        raise  # that no end of a cluster explains
     except AsyncGrpoError:
         if not _ends_soon(places):
             raise

@@ -20,7 +20,7 @@ from async_grpo import cluster, deadlines
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.dispatcher.supervised_worker import SupervisedWorker
-from async_grpo.errors import AsyncGrpoError, ClusterError, ProcessLostError
+from async_grpo.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
 from async_grpo.roles import VERIFIER
 
 if TYPE_CHECKING:
@@ -171,19 +171,23 @@ class Workers:
         return sum(worker.num_leases for worker in standing.values())
 
     def _check_room(self, needed: Mapping[str, float]) -> None:
-        """Raise unless this node can hold the workers: Ray would wait for room without a word."""
-        deadline = time.monotonic() + deadlines.ROOM_S
+        """Raise unless this node can hold the workers: Ray would wait for room without a word.
+
+        What others still hold may become free in a moment, what the node does not have never does.
+        """
+        whole, deadline = cluster.resources_here(), time.monotonic() + deadlines.ROOM_S
         while True:
             free = cluster.free_here()
             missing = [what for what, amount in needed.items() if free.get(what, 0.0) < amount]
             if not missing:
                 return
-            if time.monotonic() > deadline:
-                what = missing[0]
-                raise ClusterError(
+            too_small = [what for what in missing if whole.get(what, 0.0) < needed[what]]
+            if too_small or time.monotonic() > deadline:
+                what = (too_small or missing)[0]
+                raise (ConfigError if too_small else ClusterError)(
                     f"{self._config.num_workers} {self._config.role} worker(s) need "
                     f"{needed[what]:g} {what} of Ray on this node, {free.get(what, 0.0):g} of "
-                    f"{cluster.resources_here().get(what, 0.0):g} are free: stop other workers, "
+                    f"{whole.get(what, 0.0):g} are free: stop other workers, "
                     f"or start Ray with a larger --num-{what.lower()}s"
                 )
             time.sleep(POLL_INTERVAL_S)

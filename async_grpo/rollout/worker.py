@@ -21,6 +21,7 @@ import ray
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo.imports import without_collection
 from async_grpo.roles import GENERATION
 from async_grpo.types import (
     GenerationRequest,
@@ -63,10 +64,11 @@ class GenerationWorker:
     def __init__(self, config: WorkerConfig, *, worker_id: str) -> None:
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
-        from transformers import AutoTokenizer
+        with without_collection():
+            from transformers import AutoTokenizer
 
-        from async_grpo.model.encoding import encoding_hash
-        from async_grpo.rollout.engine import Engine
+            from async_grpo.model.encoding import encoding_hash
+            from async_grpo.rollout.engine import Engine
 
         self._config = config
         self._worker_id = worker_id

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
+from async_grpo.imports import without_collection
 from async_grpo.roles import REFERENCE, role_of
 from async_grpo.types import (
     HeadRequest,
@@ -96,11 +97,12 @@ class LogprobWorker:
         began = time.monotonic()
         import torch
 
-        from async_grpo.distillation.express_teacher import ExpressTeacher
-        from async_grpo.model.folder import hash_model
-        from async_grpo.model.scoring import Scorer
-        from async_grpo.scoring.payloads import teach, to_array
-        from async_grpo.weight_sync.buckets import unpack_bucket
+        with without_collection():
+            from async_grpo.distillation.express_teacher import ExpressTeacher
+            from async_grpo.model.folder import hash_model
+            from async_grpo.model.scoring import Scorer
+            from async_grpo.scoring.payloads import teach, to_array
+            from async_grpo.weight_sync.buckets import unpack_bucket
 
         imported = time.monotonic()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

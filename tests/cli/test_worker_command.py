@@ -7,7 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import interrupts, worker
-from async_grpo.errors import WorkerError
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import ConfigError, WorkerError
 from async_grpo.roles import role_of
 
 MODEL = ("--model_path", "model")
@@ -125,3 +126,22 @@ def test_a_model_without_its_tokenizer_is_refused_before_anything_loads(mode, tm
     assert result.exit_code == 1
     assert result.stderr.startswith("error: a model folder must hold its tokenizer (tokenizer.json")
     assert result.stderr.endswith(f"{tmp_path} has none: copy its files there\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"), [(ConfigError("no"), False), (WorkerError("no"), True)]
+)
+def test_only_an_error_that_the_cluster_s_end_may_explain_waits_for_it(error, waits, monkeypatch):
+    looked = []
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(worker, "_serve_on_cluster", fail)
+    monkeypatch.setattr(worker.cluster, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(worker.cluster, "endpoints", tuple)
+    monkeypatch.setattr(worker.cluster, "has_ended", lambda places: looked.append(places))
+    monkeypatch.setattr(worker.deadlines, "HEAD_ENDED_S", 0.0)
+    with pytest.raises(type(error)):
+        worker.serve(WorkerConfig(mode="verifier", model_path="", reward_fns="countdown"))
+    assert bool(looked) == waits

@@ -376,6 +376,13 @@ def test_workers_without_room_are_refused_before_anything_is_made(scene):
     assert scene.controller.calls == []
 
 
+def test_room_that_this_node_never_has_is_not_waited_for(scene, monkeypatch):
+    monkeypatch.setattr(deadlines, "ROOM_S", 60.0)
+    with pytest.raises(ConfigError, match=r"5 generation .* need 5 CPU .*, 4 of 4 are free"):
+        make_workers(scene, num_workers=5).__enter__()
+    assert scene.now_s == 1000.0
+
+
 @pytest.fixture(autouse=True)
 def heard(caplog):
     caplog.set_level(logging.INFO, logger="async_grpo")

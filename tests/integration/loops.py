@@ -9,6 +9,7 @@ import ray
 import torch
 from commands import dispatcher, trainer, wait_until
 from tiny_models import load_model
+from torch.nn.utils.rnn import pad_sequence
 
 from async_grpo import cluster
 from async_grpo.telemetry.schema import METRICS
@@ -101,23 +102,44 @@ def on_a_worker(role, method, request):
     return ray.get(getattr(handle, method).remote(request), timeout=TIMEOUT_S)
 
 
-@torch.no_grad()
 def recomputed(model, prompt, output):
     """[L] log-probabilities of the output's tokens by transformers, at temperature 1."""
-    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
-    logprobs = model(ids[None]).logits[0].log_softmax(-1)
-    return logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0].numpy()
+    return _recomputed(model, [(prompt, output)])[0]
+
+
+def recomputed_samples(model, samples):
+    """The same of each dumped sample."""
+    pairs = [(sample["input_token_ids"], sample["output_token_ids"]) for sample in samples]
+    return _recomputed(model, pairs)
+
+
+@torch.no_grad()
+def _recomputed(model, pairs):
+    """In one forward: of a causal model no token sees the padding behind it."""
+    sequences = [torch.from_numpy(np.concatenate(pair).astype(np.int64)) for pair in pairs]
+    ids = pad_sequence(sequences, batch_first=True)
+    logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].numpy()
+    return [
+        row[len(prompt) - 1 :][: len(output)]
+        for row, (prompt, output) in zip(logprobs, pairs, strict=True)
+    ]
 
 
 def engine_differences(samples, models):
     """{version: [nats]}: |engine - the weights that its tokens name| of every dumped token."""
-    found = {}
+    spans = {}
     for sample in samples:
-        recorded = np.array(sample["behaviour_logprobs"])
         for version, start, stop in sample["weights_versions"]:
-            batches = WeightsVersion.parse(version).batches
-            own = recomputed(models[batches], sample["input_token_ids"], sample["output_token_ids"])
-            found.setdefault(batches, []).extend(np.abs(own - recorded)[start:stop].tolist())
+            named = spans.setdefault(WeightsVersion.parse(version).batches, [])
+            named.append((sample, start, stop))
+    found = {}
+    for batches, named in spans.items():
+        own = recomputed_samples(models[batches], [sample for sample, _, _ in named])
+        found[batches] = [
+            difference
+            for scores, (sample, start, stop) in zip(own, named, strict=True)
+            for difference in np.abs(scores - sample["behaviour_logprobs"])[start:stop]
+        ]
     return found
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import Command, trainer
-from loops import read_lines, recomputed
+from loops import read_lines, recomputed_samples
 from private_cluster import PrivateCluster, environment
 from tiny_models import load_model, make_model
 
@@ -101,16 +101,16 @@ def test_episodes_have_the_turns_and_rewards_of_the_environment(samples):
 
 def test_a_teacher_s_scores_are_those_of_one_process(samples, teacher):
     model = load_model(teacher)
-    for sample in samples:
-        own = recomputed(model, sample["input_token_ids"], sample["output_token_ids"])
+    for sample, own in zip(samples, recomputed_samples(model, samples), strict=True):
         assert np.abs(own - sample["scores"][TEACHER]).max() <= TOLERANCE
 
 
 def test_the_first_loss_is_that_of_its_samples_in_one_process(folder, samples, tiny_model):
     model, losses = load_model(tiny_model), []
-    for sample in (s for s in samples if s["batch"] == 0):
+    first_batch = [sample for sample in samples if sample["batch"] == 0]
+    scored = recomputed_samples(model, first_batch)
+    for sample, own in zip(first_batch, scored, strict=True):
         mask = np.array(sample["loss_mask"])
-        own = recomputed(model, sample["input_token_ids"], sample["output_token_ids"])
         gap = np.array(sample["scores"][TEACHER]) - own
         followed = sample["advantage"] + ETA * gap.clip(-BOUND, BOUND)
         losses.append(-followed[mask].mean())
