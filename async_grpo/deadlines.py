@@ -65,6 +65,9 @@ SHARE_TAKEN_S = 120.0  # by a pool, whose verifier processes are started meanwhi
 CONFINED_S = 60.0  # of a first confined process, which shows that confinement works
 JAIL_TRIED_S = 30.0  # of a first program in a jail
 
+# Tools of environments.
+TOOL_S = 60.0  # one call, with its wait for a free thread
+
 # A run at the controller.
 BEGIN_RUN_S = 120.0  # while another run may still be ending
 RUN_ENDED_S = 5.0  # of rank 0, which ends whether it is heard or not

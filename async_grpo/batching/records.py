@@ -117,6 +117,8 @@ class BatcherPlan:
             min(self.config.max_tokens_per_gpu, self.max_positions),
             self.config.stall_timeout_s / 2,  # before the lease ends, and says less
             RunId(self.incarnation, self.epoch),
+            self.config.model_name_or_path,
+            self.config.renderer,
         )
 
 

@@ -49,6 +49,9 @@ class TrainConfig(DistillationConfig):
     environment: str = option("single_turn", change=Change.FIXED)
     """how questions are played: single_turn, or your own, on workers of --mode environment:
     package.module:Name, path/to/file.py:Name"""
+    renderer: str = option("auto", change=Change.FIXED)
+    """how environments write messages as tokens: auto; template, by the model's chat template; or
+    a family of models of the package renderers"""
     resume: str = option("auto", change=Change.PLACE | Change.INCIDENTAL)
     """auto: go on from the newest good checkpoint of the output folder, if there is one; never; or
     the folder of a checkpoint, or of a run"""

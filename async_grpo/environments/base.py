@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from numpy.typing import ArrayLike
 
+from async_grpo.chat.base import ToolSpec
+from async_grpo.chat.dialogue import Dialogue
 from async_grpo.errors import WorkerError
 from async_grpo.types import Episode, Question, Turn, Verdict
 
@@ -68,6 +70,9 @@ class Services(Protocol):
 
     async def ask(self, role: str, method: str, request: Any, *, cost: float = 1.0) -> Any:
         """The answer of a worker of `role`."""
+
+    async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
+        """A conversation with the policy in messages: `await dialogue.reply(policy, messages)`."""
 
 
 class Environment:

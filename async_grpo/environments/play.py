@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.chat.base import Renderer, ToolSpec
+from async_grpo.chat.dialogue import Dialogue
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.errors import AsyncGrpoError, DeadlineError
@@ -39,6 +41,7 @@ from async_grpo.types import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ask = Callable[..., Awaitable[Any]]  # role, method, request, *, cost: the answer of a worker
+FindRenderer = Callable[[str, str], Renderer]  # of a model, and a name of --renderer
 LOOK_INTERVAL_S = 1.0  # at environments that ask for nothing
 AFTER_LOSS_S = 1.0
 TRIES = 3  # of a turn whose engine was lost, and of an episode that failed
@@ -48,9 +51,10 @@ MAX_REASON_CHARACTERS = 500
 class GroupPlay:
     """One request in play."""
 
-    def __init__(self, request: EpisodesRequest, ask: Ask) -> None:
+    def __init__(self, request: EpisodesRequest, ask: Ask, find_renderer: FindRenderer) -> None:
         self.request = request
         self._ask = ask
+        self._find_renderer = find_renderer
         self._policies: list[EpisodePolicy] = []
         self._members: list[_Member] = []
         self._pings = 0
@@ -123,7 +127,7 @@ class GroupPlay:
         return verdicts
 
     def _joined(self) -> _Member:
-        self._members.append(_Member(self.request, self._ask))
+        self._members.append(_Member(self.request, self._ask, self._find_renderer))
         return self._members[-1]
 
     async def _unless_idle(self, work: Coroutine[Any, Any, T], member: _Member) -> T:
@@ -156,9 +160,10 @@ class GroupPlay:
 class _Member:
     """The services as one episode, or the grading, sees them; knows when it waits for none."""
 
-    def __init__(self, request: EpisodesRequest, ask: Ask) -> None:
+    def __init__(self, request: EpisodesRequest, ask: Ask, find_renderer: FindRenderer) -> None:
         self._request = request
         self._ask = ask
+        self._find_renderer = find_renderer
         self.asks = 0  # unanswered
         self._idle_since_s = time.monotonic()
 
@@ -176,6 +181,13 @@ class _Member:
         finally:
             self.asks -= 1
             self._idle_since_s = time.monotonic()
+
+    async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
+        """See `Services`."""
+        request = self._request
+        # Only the first to chat with a model waits for its tokenizer.
+        renderer = await asyncio.to_thread(self._find_renderer, request.model, request.renderer)
+        return Dialogue(renderer, tools=tools)
 
     async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
         """See `Services`."""

@@ -22,6 +22,7 @@ from functools import partial
 
 import ray
 
+from async_grpo.chat.find import find_renderer
 from async_grpo.deadlines import LEASE_S
 from async_grpo.environments.base import Environment
 from async_grpo.environments.find import make_environment
@@ -98,7 +99,7 @@ class EnvironmentWorker:
             EpisodeFailed: one of them could not be played or graded; none of the group counts.
             ConfigError, WorkerError: the environment cannot be made in this process.
         """
-        group = GroupPlay(request, partial(self._ask, request))
+        group = GroupPlay(request, partial(self._ask, request), find_renderer)
         work = asyncio.run_coroutine_threadsafe(self._play(group), self._loop)
         playing = asyncio.wrap_future(work)
         self._playing[request.lease_id] = group, playing

@@ -197,7 +197,11 @@ def plan_run(
     )
     return BatcherPlan(
         # The batcher's process has a working directory of its own.
-        config=replace(config, output_dir=os.path.abspath(config.output_dir)),
+        config=replace(
+            config,
+            output_dir=os.path.abspath(config.output_dir),
+            model_name_or_path=os.path.abspath(config.model_name_or_path),
+        ),
         questions=questions,
         held_out=held_out,
         order=order.question,

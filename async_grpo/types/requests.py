@@ -88,6 +88,8 @@ class EpisodesRequest:
     max_row_tokens: int  # the longest prompt with its output that engine and trainer take
     idle_timeout_s: float  # in which the environment must ask for something
     run: RunId
+    model: str  # whose chat format `services.dialogue` speaks, a folder or a name on a hub
+    renderer: str  # of --renderer
     lease_id: int = 0  # under which it is played, and asks for turns
 
 

@@ -32,12 +32,15 @@ def make_request(question=None, **fields):
         "max_row_tokens": 64,
         "idle_timeout_s": 30.0,
         "run": RunId(1, 1),
+        "model": "",
+        "renderer": "auto",
     }
     return EpisodesRequest(**(given | fields))
 
 
-async def play(environment, ask, request=None):
-    return await GroupPlay(request or make_request(), ask).run(environment)
+async def play(environment, ask, request=None, renderer=None):
+    group = GroupPlay(request or make_request(), ask, lambda model, name: renderer)
+    return await group.run(environment)
 
 
 class Scripted:

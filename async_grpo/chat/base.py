@@ -1,0 +1,103 @@
+"""What is said to a model and by it, and who writes it as token ids.
+
+A message is one of OpenAI's chat protocol, a mapping with `role`, `content`, `tool_calls`; a tool
+is described as there, `{"type": "function", "function": {"name", "description", "parameters"}}`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from async_grpo.errors import AsyncGrpoError
+
+Message = Mapping[str, Any]
+ToolSpec = Mapping[str, Any]
+
+
+class MessagesError(AsyncGrpoError, ValueError):
+    """Messages, or descriptions of tools, that this model's chat format cannot hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One attempt of the model at calling a tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""  # why it cannot be called, in words for the model; empty: it can
+    text: str = ""  # what the model wrote, of one that cannot
+    id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex[:16]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One turn of the model, read."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message; calls that cannot be called stand in its content, as written.
+
+        >>> Reply("4").message()
+        {'role': 'assistant', 'content': '4'}
+        """
+        broken = [call.text for call in self.tool_calls if call.problem]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": "\n".join(text for text in (self.content, *broken) if text),
+        }
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for call in self.tool_calls
+            if not call.problem
+        ]
+        return message | ({"tool_calls": calls} if calls else {})
+
+
+class Renderer(Protocol):
+    """Writes messages as one family of models has learnt to read them; for one thread at a time."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn of the model."""
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """The ids of a whole conversation, up to where the model's next words begin.
+
+        Raises `MessagesError`.
+        """
+
+    def parse(
+        self,
+        sampled_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Reply:
+        """What the model said; without `tools` there are no calls in it."""
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """The next prompt: both id sequences as they are, then `messages`, ready for a turn.
+
+        None where the chat format rewrites what came before, so that only `render` is right.
+        Raises `MessagesError`.
+        """

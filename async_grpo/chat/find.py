@@ -1,0 +1,26 @@
+"""From a model and the name that `--renderer` gives to a renderer; loads the model's tokenizer."""
+
+from __future__ import annotations
+
+import functools
+
+from async_grpo.chat.base import Renderer
+from async_grpo.chat.library import known_family, library_renderer
+from async_grpo.chat.template import TemplateRenderer
+
+TEMPLATE = "template"
+
+
+@functools.cache
+def find_renderer(model: str, name: str = "auto") -> Renderer:
+    """The renderer `name`; auto: of the model's family where its name says that, else its template.
+
+    Raises `ConfigError` for a name that is none, `ModelError` for a model that it cannot serve.
+    """
+    from transformers import AutoTokenizer  # seconds, which only who chats is to wait
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    name = (known_family(model) or TEMPLATE) if name == "auto" else name
+    if name == TEMPLATE:
+        return TemplateRenderer(tokenizer)
+    return library_renderer(tokenizer, name=name)

@@ -1,0 +1,155 @@
+"""Rendering by the model's own chat template, for those that never rewrite what was said.
+
+That is ChatML without thinking (SmolLM2, Qwen2.5), and every other template that closes the
+assistant's turn with a token of its own. Calls of tools are written as in hermes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from async_grpo.chat.base import Message, MessagesError, Reply, ToolSpec
+from async_grpo.chat.hermes import flattened, read_reply
+from async_grpo.chat.messages import Cleaner
+from async_grpo.errors import ModelError
+
+REMEDY = "name the renderer of its family with --renderer (see `pip install renderers`)"
+MARK = "what-was-said"
+ASKED: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": MARK},
+]
+THOUGHT = f"<think>\nb\n</think>\n\n{MARK}"
+NAME = "probe-tool"
+TOOL = {"type": "function", "function": {"name": NAME, "description": "", "parameters": {}}}
+CALL = {"id": "1", "type": "function", "function": {"name": NAME, "arguments": {}}}
+CALLED = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+class TemplateRenderer:
+    """See `base.Renderer`; raises `ModelError` for a model whose template cannot serve."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is Hugging Face's, or anything with the members of theirs used here."""
+        self._tokenizer = tokenizer
+        tokens = tokenizer.added_tokens_decoder
+        control = [str(token) for token in tokens.values() if token.special]
+        self._cleaner = Cleaner([*control, *tokenizer.all_special_tokens])
+        if not tokenizer.chat_template:
+            raise self._refusal("has no chat template", "choose a chat model")
+        self._end = self._end_of_turn(control)
+        (self._end_id,) = (index for index, token in tokens.items() if str(token) == self._end)
+        self._call_form = self._find_call_form()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """See `Renderer`."""
+        last = self._tokenizer.eos_token_id
+        return tuple(dict.fromkeys((self._end_id, *([] if last is None else [last]))))
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """See `Renderer`."""
+        clean = self._cleaner.messages(messages)
+        return self._ids(self._text(clean, self._cleaner.tools(tools), is_asked=True))
+
+    def parse(
+        self,
+        sampled_ids: Sequence[int],
+        *,
+        prompt_ids: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Reply:
+        """See `Renderer`."""
+        said = list(sampled_ids)
+        if said and said[-1] in self.stop_token_ids:
+            said.pop()
+        text = self._tokenizer.decode(said, skip_special_tokens=False)
+        return read_reply(text) if tools else Reply(text)
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        sampled_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int] | None:
+        """See `Renderer`; a turn that was cut off gets its end as something that is read."""
+        new, clean_tools = self._cleaner.messages(messages), self._cleaner.tools(tools)
+        before = self._until_said(self._text(ASKED, clean_tools))
+        after = self._text([*ASKED, *new], clean_tools, is_asked=True)
+        if not after.startswith(before):
+            return None
+        added = self._ids(after.removeprefix(before))
+        is_cut = not sampled_ids or sampled_ids[-1] != self._end_id
+        return [*prompt_ids, *sampled_ids, *([self._end_id] * is_cut), *added]
+
+    def _text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        is_asked: bool = False,
+    ) -> str:
+        """The template's text; `is_asked`: up to where the model's words begin."""
+        has_tools = tools or any(m["role"] == "tool" or "tool_calls" in m for m in messages)
+        if has_tools and self._call_form == "unknown":
+            form = "writes tool calls in a form of its own"
+            raise MessagesError(f"the chat template of {self._name} {form}: {REMEDY}")
+        if has_tools and self._call_form == "none":
+            messages, tools = flattened(messages, tools), ()
+        return self._templated(messages, tools, is_asked=is_asked)
+
+    def _templated(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], *, is_asked: bool = False
+    ) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=is_asked,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is a program, which raises what it likes
+            raise MessagesError(
+                f"the chat template of {self._name} does not take these messages: {error}"
+            ) from error
+        return str(text)
+
+    def _until_said(self, text: str) -> str:
+        """The text until the end of the assistant's turn; some templates close texts, too."""
+        return text[: text.rindex(MARK)] + MARK + self._end
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _end_of_turn(self, control: Sequence[str]) -> str:
+        """The token behind the assistant's words, which must stay as they are."""
+        thought = [ASKED[0], {"role": "assistant", "content": THOUGHT}]
+        before, after = (self._templated(said, ()) for said in (thought, [*thought, ASKED[0]]))
+        rest = before.rpartition(MARK)[2]
+        end = max((token for token in control if rest.startswith(token)), key=len, default="")
+        if not end:
+            raise self._refusal("closes the assistant's turn with no token of its own")
+        if f"{THOUGHT}{end}" not in before or not after.startswith(before.removesuffix(rest) + end):
+            raise self._refusal("rewrites what was said in earlier turns")
+        return end
+
+    def _find_call_form(self) -> str:
+        """How the template writes tools: as `hermes`, in a form that is `unknown`, or `none`."""
+        if NAME not in self._templated(ASKED, [TOOL]):
+            return "none"
+        try:
+            text = self._templated(CALLED, [TOOL])
+        except MessagesError:
+            return "unknown"
+        names = [call.name for call in read_reply(text).tool_calls]  # behind the instructions' own
+        return "hermes" if names[-1:] == [NAME] else "unknown"
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._tokenizer, "name_or_path", "") or "the model")
+
+    def _refusal(self, why: str, remedy: str = REMEDY) -> ModelError:
+        return ModelError(f"the chat template of {self._name} {why}: {remedy}")

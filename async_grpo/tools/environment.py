@@ -1,0 +1,50 @@
+"""The environment of a model that calls tools until it answers.
+
+    class Countdown(ToolEnvironment):
+        tools = (calculate,)
+        max_turns = 4
+
+The rewards see its last turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from async_grpo.chat.base import Message
+from async_grpo.environments.base import Environment, Policy, Services
+from async_grpo.tools.base import Tool
+from async_grpo.tools.toolbox import Toolbox
+from async_grpo.types import Episode, Question
+
+
+class ToolEnvironment(Environment):
+    """Derive, and name the tools."""
+
+    tools: Sequence[Tool] = ()
+    max_turns = 8
+
+    def __init__(self) -> None:
+        self._toolbox: Toolbox | None = None
+
+    def messages(self, question: Question) -> list[Message]:
+        """What the model is asked."""
+        return [{"role": "user", "content": question.input}]
+
+    async def open(self) -> Toolbox:
+        """The tools, opened once for all episodes; those of a server are asked for here."""
+        return Toolbox(self.tools)
+
+    async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
+        """Turns of the model with the results of its calls between them, until it calls nothing."""
+        self._toolbox = toolbox = self._toolbox or await self.open()
+        dialogue = await services.dialogue(tools=toolbox.specs)
+        messages: list[Any] = self.messages(question)
+        for _ in range(self.max_turns):
+            reply = await dialogue.reply(policy, messages)
+            if not reply.tool_calls:
+                break
+            results = await toolbox.answer(reply.tool_calls)
+            messages += [reply.message(), *(result.message() for result in results)]
+        return policy.episode()

@@ -1,0 +1,104 @@
+"""A Python function as a tool: its typed arguments say what the model may write.
+
+@tool
+def divide(dividend: int, divisor: int) -> str:
+    '''The quotient of two whole numbers.'''
+    if not divisor:
+        raise ToolMistake("nothing is divided by zero")
+    return str(dividend / divisor)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NotRequired, get_type_hints
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from async_grpo.chat.base import ToolSpec
+from async_grpo.errors import ConfigError
+from async_grpo.tools.base import ToolMistake
+
+MAX_THREADS = 32  # of one tool; calls that never return keep theirs
+
+
+def tool(function: Callable[..., Any]) -> FunctionTool:
+    """The decorator of a function that a model may call."""
+    return FunctionTool(function)
+
+
+class FunctionTool:
+    """See `base.Tool`; what is not async runs in a thread.
+
+    Raises `ConfigError` for a function whose arguments have no types, or no names.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._arguments = _arguments_of(function)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=function.__name__)
+        self.spec: ToolSpec = {
+            "type": "function",
+            "function": {
+                "name": function.__name__,
+                "description": inspect.getdoc(function) or "",
+                "parameters": _without_titles(self._arguments.json_schema()),
+            },
+        }
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool`."""
+        try:
+            given = self._arguments.validate_python(dict(arguments))
+        except ValidationError as error:
+            wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise ToolMistake(f"the arguments are wrong: {'; '.join(wrong)}") from error
+        if inspect.iscoroutinefunction(self._function):
+            answer = await self._function(**given)
+        else:
+            work = partial(self._function, **given)
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return answer if isinstance(answer, str) else json.dumps(answer)
+
+
+def _arguments_of(function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
+    """Validates a call's arguments, of which none but the function's own are allowed."""
+    hints = get_type_hints(function, include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if name not in hints or not is_named:
+            raise ConfigError(
+                f"every argument of a tool must have a name and a type, got {parameter} of "
+                f"{function.__qualname__}: annotate it"
+            )
+        is_needed = parameter.default is parameter.empty
+        fields[name] = hints[name] if is_needed else NotRequired[hints[name]]
+    try:
+        # pydantic reads typing_extensions' TypedDict alone before Python 3.12.
+        arguments = TypedDict(function.__name__, fields)  # type: ignore[misc]
+        closed: Any = with_config(ConfigDict(extra="forbid"))(arguments)
+        return TypeAdapter(closed)
+    except PydanticUserError as error:
+        raise ConfigError(
+            f"the arguments of the tool {function.__qualname__} must be of types that JSON has: "
+            f"{error.message}"
+        ) from error
+
+
+def _without_titles(schema: Any) -> Any:
+    """The schema without what repeats the names."""
+    if isinstance(schema, dict):
+        kept = {key: value for key, value in schema.items() if not _is_title(key, value)}
+        return {key: _without_titles(value) for key, value in kept.items()}
+    return [_without_titles(each) for each in schema] if isinstance(schema, list) else schema
+
+
+def _is_title(key: str, value: Any) -> bool:
+    return key == "title" and isinstance(value, str)

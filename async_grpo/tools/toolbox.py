@@ -1,0 +1,76 @@
+"""The tools of one environment: every call is answered, bounded in time and in length."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from async_grpo.chat.base import ToolCall, ToolSpec
+from async_grpo.deadlines import TOOL_S
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.tools.base import Tool, ToolMistake, ToolResult
+
+MAX_CHARACTERS = 8_000  # of one result
+MAX_CALLS = 16  # of one turn
+
+
+class Toolbox:
+    """Tools by name; one object serves all episodes."""
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        *,
+        timeout_s: float = TOOL_S,
+        max_characters: int = MAX_CHARACTERS,
+    ) -> None:
+        self._tools = {str(tool.spec["function"]["name"]): tool for tool in tools}
+        self._timeout_s = timeout_s
+        self._max_characters = max_characters
+
+    @property
+    def specs(self) -> tuple[ToolSpec, ...]:
+        """What the model is told."""
+        return tuple(tool.spec for tool in self._tools.values())
+
+    async def answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """The results of a turn's calls, one after the other.
+
+        Raises `EpisodeFailed` for a tool that failed without the model's doing.
+        """
+        answered = [await self._answer(call) for call in calls[:MAX_CALLS]]
+        too_many = f"at most {MAX_CALLS} calls at a time, {len(calls)} were written"
+        rest = [ToolResult(call.id, call.name, too_many, True) for call in calls[MAX_CALLS:]]
+        return answered + rest
+
+    async def _answer(self, call: ToolCall) -> ToolResult:
+        try:
+            return ToolResult(call.id, call.name, self._cut(await self._called(call)))
+        except ToolMistake as mistake:
+            return ToolResult(call.id, call.name, self._cut(str(mistake)), is_mistake=True)
+
+    async def _called(self, call: ToolCall) -> str:
+        if call.problem:
+            raise ToolMistake(call.problem)
+        if call.name not in self._tools:
+            raise ToolMistake(f"there is no tool {call.name!r}: call {', '.join(self._tools)}")
+        task = asyncio.ensure_future(self._tools[call.name].call(call.arguments))
+        try:
+            # `wait_for` would wait for a tool that does not let itself be cancelled.
+            if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
+                raise TimeoutError(f"no answer within {self._timeout_s:g} s")
+            text = task.result()
+            if not isinstance(text, str):
+                raise TypeError(f"an answer must be text, got {type(text).__name__}")
+            return text
+        except ToolMistake:
+            raise
+        except Exception as error:  # tools are the user's code, and may raise anything
+            failed = f"tool {call.name} failed: {error!r}"
+            raise EpisodeFailed(FailureClass.TOOL, failed[:MAX_CHARACTERS]) from error
+        finally:
+            task.cancel()
+
+    def _cut(self, text: str) -> str:
+        more = len(text) - self._max_characters
+        return text if more <= 0 else f"{text[: self._max_characters]}\n[{more} more characters]"
