@@ -15,6 +15,8 @@ from loops import read_lines
 from private_cluster import PrivateCluster, environment, is_running, sessions_of
 from tiny_models import make_model
 
+from async_grpo import deadlines
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 NAMESPACE = ("--namespace", "teacher-faults")
 READY_S = 240.0  # of commands on a busy machine, and of workers that take a dead one's place
@@ -24,6 +26,7 @@ WORK = Work(batch_size=BATCH, group=GROUP, max_staleness=1)
 TEACHER = ("--teacher-for", "a", "--gkd-coefficient", 0.5)
 TOPK = ("--teacher-payload", "topk", "--gkd-top-k", 5)
 HIDDEN = ("--teacher-payload", "hidden")
+EXPRESS = ("--teacher-payload", "logits", "--express", "1x1")
 SCRIPTED = environment(PYTHONPATH="tests")
 
 
@@ -139,6 +142,7 @@ slow = pytest.mark.slow
         pytest.param(signal.SIGKILL, HIDDEN, 2, marks=slow),
         pytest.param(signal.SIGSTOP, TOPK, 2, marks=slow),
         pytest.param(signal.SIGSTOP, HIDDEN, 1, marks=slow),
+        pytest.param(signal.SIGSTOP, EXPRESS, 2, marks=slow),
     ],
 )
 def test_a_run_outlives_its_teacher(fault, payload, ranks, house, teacher, tmp_path):
@@ -146,7 +150,10 @@ def test_a_run_outlives_its_teacher(fault, payload, ranks, house, teacher, tmp_p
     with in_mid_run(run, tmp_path):
         victim = house.teacher_pid()
         os.kill(victim, fault)
-        # A frozen one is ended by the controller, once its lease is over.
+        # A frozen one is ended by the controller, once its lease is over. Its connections close
+        # with it, so that a group of express need not wait for its own deadline.
+        if payload is EXPRESS:
+            run.wait_for("has lost a member", timeout_s=deadlines.EXPRESS_CHUNK_S / 2)
         wait_until(lambda: house.teacher_pid() not in (victim, None), timeout_s=READY_S)
     assert_whole(tmp_path)
     assert not is_running(victim)
