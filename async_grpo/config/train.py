@@ -245,6 +245,11 @@ class TrainConfig(DistillationConfig):
         return DataSource(self.pairs_path, self.data_split) if self.pairs_path else None
 
     @property
+    def asks_questions(self) -> bool:
+        """Whether anything is sampled: with --gkd-lambda 0 only held-out questions are."""
+        return self.gkd_lambda > 0 or bool(self.eval_data_path)
+
+    @property
     def questions_per_step(self) -> int:
         """Questions a gradient step: M of the design."""
         return self.train_minibatch_size or self.batch_size

@@ -65,7 +65,7 @@ def recruit(controller: ControllerHandle, demand: Demand) -> None:
 
 def needed_roles(config: TrainConfig) -> dict[str, str]:
     """{role: why the run needs a worker of it}, in the order in which they are looked for."""
-    roles = {GENERATION: ""}
+    roles = {GENERATION: ""} if config.asks_questions else {}
     for need in find_algorithm(config).needs:
         why = f"--algorithm {config.algorithm} asks it"
         if need.role == REFERENCE and config.kl_coefficient:
@@ -73,6 +73,8 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
         if need.role == TEACHER:
             why = f"--teacher-for {config.teacher_for}"
         roles |= dict.fromkeys(named([need.role], config.teacher_names), f" ({why})")
+    if not config.asks_questions:
+        return roles
     if config.environment not in SHIPPED:
         roles[ENVIRONMENT] = f" (--environment {config.environment} is played there)"
     return roles | {VERIFIER: ""}

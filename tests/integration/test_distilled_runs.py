@@ -83,16 +83,21 @@ def address(tiny_model, teachers, sevens):
 
 
 @pytest.fixture(scope="module")
-def runs(address, tiny_model, puzzles, tmp_path_factory):
-    """{payload: what its run has left}."""
-    found = {}
-    pairs = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+def pairs(tmp_path_factory):
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     lines = [
         {"input": f"{n}{sign}2=", "completion": "7" * (1 + n), "dataset_type": kind}
         for n in range(4)
         for sign, kind in (("+", "plus"), ("*", "times"))
     ]
-    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def runs(address, tiny_model, puzzles, pairs, tmp_path_factory):
+    """{payload: what its run has left}."""
+    found = {}
     for payload, options in PAYLOADS.items():
         found[payload] = tmp_path_factory.mktemp(payload)
         if payload == "given":
@@ -222,6 +227,29 @@ def test_a_teacher_that_is_killed_during_express_costs_no_sample(
     assert all(row["trained_samples"] == row["num_samples"] == BATCH * GROUP for row in rows)
     by_ticket = [row["lost_payloads"] for row in rows]
     assert by_ticket[1] == 0 < by_ticket[-1]
+
+
+def test_pairs_alone_need_no_worker_but_their_teacher(
+    address, tiny_model, puzzles, pairs, teachers, tmp_path
+):
+    """In a namespace of their own, where there is no engine and nobody grades."""
+    apart = ("--namespace", "pairs-alone")
+    own = Command(
+        *("worker_dispatcher.py", "--mode", "teacher", "--name", "a", "--ray-address", address),
+        *("--model-path", teachers["a"], "--max-tokens-per-gpu", 512, *apart),
+    )
+    with own:
+        own.wait_for("registered", timeout_s=READY_S)
+        run = trainer(
+            *(address, tiny_model, puzzles, tmp_path / "run", *apart, "--teacher-for", "a"),
+            *("--gkd-coefficient", 1, "--gkd-lambda", 0, "--pairs-path", pairs),
+            *("--num-training-batches", BATCHES),
+        )
+        with run:
+            assert run.wait(timeout_s=READY_S) == 0, run.err[-4000:]
+    rows = read_lines(tmp_path / "run" / "training_metrics.jsonl")
+    assert [row["given_samples"] for row in rows] == [BATCH * GROUP] * BATCHES
+    assert all(row["grad_norm"] > 0 for row in rows)
 
 
 def test_a_type_without_a_teacher_is_refused(address, tiny_model, puzzles, tmp_path):

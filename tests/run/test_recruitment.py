@@ -128,6 +128,14 @@ def test_a_run_waits_for_exactly_the_roles_that_it_needs(look):
     assert look(*every, **EVERYTHING) == every
 
 
+def test_a_run_that_samples_nothing_needs_its_teacher_alone(look):
+    pairs = {"teacher_for": "math", "gkd_coefficient": 1.0, "pairs_path": "p"}
+    assert look(MATH, **pairs, gkd_lambda=0.0) == [MATH]
+    assert look(MATH, *USUAL, **pairs, gkd_lambda=0.1) == [GENERATION, MATH, VERIFIER]
+    held_out = {"eval_data_path": "held-out"}
+    assert look(MATH, *USUAL, **pairs, **held_out, gkd_lambda=0.0) == [GENERATION, MATH, VERIFIER]
+
+
 @pytest.mark.parametrize(
     ("missing", "sentence"),
     [
