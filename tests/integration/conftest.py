@@ -4,15 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from private_cluster import PrivateCluster
+from private_cluster import PrivateCluster, environment
 
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("rollout", "batching")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / room) for room in ("rollout", "batching")]
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
     """host:port of a Ray cluster that only these tests use; give commands `environment()`."""
-    cluster = PrivateCluster()
+    cluster = PrivateCluster(env=environment(PYTHONPATH=str(TESTS)))  # where scripted engines are
     try:
         yield cluster.address
     finally:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import Command, trainer
 from loops import read_lines, recomputed_samples
-from private_cluster import PrivateCluster, environment
+from private_cluster import environment
 from tiny_models import load_model, make_model
 
 pytestmark = pytest.mark.integration
@@ -33,20 +33,10 @@ def teacher(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster_address():
-    """A cluster whose workers import the scripted engine."""
-    cluster = PrivateCluster(env=environment(PYTHONPATH=str(TESTS)))
-    try:
-        yield cluster.address
-    finally:
-        cluster.stop()
-
-
-@pytest.fixture(scope="module")
-def folder(cluster_address, tiny_model, teacher, questions, sevens, tmp_path_factory):
+def folder(ray_cluster, tiny_model, teacher, questions, sevens, tmp_path_factory):
     """What the run has left."""
     output = tmp_path_factory.mktemp("files")
-    common = ("--ray-address", cluster_address, *NAMESPACE)
+    common = ("--ray-address", ray_cluster, *NAMESPACE)
     scripted = environment(PYTHONPATH=str(TESTS))
     workers = (
         (
@@ -61,7 +51,7 @@ def folder(cluster_address, tiny_model, teacher, questions, sevens, tmp_path_fac
     )
     commands = [Command(*options, *common, env=scripted) for options in workers]
     run = trainer(
-        *(cluster_address, tiny_model, questions, output, *NAMESPACE),
+        *(ray_cluster, tiny_model, questions, output, *NAMESPACE),
         *("--algorithm", ALGORITHM, "--environment", ENVIRONMENT),
         *("--num-training-batches", BATCHES, "--max-staleness", 0, "--dump-token-columns", True),
     )

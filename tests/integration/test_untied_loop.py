@@ -7,7 +7,7 @@ from effort import updates
 from loops import READY_S, Setup, check_rows, engine_differences, wait_until_registered
 from tiny_models import make_model
 
-# In `make test`, test_real_resume syncs an untied model, test_train_config spells out presets.
+# In `make test`, test_lifecycle syncs an untied model, test_train_config spells out presets.
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 TOLERANCE = 5e-6
