@@ -32,6 +32,10 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
     found = code.load(Algorithm) if code else _shipped(config)
     if not found.learns_from_pairs:
         config.check_sampling()
+    elif config.data:
+        raise config.refusal(
+            "data", "needs an algorithm that samples outputs", "join the files to one --data-path"
+        )
     return found(config)
 
 

@@ -92,7 +92,7 @@ class ExperienceBatcher:
             config=config,
             rules=plan.rules,
             quarantine=self._quarantine,
-            episodes_request=plan.episodes_request if plan.environment else None,
+            episodes_request=plan.episodes_request,
             teachers=self._teachers,
         )
         self._window = plan.window(first)

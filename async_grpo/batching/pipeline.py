@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 STAGES = {role: role for role in (ENVIRONMENT, GENERATION, REFERENCE)} | {VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
-MakeRequest = Callable[[Question, GenerationRequest, WeightsVersion], EpisodesRequest]
+MakeRequest = Callable[[Question, GenerationRequest, WeightsVersion], EpisodesRequest | None]
 Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
 JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
 Samples = tuple[Sample, ...]
@@ -67,10 +67,10 @@ class SlotPipeline:
         config: TrainConfig,
         rules: GroupRules,
         quarantine: Quarantine,
-        episodes_request: MakeRequest | None = None,
+        episodes_request: MakeRequest = lambda question, request, oldest: None,
         teachers: Teachers | None = None,
     ) -> None:
-        """`episodes_request`: what environment workers are asked; None: there are none to ask.
+        """`episodes_request`: what environment workers are asked; None: this plays the question.
 
         `teachers`: needed by rules that need a teacher.
         """
@@ -156,12 +156,11 @@ class SlotPipeline:
         slot: Hashable,
         on_discard: OnDiscard = lambda reason: None,
     ) -> Played:
-        """The group's episodes and a verdict for each, in the environment of the run.
+        """The group's episodes and a verdict for each, in the environment of the question's type.
 
         `slot` tells apart what shares an ordinal: a run's slots and held-out questions.
         """
-        if self._episodes_request is not None:
-            asked = self._episodes_request(question, request, oldest)
+        if asked := self._episodes_request(question, request, oldest):
             episodes, verdicts = await self._play_elsewhere(asked, slot, on_discard)
         else:
             turns = await self._generate(request, oldest=oldest, slot=slot, on_discard=on_discard)
@@ -225,10 +224,11 @@ class SlotPipeline:
         return turns
 
     async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
+        rewards = self._config.rewards_of(requests[0].question.dataset_type)
         verdicts: tuple[Verdict, ...] = await self._leased(
             VERIFIER,
             "verify",
-            GradingRequest(requests),
+            GradingRequest(requests, rewards=rewards),
             cost=len(requests),
             timeout_s=self._config.stall_timeout_s,
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
@@ -59,14 +59,14 @@ class BatcherPlan:
     rules: GroupRules  # the algorithm's, which finish groups
     attention_ratio: float = DEFAULT_ATTENTION_RATIO  # tokens, see packing.attention_ratio
     resume: ResumePoint | None = None  # None: from the first question
-    environment: UserCode | None = None  # None: questions are answered once
+    environment: UserCode | None = None  # of types without their own; None: one answer
+    environments: Mapping[str, UserCode | None] = field(default_factory=dict)  # own ones, by type
     max_positions: int = sys.maxsize  # of the model, in tokens
     pairs: Sequence[GivenPair] = ()  # a `data.table.GivenTable`
     # ordinal -> indices of the pairs of its slot; none where it asks a question
     pairs_of: Callable[[int], tuple[int, ...]] = no_pairs
     vocab_size: int = sys.maxsize  # of the model
     object_store_bytes: int = 0  # of the cluster
-    type_column: str = "dataset_type"  # which column of a line chooses its teacher
     epoch: int = 0  # of the run: the controller says it when the run begins
 
     def window(self, first: StepKey) -> AdmissionWindow:
@@ -103,9 +103,11 @@ class BatcherPlan:
 
     def episodes_request(
         self, question: Question, request: GenerationRequest, oldest: WeightsVersion
-    ) -> EpisodesRequest:
-        """What an environment worker is asked in the place of an engine."""
-        assert self.environment is not None
+    ) -> EpisodesRequest | None:
+        """What an environment worker is asked in the place of an engine; None: nothing."""
+        environment = self.environments.get(question.dataset_type, self.environment)
+        if environment is None:
+            return None
         return EpisodesRequest(
             request.ordinal,
             request.attempt,
@@ -113,7 +115,7 @@ class BatcherPlan:
             request.num_samples,
             request.sampling,
             oldest,
-            self.environment,
+            environment,
             min(self.config.max_tokens_per_gpu, self.max_positions),
             self.config.stall_timeout_s / 2,  # before the lease ends, and says less
             RunId(self.incarnation, self.epoch),

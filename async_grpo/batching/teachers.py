@@ -30,14 +30,12 @@ class Teachers:
         *,
         config: TrainConfig,
         vocab_size: int,
-        type_column: str,
     ) -> None:
-        """`vocab_size` is the student's; `type_column` is where a line says its type."""
+        """`vocab_size` is the student's."""
         self.vocab_size = vocab_size
         self.buffer = buffer
         self._registry_of = registry_of
         self._config = config
-        self._type_column = type_column
         self._infos: dict[str, WorkerInfo] = {}  # the latest known of each role
         self._num_lost = 0  # samples whose payload was lost, since last taken
 
@@ -52,13 +50,7 @@ class Teachers:
             step=first.batch * config.steps_per_batch + first.step_in_batch,
             is_whole_step=config.deterministic or plan.rules.waits_for_step,
         )
-        return cls(
-            registry_of,
-            buffer,
-            config=config,
-            vocab_size=plan.vocab_size,
-            type_column=plan.type_column,
-        )
+        return cls(registry_of, buffer, config=config, vocab_size=plan.vocab_size)
 
     def take_clock(self) -> dict[str, float]:
         """Seconds that scoring waited for room since the last call, and samples scored again."""
@@ -128,7 +120,7 @@ class Teachers:
     def _role_of(self, sample: Sample) -> str:
         if self._config.express:  # of one teacher; a sample on a rank no longer has its columns
             return teacher(self._config.teacher_names[0])
-        kind = str(sample.question.columns.get(self._type_column) or "")
+        kind = sample.question.dataset_type
         name = self._config.teacher_of(kind)
         if name is None:  # the trainer has looked at every line before
             raise WorkerError(f"--teacher-for names no teacher of the dataset_type {kind!r}")

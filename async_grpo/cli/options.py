@@ -110,8 +110,9 @@ def _click_option(
     if not is_required:
         settings["default"] = field.default
     choices = field.metadata["choices"]
-    if field.metadata["several"]:
-        settings |= {"multiple": True, "default": (), "callback": lambda *given: ",".join(given[2])}
+    if between := field.metadata["several"]:
+        settings |= {"multiple": True, "default": ()}
+        settings["callback"] = lambda *given: between.join(given[2])
     if annotation is bool:
         name = flag(field.name)
         return click.option(f"{name}/--no-{name[2:]}", field.name, **settings)

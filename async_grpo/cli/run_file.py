@@ -10,6 +10,10 @@
     [train]                  # `async-grpo train`
     nproc_per_node = 2
 
+    [[data]]                 # its --data, one table for each type of questions
+    type = "sums"
+    path = "sums.jsonl"
+
 `--config FILE` makes a command read [cluster] and its own table; the command line goes before the
 file. Paths are relative to the folder of the command, as they are on its command line.
 """
@@ -24,9 +28,14 @@ from typing import Any
 
 import click
 
+from async_grpo.config.data_files import as_text
+from async_grpo.errors import ConfigError
+
 SHARED = "cluster"
 SHARED_OPTIONS = ("ray_address", "namespace")
-TABLES = (SHARED, "worker", "train", "plot", "launch")
+DATA = "data"
+TABLES = (SHARED, "worker", "train", DATA, "plot", "launch")
+MAY_REPEAT = ("worker", DATA)
 Table = Mapping[str, Any]
 
 
@@ -46,16 +55,29 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
             raise click.UsageError(f"{file}: {name} must stand in a table, got {value!r}: {remedy}")
         if name not in TABLES:
             raise _unknown(f"{file}: [{name}]", "is no table of a run", name, TABLES)
-        if len(tables) > 1 and name != "worker":
+        if len(tables) > 1 and name not in MAY_REPEAT:
+            repeating = " and ".join(f"[[{each}]]" for each in MAY_REPEAT)
             raise click.UsageError(
-                f"{file}: [{name}] must stand once, got {len(tables)}: only [[worker]] may repeat"
+                f"{file}: [{name}] must stand once, got {len(tables)}: only {repeating} may repeat"
             )
         found[name] = tables
+    if data := found.pop(DATA, []):
+        train = found.setdefault("train", [{}])[0]
+        if DATA in train:
+            raise click.UsageError(f"{file}: data must be in [[data]] or in [train]: drop one")
+        found["train"] = [{**train, DATA: [_data_text(table, file) for table in data]}]
     [shared] = found.pop(SHARED, [{}])
     for key in shared:
         if key not in SHARED_OPTIONS:
             raise _unknown(f"{file}: [{SHARED}] {key}", "is not shared", key, SHARED_OPTIONS)
     return shared, {name: [{**shared, **each} for each in found[name]] for name in found}
+
+
+def _data_text(table: Table, file: str) -> str:
+    try:
+        return as_text(table)
+    except ConfigError as error:
+        raise click.UsageError(f"{file}: {error}") from None
 
 
 def table_of(file: str, *, command: click.Command, mode: object) -> dict[str, Any]:

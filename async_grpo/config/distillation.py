@@ -31,7 +31,7 @@ class DistillationConfig(ObjectiveConfig):
     """Teachers, and the terms that they add to the GRPO family's loss."""
 
     teacher_for: str = option(
-        "", several=True, group="What teachers add (grpo)", change=Change.FIXED
+        "", several=",", group="What teachers add (grpo)", change=Change.FIXED
     )
     """TYPE=NAME: workers of --mode teacher --name NAME teach the questions of that dataset_type;
     NAME alone: those of every other type; give it once for each type"""
@@ -81,10 +81,15 @@ class DistillationConfig(ObjectiveConfig):
         return self.opd_coefficient > 0 or self.gkd_coefficient > 0
 
     @property
+    def file_teachers(self) -> dict[str, str]:
+        """{dataset_type: name of its teacher}, as data files name them."""
+        return {}
+
+    @property
     def teacher_routes(self) -> dict[str, str]:
         """{dataset_type: name of its teacher}; `EVERY_TYPE` stands for those not named."""
         pairs = (each.rpartition("=") for each in names_in(self.teacher_for))
-        return {kind.strip(): name.strip() for kind, _, name in pairs}
+        return {kind.strip(): name.strip() for kind, _, name in pairs} | self.file_teachers
 
     @property
     def teacher_names(self) -> tuple[str, ...]:
@@ -131,13 +136,13 @@ def check_vocabulary(config: TrainConfig, vocab_size: int) -> None:
 
 
 def _check_routes(config: TrainConfig) -> None:
-    given = names_in(config.teacher_for)
+    given = (*names_in(config.teacher_for), *config.file_teachers)
     if config.has_teacher_terms and not given:
         used = "opd_coefficient" if config.opd_coefficient else "gkd_coefficient"
         raise config.refusal(used, "needs a teacher", "add --teacher-for NAME, or TYPE=NAME")
     if given and not config.has_teacher_terms:
         raise config.refusal(
-            "teacher_for",
+            "teacher_for" if config.teacher_for else "data",
             "names a teacher that nobody uses",
             "add --gkd-coefficient or --opd-coefficient, or drop it",
         )

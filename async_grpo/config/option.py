@@ -38,7 +38,7 @@ def option(
     choices: Sequence[str] = (),
     none: Any = None,
     aliases: Sequence[str] = (),
-    several: bool = False,
+    several: str = "",
     group: str = "",
 ) -> Any:
     """A dataclass field for one option, whose help stands below it; `choices` are its legal values.
@@ -47,7 +47,7 @@ def option(
     to a run that goes on; by default it is recorded. `none`: its value where
     None is typed, which nobody may who has not said what it means. `aliases`: other names of it on
     the command line. `several`: it may be typed again and again, and its text holds them all with
-    commas between. `group`: the heading in `--help` of this option and of those that follow it in
+    this between. `group`: the heading in `--help` of this option and of those that follow it in
     its class.
     """
     metadata = {"must": must, "change": change, "choices": choices, "none": none}

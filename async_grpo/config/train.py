@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from async_grpo import deadlines
+from async_grpo.config.data_files import DataFile, parse_data_files
 from async_grpo.config.distillation import DistillationConfig
 from async_grpo.config.option import LOG_LEVELS, POSITIVE, Change, names_in, option, required
 from async_grpo.config.presets import with_preset
@@ -22,8 +23,8 @@ class TrainConfig(DistillationConfig):
 
     model_name_or_path: str = required(group="Usual options")
     """Hugging Face folder of a causal language model, or its name on a hub"""
-    data_path: str = required()
-    """JSONL file, or anything datasets.load_dataset reads"""
+    data_path: str = option("", change=Change.PLACE)
+    """JSONL file, or anything datasets.load_dataset reads; several: --data"""
     eval_data_path: str = option("", none="")
     """held-out data, graded (sft: its loss) before, during and after training"""
     output_dir: str = option("runs/latest", change=Change.PLACE)
@@ -59,6 +60,11 @@ class TrainConfig(DistillationConfig):
     """replace the run that the output folder holds"""
     model_revision: str = option("", none="", change=Change.PLACE)
     """branch, tag or commit of a model on a hub; empty: its main branch"""
+    data: str = option("", several=";", change=Change.FIXED)
+    """TYPE=PATH,key=value,...: a data file in the place of --data-path, whose questions are of that
+    dataset_type; give it once for each type. Keys: weight of its share of every batch (1),
+    environment, rewards (names with + between), teacher, eval_path, split, config, and columns as
+    input=question"""
     data_split: str = option("train")
     """split of a datasets.load_dataset source"""
     data_config: str = option("")
@@ -173,6 +179,9 @@ class TrainConfig(DistillationConfig):
 
     def __post_init__(self) -> None:
         self.check_numbers()
+        if bool(self.data_path) == bool(parse_data_files(self.data)):
+            rule = "must be given, or --data for each of several files, and not both"
+            raise self.refusal("data_path", rule, "name one file, or all with their types")
         if self.fsdp_sharding_strategy == "HYBRID_SHARD":
             raise self.refusal(
                 "fsdp_sharding_strategy",
@@ -226,18 +235,52 @@ class TrainConfig(DistillationConfig):
             )
 
     @property
-    def data(self) -> DataSource:
-        """What is trained on."""
-        return DataSource(self.data_path, self.data_split, self.data_config)
+    def data_files(self) -> tuple[DataFile, ...]:
+        """What is trained on: a file of each type, or one whose lines say their type, if any."""
+        source = DataSource(self.data_path, self.data_split, self.data_config)
+        return parse_data_files(self.data) or (DataFile(source=source),)
+
+    @property
+    def data_paths(self) -> str:
+        """Of the questions, for messages."""
+        return ", ".join(file.source.path for file in self.data_files)
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """Of the questions, where each has a file."""
+        return tuple(file.type for file in parse_data_files(self.data))
+
+    def file_of(self, dataset_type: str) -> DataFile:
+        """The file that holds the questions of a type."""
+        return next(each for each in self.data_files if each.type in ("", dataset_type))
+
+    def rewards_of(self, dataset_type: str) -> tuple[str, ...]:
+        """The rewards that grade the questions of a type; none: all that the verifiers have."""
+        return self.file_of(dataset_type).rewards
+
+    @property
+    def environments(self) -> set[str]:
+        """Names of those that play any question."""
+        return {file.environment or self.environment for file in self.data_files}
+
+    @property
+    def file_teachers(self) -> dict[str, str]:
+        """See `DistillationConfig`."""
+        return {file.type: file.teacher for file in self.data_files if file.teacher}
 
     @property
     def held_out(self) -> DataSource | None:
-        """What is evaluated on."""
+        """What is evaluated on, beside the held-out file of each type."""
         if not self.eval_data_path:
             return None
         is_same = self.eval_data_path == self.data_path
         config = self.eval_data_config or (self.data_config if is_same else "")
         return DataSource(self.eval_data_path, self.eval_data_split or self.data_split, config)
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether anything is evaluated on."""
+        return bool(self.eval_data_path) or any(file.held_out for file in self.data_files)
 
     @property
     def pairs(self) -> DataSource | None:

@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from async_grpo.config.data_files import OUR_COLUMNS
 from async_grpo.config.option import require
 from async_grpo.data.lines import MalformedLine, describe
-
-OUR_COLUMNS = (
-    "input",
-    "messages",
-    "input_token_ids",
-    "answer",
-    "completion",
-    "completion_token_ids",
-    "text",
-    "dataset_type",
-)
 
 
 def parse_column_mapping(text: str) -> dict[str, str]:
@@ -81,6 +71,10 @@ class Columns:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.malformed("answer", expected="text or a number", value=value)
         return str(value)
+
+    def dataset_type(self) -> str:
+        """What chooses environment, rewards and teacher; empty when the line has none."""
+        return str(self._row.get(self.name("dataset_type")) or "")
 
     def messages(self) -> list[dict[str, str]]:
         """Chat messages, each with a role and a content."""

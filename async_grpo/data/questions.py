@@ -31,6 +31,7 @@ class LineReader:
     vocab_size: int
     max_tokens: int  # of a prompt that fits beside the longest answer, or of a whole pair
     mapping: Mapping[str, str] = field(default_factory=dict)  # our column names to the user's
+    types: Sequence[str] = ()  # of which a line may be; none: of any. Of one, it need not say so
 
     def question(self, row: Mapping[str, Any]) -> Question:
         """Of `input_token_ids`, or `input` or `messages`; every other column is optional.
@@ -42,7 +43,8 @@ class LineReader:
         limit = "--max-tokens-per-gpu or the model's own limit, less --max-generation-tokens"
         self._check_length(columns, len(ids), f"a prompt of at most {self.max_tokens}", limit)
         text = self._text_of(columns, ids)
-        return Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row)
+        kind = self._type(columns)
+        return Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row, kind)
 
     def pair(self, row: Mapping[str, Any]) -> TrainingPair:
         """A prompt, given as in `question`, with a demonstrated completion.
@@ -67,10 +69,20 @@ class LineReader:
         """A pair, as in `pair`, with its texts and every other column."""
         pair, columns = self.pair(row), Columns(row, mapping=self.mapping)
         prompt, completion = pair.prompt_token_ids, pair.completion_token_ids
-        question = Question(prompt, self._text_of(columns, prompt.tolist()), None, row)
+        text = self._text_of(columns, prompt.tolist())
+        question = Question(prompt, text, None, row, self._type(columns))
         if columns.has("completion"):
             return GivenPair(question, completion, columns.text("completion"))
         return GivenPair(question, completion, str(self.tokenizer.decode(completion.tolist())))
+
+    def _type(self, columns: Columns) -> str:
+        said = columns.dataset_type()
+        if not said and len(self.types) == 1:
+            return self.types[0]
+        if self.types and said not in self.types:
+            expected = f"a type of --data ({', '.join(self.types)})"
+            raise columns.malformed("dataset_type", expected=expected, value=said)
+        return said
 
     def _text_of(self, columns: Columns, prompt: Sequence[int]) -> str:
         """What people, and rewards, see of a prompt."""

@@ -68,7 +68,8 @@ class QuestionTable(_Table[Question]):
 
     @staticmethod
     def _pack(record: Question) -> tuple[Any, ...]:
-        return record.input_token_ids.tobytes(), record.input, record.answer, record.columns
+        rest = record.input, record.answer, record.columns, record.dataset_type
+        return record.input_token_ids.tobytes(), *rest
 
     @staticmethod
     def _unpack(prompt: bytes, *rest: Any) -> Question:

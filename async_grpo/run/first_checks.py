@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from async_grpo import head
@@ -26,6 +27,10 @@ def check_at_once(config: TrainConfig) -> None:
     for name in ("data_path", "eval_data_path", "pairs_path"):
         if path := getattr(config, name):
             check_source(path, option=flag(name), build=lambda row: Columns(row, mapping=mapping))
+    for file in config.data_files if config.data else ():
+        build = partial(Columns, mapping={**mapping, **file.columns})
+        for source in filter(None, (file.source, file.held_out)):
+            check_source(source.path, option=f"--data of {file.type}", build=build)
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 
     if not find_algorithm(config).learns_from_pairs:

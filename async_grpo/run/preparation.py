@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 
 from transformers import AutoTokenizer
 
@@ -26,7 +28,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
-from async_grpo.data.mixture import MixedOrder
+from async_grpo.data.mixture import MixedOrder, TypedQuestions
 from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import GivenTable, QuestionTable
@@ -38,7 +40,7 @@ from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.reward_trial import try_rewards
-from async_grpo.run.teaching import check_types, teachers_of, type_column
+from async_grpo.run.teaching import check_types, teachers_of
 from async_grpo.types import (
     GivenPair,
     Question,
@@ -47,6 +49,7 @@ from async_grpo.types import (
     TrainingPair,
     WorkerInfo,
 )
+from async_grpo.user_code import UserCode
 from async_grpo.weight_sync.transport import device_id
 
 logger = logging.getLogger(__name__)
@@ -76,7 +79,7 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     recruit(controller, demand)
     teachers = teachers_of(controller, config)
     hashes = with_teachers(hashes, teachers, start=start)
-    try_rewards(controller, questions[0], config)
+    try_rewards(controller, first_of_each_file(config, questions), config)
     widths = {name: info.vocab_size for name, info in teachers.items()}
     main = MainRank(plan, demand, record, hashes=hashes, teacher_widths=widths)
     record.forget()
@@ -92,7 +95,7 @@ def warn_of_few(config: TrainConfig, num_records: int) -> None:
         logger.warning(
             "--data-path %s holds %d lines, fewer than --batch-size %d: each is trained about %.3g "
             "times in every batch; give more data or a smaller batch",
-            config.data_path, num_records, config.batch_size, config.batch_size / num_records,
+            config.data_paths, num_records, config.batch_size, config.batch_size / num_records,
         )  # fmt: skip
 
 
@@ -109,6 +112,7 @@ def hash_contents(
     users = {
         "algorithm": users_algorithm(config),
         "environment": users_environment(config.environment),
+        **{f"environment of {kind}": code for kind, code in own_environments(config).items()},
     }
     of_code = {what: code.sha256 for what, code in users.items() if code}
 
@@ -122,7 +126,7 @@ def hash_contents(
     hashes = in_background(work, name="hash-contents")
     if start.folder:
         model = config.model_name_or_path
-        paths = {"model": model, "encoding": model, "data": config.data_path}
+        paths = {"model": model, "encoding": model, "data": config.data_paths}
         paths["pairs"] = config.pairs_path
         paths |= {what: code.name for what, code in users.items() if code}
         check_contents(start, hashes.result(), paths)
@@ -150,11 +154,16 @@ def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, Qu
             f"prompt in the model's {facts.max_positions} positions: lower it"
         )
     reader = line_reader(config, facts, max_tokens=room)
-    questions, held_out = (
-        QuestionTable.of(load_records(source, reader.question) if source else ())
-        for source in (config.data, config.held_out)
-    )
-    return questions, held_out
+    questions, held_out = [], []
+    for file in config.data_files:
+        types = (file.type,) if file.type else ()
+        own = replace(reader, types=types, mapping={**reader.mapping, **file.columns})
+        questions.append(load_records(file.source, own.question))
+        held_out += [load_records(file.held_out, own.question)] if file.held_out else []
+    if config.held_out:
+        of_any = replace(reader, types=config.types)
+        held_out.append(load_records(config.held_out, of_any.question))
+    return QuestionTable.of(chain(*questions)), QuestionTable.of(chain(*held_out))
 
 
 def load_given(config: TrainConfig, facts: ModelFacts) -> GivenTable:
@@ -188,7 +197,7 @@ def plan_run(
 ) -> BatcherPlan:
     """The run as the batcher sees it."""
     seed = config.infinite_sampler_seed
-    stream = QuestionStream(len(questions), seed=seed)
+    stream = question_stream(config, questions)
     order = MixedOrder(
         sampled_share=config.gkd_lambda,
         questions=stream,
@@ -220,10 +229,42 @@ def plan_run(
         attention_ratio=read_attention_ratio(config),
         resume=resume,
         environment=users_environment(config.environment),
+        environments=own_environments(config),
         max_positions=facts.max_positions,
         vocab_size=facts.vocab_size,
-        type_column=type_column(config),
     )
+
+
+def question_stream(
+    config: TrainConfig, questions: Sequence[Question]
+) -> QuestionStream | TypedQuestions:
+    """The order of the questions, which lie file by file."""
+    seed, files = config.infinite_sampler_seed, config.data_files
+    if len(files) == 1:
+        return QuestionStream(len(questions), seed=seed)
+    sizes = Counter(question.dataset_type for question in questions)
+    return TypedQuestions(
+        [QuestionStream(sizes[file.type], seed=seed + n) for n, file in enumerate(files)],
+        weights=[file.weight for file in files],
+        batch_size=config.batch_size,
+        sampled_share=config.gkd_lambda,
+    )
+
+
+def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> list[Question]:
+    """What the rewards are tried on."""
+    if not config.data:
+        return [questions[0]]
+    first: dict[str, Question] = {}
+    for question in questions:
+        first.setdefault(question.dataset_type, question)
+    return list(first.values())
+
+
+def own_environments(config: TrainConfig) -> dict[str, UserCode | None]:
+    """{type: its own environment}, None where that is a shipped one; raises `ConfigError`."""
+    named = {file.type: file.environment for file in config.data_files if file.environment}
+    return {kind: users_environment(name) for kind, name in named.items()}
 
 
 def read_attention_ratio(config: TrainConfig) -> float:

@@ -71,12 +71,12 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
         if need.role == REFERENCE and config.kl_coefficient:
             why = "the KL coefficient is not 0"
         if need.role == TEACHER:
-            why = f"--teacher-for {config.teacher_for}"
+            why = f"--teacher-for {config.teacher_for}" if config.teacher_for else "--data names it"
         roles |= dict.fromkeys(named([need.role], config.teacher_names), f" ({why})")
     if not config.asks_questions:
         return roles
-    if config.environment not in SHIPPED:
-        roles[ENVIRONMENT] = f" (--environment {config.environment} is played there)"
+    if names := config.environments - SHIPPED.keys():
+        roles[ENVIRONMENT] = f" (--environment {sorted(names)[0]} is played there)"
     return roles | {VERIFIER: ""}
 
 
@@ -148,7 +148,7 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
         f"the longest prompt with {ANSWER} {config.max_generation_tokens}",
         f"lower {ANSWER}",
     )
-    if config.environment not in SHIPPED:  # which may take turns as long as there is room
+    if config.environments - SHIPPED.keys():  # which may take turns as long as there is room
         needed = min(config.max_tokens_per_gpu, model.max_positions)
         row, remedy = "an episode", "lower the trainer's --max-tokens-per-gpu"
     if follows == "own" and demand.longest_pair > needed:

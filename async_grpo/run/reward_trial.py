@@ -1,6 +1,7 @@
-"""Every reward is called once on the first line of the data, before anything of a run is made.
+"""Every reward is called once on the first line of its data, before anything of a run is made.
 
-consumes:     the verifier pools; the first question, with its own answer as if it were an output
+consumes:     the verifier pools; the first question of each data file, with its own answer as if it
+              were an output
 produces:     nothing, or the sentence that refuses the run
 waits for:    the verdicts
 unblocked by: the pools, whose every verification has a limit
@@ -9,6 +10,7 @@ unblocked by: the pools, whose every verification has a limit
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +19,14 @@ from async_grpo import cluster, deadlines
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
-from async_grpo.types import Question, Turn, Verdict, VerificationRequest, WorkerInfo
+from async_grpo.types import (
+    GradingRequest,
+    Question,
+    Turn,
+    Verdict,
+    VerificationRequest,
+    WorkerInfo,
+)
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle
@@ -25,20 +34,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def try_rewards(controller: ControllerHandle, question: Question, config: TrainConfig) -> None:
-    """Raise `ConfigError` for a reward that cannot grade `question`, the first of the data.
+def try_rewards(
+    controller: ControllerHandle, questions: Sequence[Question], config: TrainConfig
+) -> None:
+    """Raise `ConfigError` for a reward that cannot grade one of `questions`, or is not there.
+
+    They are the first of each data file, and each is graded by the rewards of its type.
 
     Every pool is asked: a later overrun is measured by what its pool graded here. A connection
     that fails may be back in time, and a process that was lost is nobody's fault: both are only
     warned of.
     """
-    request = VerificationRequest(0, 0, question, example_output(question))
     pools: tuple[tuple[WorkerInfo, Any], ...] = cluster.wait(
         controller.receivers.remote(VERIFIER), timeout_s=deadlines.ANSWER_S, who="the controller"
     )
-    calls = [(f"worker {info.worker_id}", pool.try_out.remote(request)) for info, pool in pools]
+    requests = [_request(question, config) for question in questions]
+    for info, _ in pools:
+        _check_names(info, config)
+    calls = [
+        (f"worker {info.worker_id}", question, pool.try_out.remote(request))
+        for info, pool in pools
+        for question, request in zip(questions, requests, strict=True)
+    ]
     warnings: set[str] = set()
-    for who, call in calls:
+    for who, question, call in calls:
         for verdict in cluster.wait(call, timeout_s=config.stall_timeout_s, who=who):
             if verdict.status == "error":
                 warnings.add(_refuse_or_describe(verdict, question, config))
@@ -46,9 +65,27 @@ def try_rewards(controller: ControllerHandle, question: Question, config: TrainC
         logger.warning("%s; the run starts all the same", sentence)
 
 
+def _request(question: Question, config: TrainConfig) -> GradingRequest:
+    output = VerificationRequest(0, 0, question, example_output(question))
+    return GradingRequest((output,), rewards=config.rewards_of(question.dataset_type))
+
+
+def _check_names(pool: WorkerInfo, config: TrainConfig) -> None:
+    """Raise `ConfigError` for a reward of a data file that the verifiers do not have."""
+    known = pool.rewards.names if pool.rewards else ()
+    for file in config.data_files:
+        for name in file.rewards:
+            if name not in known:
+                raise ConfigError(
+                    f"--data of {file.type} must name rewards that verifiers have, got {name!r}: "
+                    f"add it to --reward-fns of their dispatcher, which has {', '.join(known)}"
+                )
+
+
 def _refuse_or_describe(verdict: Verdict, question: Question, config: TrainConfig) -> str:
+    path = config.file_of(question.dataset_type).source.path
     sentence = (
-        f"reward {verdict.reason}: it must grade the first line of {config.data_path}, which has "
+        f"reward {verdict.reason}: it must grade the first line of {path}, which has "
         f"{', '.join(question.columns)}"
     )
     if verdict.cause == "overrun":

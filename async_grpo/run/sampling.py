@@ -102,7 +102,7 @@ class SampledData(Iterator[StreamItem]):
 
     def evaluate(self) -> None:
         """Have the held-out questions graded, if there are any; collective."""
-        if self._config.eval_data_path:
+        if self._config.has_held_out:
             self._main.evaluate(self._ranks, self._stop)
 
     def finish(self) -> None:

@@ -134,6 +134,6 @@ def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
     reader = line_reader(config, facts, max_tokens=longest)
     pairs, held_out = (
         PairTable.of(load_records(source, reader.pair) if source else ())
-        for source in (config.data, config.held_out)
+        for source in (config.data_files[0].source, config.held_out)
     )
     return pairs, held_out, facts

@@ -26,11 +26,6 @@ TYPE = "dataset_type"
 MAX_SHOWN = 5
 
 
-def type_column(config: TrainConfig) -> str:
-    """The column of the user's lines that chooses a teacher."""
-    return parse_column_mapping(config.column_mapping).get(TYPE, TYPE)
-
-
 def check_types(
     config: TrainConfig, questions: Sequence[Question], pairs: Sequence[GivenPair]
 ) -> None:
@@ -38,12 +33,12 @@ def check_types(
     named = config.teacher_routes.keys() - {EVERY_TYPE}
     if not named:
         return
-    column = type_column(config)
-    of_data = {str(question.columns.get(column) or "") for question in questions}
-    of_pairs = {str(pair.question.columns.get(column) or "") for pair in pairs}
+    column = parse_column_mapping(config.column_mapping).get(TYPE, TYPE)
+    of_data = {question.dataset_type for question in questions}
+    of_pairs = {pair.question.dataset_type for pair in pairs}
     found = of_data | of_pairs
     if missing := sorted(kind for kind in found if config.teacher_of(kind) is None):
-        path = config.data_path if missing[0] in of_data else config.pairs_path
+        path = config.data_paths if missing[0] in of_data else config.pairs_path
         raise DataError(
             f"every {column} of {path} must have a teacher, {_shown(missing)} has "
             f"none: add {flag('teacher_for')} TYPE=NAME for it, or NAME for all others"
@@ -51,7 +46,7 @@ def check_types(
     if unused := sorted(named - found):
         raise DataError(
             f"{flag('teacher_for')} {unused[0]}={config.teacher_routes[unused[0]]} names a teacher "
-            f"that nobody uses: no line of {config.data_path} has the {column} {unused[0]!r}, but "
+            f"that nobody uses: no line of {config.data_paths} has the {column} {unused[0]!r}, but "
             f"{_shown(sorted(found))}"
         )
 

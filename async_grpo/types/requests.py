@@ -47,6 +47,7 @@ class GradingRequest(Parcel):
 
     outputs: tuple[VerificationRequest, ...]
     lease_id: int = 0  # by which the pool's pulse tells of it
+    rewards: tuple[str, ...] = ()  # adapters that grade them; none: all that the pool has
 
 
 @dataclass(frozen=True, slots=True, eq=False)

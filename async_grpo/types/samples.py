@@ -30,6 +30,7 @@ class Question(Message):
     input: str
     answer: str | None
     columns: Mapping[str, Any]  # every column of the user's line, untouched
+    dataset_type: str = ""  # chooses environment, rewards and teacher
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,6 @@ from async_grpo.types import (
     Pulse,
     RequestPulse,
     Verdict,
-    VerificationRequest,
     WorkerInfo,
 )
 from async_grpo.verification.config import VerifierConfig
@@ -110,7 +109,8 @@ class VerifierPool:
         outputs, lease_id = request.outputs, request.lease_id
         self._verifying[lease_id] = len(outputs)
         try:
-            verdicts = await self._sandbox.grade([adapter_sample(output) for output in outputs])
+            samples = [adapter_sample(output) for output in outputs]
+            verdicts = await self._sandbox.grade(samples, request.rewards)
         finally:
             del self._verifying[lease_id]
         self._done.update(verdict.status for verdict in verdicts)
@@ -124,12 +124,13 @@ class VerifierPool:
                 )
         return verdicts
 
-    async def try_out(self, request: VerificationRequest) -> tuple[Verdict, ...]:
-        """The verdict of each adapter alone, before a run begins.
+    async def try_out(self, request: GradingRequest) -> tuple[Verdict, ...]:
+        """The verdict of each adapter alone on one output, before a run begins.
 
         What they grade here is what a later overrun is measured by.
         """
-        return await self._sandbox.grade_with_each(adapter_sample(request))
+        (output,) = request.outputs
+        return await self._sandbox.grade_with_each(adapter_sample(output), request.rewards)
 
     async def complaint(self) -> str:
         """What its dispatcher should say, once; mostly nothing."""

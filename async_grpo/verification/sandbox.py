@@ -88,16 +88,20 @@ class Sandbox:
             for _ in range(-change * each):
                 await places.acquire()
 
-    async def grade(self, samples: Sequence[dict[str, Any]]) -> tuple[Verdict, ...]:
-        """Run every adapter on samples of one group, and keep the best verdict of each."""
+    async def grade(
+        self, samples: Sequence[dict[str, Any]], names: Sequence[str] = ()
+    ) -> tuple[Verdict, ...]:
+        """Run these adapters, or all, on samples of one group: the best verdict of each sample."""
         started = time.perf_counter()
-        outcomes = await self._outcomes(samples)
+        outcomes = await self._outcomes(samples, names)
         seconds = time.perf_counter() - started
         return tuple(best_verdict(each, seconds=seconds) for each in zip(*outcomes, strict=True))
 
-    async def grade_with_each(self, sample: dict[str, Any]) -> tuple[Verdict, ...]:
-        """The verdict of every adapter alone."""
-        outcomes = await self._outcomes([sample])
+    async def grade_with_each(
+        self, sample: dict[str, Any], names: Sequence[str] = ()
+    ) -> tuple[Verdict, ...]:
+        """The verdict of each of these adapters, or of all, alone."""
+        outcomes = await self._outcomes([sample], names)
         return tuple(best_verdict(of_one, seconds=0.0) for of_one in outcomes)
 
     async def close(self) -> None:
@@ -105,10 +109,12 @@ class Sandbox:
         for server in set(self._servers.values()):
             server.close()
 
-    async def _outcomes(self, samples: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
+    async def _outcomes(
+        self, samples: Sequence[dict[str, Any]], names: Sequence[str]
+    ) -> list[list[Outcome]]:
         """By adapter, and sample."""
-        names = self._config.reward_names
-        return await asyncio.gather(*(self._grade_with(name, samples) for name in names))
+        asked = names or self._config.reward_names
+        return await asyncio.gather(*(self._grade_with(name, samples) for name in asked))
 
     async def _grade_with(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Pieces of the group side by side, then again what has failed, each sample alone."""

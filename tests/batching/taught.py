@@ -21,7 +21,6 @@ from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerI
 VERSION = WeightsVersion(5, 0)
 MATH, CODE = teacher("math"), teacher("code")
 LOGPROBS = {MATH: -1.0, CODE: -2.0}
-COLUMN = "kind of task"
 STUDENT_VOCAB = 100
 LEARNS = {"teacher_for": "sums=math,programs=code", "gkd_coefficient": 1.0, "gkd_top_k": 5}
 SIZES = {MATH: (32, 4, 128), CODE: (64, 2, 90)}  # hidden size, bytes of a weight, vocabulary
@@ -81,7 +80,6 @@ class School:
             self.buffer,
             config=self.config,
             vocab_size=STUDENT_VOCAB,
-            type_column=COLUMN,
         )
         self.rules = LocalRules(find_algorithm(self.config))
         self.pipeline = SlotPipeline(
@@ -117,7 +115,7 @@ def sampled(ordinal, kind, *, num_samples=2):
         ordinal,
         0,
         tuple(
-            replace(sample, question=replace(sample.question, columns={COLUMN: kind}))
+            replace(sample, question=replace(sample.question, dataset_type=kind))
             for sample in samples
         ),
     )
@@ -129,7 +127,7 @@ def given(ordinal, *kinds):
         ordinal,
         [
             GivenPair(
-                Question(np.arange(3, dtype=np.int32), "prompt", None, {COLUMN: kind}),
+                Question(np.arange(3, dtype=np.int32), "prompt", None, {}, kind),
                 np.arange(1 + number, dtype=np.int32),
                 "completion",
             )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from script import Script
 from scripted import run
 from scripted_run import Run, make_config, split_steps
-from taught import COLUMN, LEARNS, LOGPROBS, MATH, Teacher, TeacherRegistry
+from taught import LEARNS, LOGPROBS, MATH, Teacher, TeacherRegistry
 
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.errors import ProcessLostError, WorkerError
@@ -33,8 +33,8 @@ class TaughtRun(Run):
         return super().registries() | {MATH: self.taught}
 
     def make_batcher(self, resume=None):
-        questions = [replace(q, columns={COLUMN: "sums"}) for q in self.plan.questions]
-        self.plan = replace(self.plan, questions=tuple(questions), type_column=COLUMN)
+        questions = [replace(q, dataset_type="sums") for q in self.plan.questions]
+        self.plan = replace(self.plan, questions=tuple(questions))
         return super().make_batcher(resume)
 
     @property

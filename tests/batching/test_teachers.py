@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from taught import (
     CODE,
-    COLUMN,
     LOGPROBS,
     MATH,
     SIZES,
@@ -22,7 +21,6 @@ from taught import (
 )
 
 from async_grpo.batching.leased_work import SlotFailed
-from async_grpo.batching.teachers import Teachers
 from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import Payload, without_texts
 
@@ -57,19 +55,6 @@ def test_a_type_of_nobody_s_goes_to_the_teacher_of_all_others_or_nowhere():
     school = School()
     with pytest.raises(WorkerError, match="names no teacher of the dataset_type 'poems'"):
         school.run(school.finish(sampled(0, "poems")))
-
-
-def test_a_column_that_is_mapped_is_read_under_the_name_of_the_user_s():
-    school = School()
-    (sample, _) = sampled(0, "sums").samples
-    other = Teachers(
-        school.registries.__getitem__, school.buffer, config=school.config, vocab_size=1,
-        type_column="dataset_type",
-    )  # fmt: skip
-    assert [*school.teachers.by_role((sample,))] == [MATH]
-    assert sample.question.columns == {COLUMN: "sums"}
-    with pytest.raises(WorkerError):
-        other.by_role((sample,))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +142,7 @@ def test_groups_of_pairs_with_several_teachers_never_wait_for_each_other_s_rest(
 
     groups = school.run(scenario())
     assert school.buffer.num_bytes == 0
-    kinds = [[s.question.columns[COLUMN] for s in group.samples] for group in groups]
+    kinds = [[s.question.dataset_type for s in group.samples] for group in groups]
     assert kinds == slots[:4]
 
 

@@ -36,7 +36,7 @@ class Options:
     """how far; 0: no limit"""
     dump: str = option("file", none="")
     """where to; empty: nowhere"""
-    colours: str = option("", several=True)
+    colours: str = option("", several=",")
     """which of them"""
 
 

@@ -11,6 +11,7 @@ from async_grpo.cli.plot import plot
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
+from async_grpo.errors import ConfigError
 
 EXAMPLE = """
 [cluster]
@@ -129,11 +130,58 @@ def test_a_file_that_is_not_there_is_a_usage_error():
 
 
 def test_what_is_missing_in_both_is_asked_for(parsed):
-    with pytest.raises(click.MissingParameter, match="data_path"):
-        parsed(train, text=TRAIN + "model_name_or_path = 'm'\n")
+    with pytest.raises(click.MissingParameter, match="model_name_or_path"):
+        parsed(train, text=TRAIN + "data_path = 'd'\n")
 
 
 def test_a_table_of_another_command_is_left_to_it(parsed):
     text = TRAIN + "model_name_or_path = 'm'\ndata_path = 'd'\n[worker]\nmodel = 1\n"
     assert parsed(train, text=text).params["data_path"] == "d"
     assert Path(parsed(train, text=text).params["output_dir"]) == Path("runs/latest")
+
+
+DATA = """
+[train]
+model_name_or_path = "m"
+
+[[data]]
+type = "sums"
+path = "s.jsonl"
+weight = 2
+rewards = ["countdown", "mathd"]
+column_mapping = "input=question,answer=solution"
+
+[[data]]
+type = "odes"
+path = "o.jsonl"
+"""
+
+
+def test_tables_of_data_are_the_trainer_s_data_files(parsed):
+    config = config_of(parsed(train, text=DATA))
+    sums, odes = config.data_files
+    assert (sums.type, sums.source.path, sums.weight) == ("sums", "s.jsonl", 2)
+    assert sums.rewards == ("countdown", "mathd")
+    assert sums.columns == {"input": "question", "answer": "solution"}
+    assert (odes.type, odes.weight, odes.rewards) == ("odes", 1, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            DATA + "wieght = 2",
+            "--data of odes has an unknown key, got 'wieght': choose from weight",
+        ),
+        (DATA + "weight = 0", "--data of odes must have a positive weight, got '0'"),
+        ('[[data]]\npath = "s.jsonl"', "--data needs a type, got "),
+        (
+            DATA.replace('"m"', '"m"\ndata = ["a=b"]'),
+            r"data must be in \[\[data\]\] or in \[train\]",
+        ),
+        (DATA.replace('"m"', '"m"\ndata_path = "d"'), "--data-path must be given, or --data for"),
+    ],
+)
+def test_tables_of_data_that_cannot_be_meant_are_refused(parsed, text, said):
+    with pytest.raises((click.UsageError, ConfigError), match=said):
+        config_of(parsed(train, text=text))

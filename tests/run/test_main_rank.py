@@ -29,7 +29,7 @@ class World:
         self.failures = []  # of the next beginnings
         self.main = main = object.__new__(MainRank)
         config = SimpleNamespace(
-            stall_timeout_s=60.0, eval_data_path="held-out", teacher_names=(), express_mesh=None
+            stall_timeout_s=60.0, has_held_out=True, teacher_names=(), express_mesh=None
         )
         main.plan = SimpleNamespace(config=config, held_out=())
         main.report = SimpleNamespace(

@@ -1,5 +1,6 @@
 """The rewards' first call, on the first line of the data."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,7 +28,9 @@ class Pool:
 
     def __init__(self, *verdicts):
         self.requests = []
-        info = SimpleNamespace(worker_id="verifier-1")
+        info = SimpleNamespace(
+            worker_id="verifier-1", rewards=SimpleNamespace(names=("mine", "other"))
+        )
         self.receivers = SimpleNamespace(remote=lambda role: ((info, self),))
         self.try_out = SimpleNamespace(remote=lambda request: self._answer(request, verdicts))
 
@@ -43,10 +46,11 @@ def _no_ray(monkeypatch):
 
 def test_the_expected_answer_is_what_rewards_are_tried_on():
     pool = Pool(graded("scored"), graded("unscorable"))
-    try_rewards(pool, QUESTION, make_config())
+    try_rewards(pool, [QUESTION], make_config())
     (request,) = pool.requests
-    assert (request.question, request.completion.text) == (QUESTION, "4")
-    assert request.completion.token_ids.tolist() == [0, 1, 2]
+    (output,) = request.outputs
+    assert (output.question, output.completion.text) == (QUESTION, "4")
+    assert output.completion.token_ids.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -63,10 +67,34 @@ def test_a_reward_that_fails_on_it_refuses_the_run(cause, remedy):
         rf"has input, answer: {remedy}$"
     )
     with pytest.raises(ConfigError, match=told):
-        try_rewards(Pool(graded("scored"), failed(cause)), QUESTION, make_config(data_path="data"))
+        try_rewards(
+            Pool(graded("scored"), failed(cause)), [QUESTION], make_config(data_path="data")
+        )
 
 
 @pytest.mark.parametrize("cause", ["connection", "lost"])
 def test_what_is_not_the_rewards_own_fault_is_only_told(cause, caplog):
-    try_rewards(Pool(failed(cause)), QUESTION, make_config())
+    try_rewards(Pool(failed(cause)), [QUESTION], make_config())
     assert "the run starts all the same" in caplog.text
+
+
+def test_each_type_is_tried_with_its_own_rewards_on_its_first_line():
+    config = make_config(data_path="", data="sums=s.jsonl,rewards=mine;odes=o.jsonl,rewards=other")
+    pool = Pool(graded("scored"))
+    questions = [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")]
+    try_rewards(pool, questions, config)
+    asked = [(r.outputs[0].question.dataset_type, r.rewards) for r in pool.requests]
+    assert asked == [("sums", ("mine",)), ("odes", ("other",))]
+    told = "it must grade the first line of o.jsonl"
+    with pytest.raises(ConfigError, match=told):
+        try_rewards(Pool(failed("exception")), questions[1:], config)
+
+
+def test_a_reward_that_no_verifier_has_refuses_the_run():
+    config = make_config(data_path="", data="sums=s.jsonl,rewards=mine+third")
+    told = (
+        "--data of sums must name rewards that verifiers have, got 'third': add it to "
+        "--reward-fns of their dispatcher, which has mine, other"
+    )
+    with pytest.raises(ConfigError, match=told):
+        try_rewards(Pool(graded("scored")), [replace(QUESTION, dataset_type="sums")], config)

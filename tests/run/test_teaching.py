@@ -12,15 +12,15 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.errors import CheckpointError, DataError
 from async_grpo.run import teaching
 from async_grpo.run.preparation import with_teachers
-from async_grpo.run.teaching import check_types, meet_teachers, teachers_of, type_column
+from async_grpo.run.teaching import check_types, meet_teachers, teachers_of
 from async_grpo.types import Question, WorkerInfo
 
 LEARNS = {"gkd_coefficient": 1.0}
 
 
-def lines(*kinds, column="dataset_type"):
+def lines(*kinds):
     ids = np.arange(2, dtype=np.int32)
-    return [Question(ids, "", "", {} if kind is None else {column: kind}) for kind in kinds]
+    return [Question(ids, "", "", {}, kind or "") for kind in kinds]
 
 
 def pairs(*kinds):
@@ -70,12 +70,11 @@ def test_a_teacher_without_a_line_is_refused():
     assert str(caught.value) == said
 
 
-def test_the_column_of_the_type_may_have_a_name_of_the_user_s():
+def test_a_line_without_a_type_is_told_of_by_the_column_s_name_of_the_user_s():
     config = config_of("sums=a", column_mapping="dataset_type=kind")
-    assert type_column(config) == "kind"
-    check_types(config, lines("sums", column="kind"), ())
+    check_types(config, lines("sums"), ())
     with pytest.raises(DataError, match="every kind of d must have a teacher, '' has none"):
-        check_types(config, lines("sums"), ())
+        check_types(config, lines(None), ())
 
 
 def info(name, model_hash):
