@@ -18,6 +18,10 @@ error of verification: the sample is graded once more, then its group is dropped
 the trainer says why. It is called once on the first line of the data before a run begins.
 Raise `UnscorableError(reason)` when the output holds no answer: reward 0, counted as such. An
 adapter whose best reward is not 1.0 says so: `my_adapter.max_reward = 2.0`.
+
+With `my_adapter.groupwise = True` it grades all outputs of a question in one call, as judges that
+rank and majority votes do: it is given a list of samples, and returns a list with a reward (or a
+dict as above, or an `UnscorableError`) for each. Such a reward grades its questions alone.
 """
 
 from collections.abc import Callable
@@ -34,6 +38,7 @@ class RewardType(StrEnum):
     COUNTDOWN = "countdown"
     MATH_VERIFY = "math_verify"
     CODE_EXECUTION = "code_execution"
+    MAJORITY = "majority"
 
 
 REWARD_ADAPTERS: dict[RewardType, Callable[..., float | dict[str, float]]] = {

@@ -100,7 +100,18 @@ class Sandbox:
     async def grade_with_each(
         self, sample: dict[str, Any], names: Sequence[str] = ()
     ) -> tuple[Verdict, ...]:
-        """The verdict of each of these adapters, or of all, alone."""
+        """The verdict of each of these adapters, or of all, alone.
+
+        Raises `ConfigError` for a groupwise one beside others: what of a group has to be graded
+        again, others grade without the rest of it.
+        """
+        asked = names or self._config.reward_names
+        groupwise = [name for name in asked if name in self._servers[name].groupwise]
+        if groupwise and len(asked) > 1:
+            raise ConfigError(
+                f"a groupwise reward must grade its questions alone, got {','.join(asked)}: give "
+                f"{groupwise[0]} to the verifiers alone, or to a type of --data by rewards="
+            )
         outcomes = await self._outcomes([sample], names)
         return tuple(best_verdict(of_one, seconds=0.0) for of_one in outcomes)
 
@@ -118,6 +129,8 @@ class Sandbox:
 
     async def _grade_with(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
         """Pieces of the group side by side, then again what has failed, each sample alone."""
+        if name in self._servers[name].groupwise:
+            return await self._grade_together(name, samples)
         size = self._piece(name)
         pieces = [samples[start : start + size] for start in range(0, len(samples), size)]
         graded = await asyncio.gather(*(self._first_attempts(name, piece) for piece in pieces))
@@ -127,6 +140,19 @@ class Sandbox:
         for n, outcome in zip(failed, await asyncio.gather(*again), strict=True):
             outcomes[n] = outcome
         return outcomes
+
+    async def _grade_together(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
+        """All samples in one call of the adapter, which fails for all of them."""
+        attempts: list[Outcome] = []
+        while not is_settled(attempts):
+            self.events["retried"] += bool(attempts)
+            outcomes = await self._ask(name, samples)
+            failed = [outcome for outcome in outcomes if not outcome.is_graded]
+            if not failed and len(outcomes) == len(samples):
+                return outcomes
+            short = Outcome(name, "error", reason="its process ended too early", cause="end")
+            attempts.append((*failed, short)[0])
+        return [settle(attempts)] * len(samples)
 
     def _piece(self, name: str) -> int:
         """Samples for one process: many of a quick adapter, one of a slow one."""

@@ -42,6 +42,7 @@ class GraderServer:
         self._waiting: dict[str, asyncio.Future[Mapping[str, Any]]] = {}
         self._is_closed = False
         self.shipped: tuple[str, ...] = ()  # of its adapters, those that are ours
+        self.groupwise: tuple[str, ...] = ()  # and those that grade a group in one call
 
     @property
     def is_up(self) -> bool:
@@ -156,7 +157,7 @@ class GraderServer:
             ) from failure
         if greeting["load_error"]:
             raise ConfigError(greeting["load_error"])
-        self.shipped = tuple(greeting["shipped"])
+        self.shipped, self.groupwise = tuple(greeting["shipped"]), tuple(greeting["groupwise"])
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """Hand out reports until the server ends; then all that wait hear of nothing."""

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,13 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
     # Ours are known without importing them, which takes long.
     ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
     shipped = [name for name, adapter in adapters.items() if adapter in ours]
-    return adapters, {"load_error": "", "shipped": shipped}
+    groupwise = [name for name, adapter in adapters.items() if is_groupwise(adapter)]
+    return adapters, {"load_error": "", "shipped": shipped, "groupwise": groupwise}
+
+
+def is_groupwise(adapter: Adapter) -> bool:
+    """Whether it grades all outputs of a question in one call."""
+    return bool(getattr(adapter, "groupwise", False))
 
 
 def grade(
@@ -77,6 +83,11 @@ def grade(
     limit(resource.RLIMIT_CPU, math.ceil(2 * config.timeout_s) + 1)  # it is counted roughly
     limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     name, ends_at = request["adapter"], time.monotonic() + config.timeout_s
+    if is_groupwise(adapters[name]):
+        task_ids, samples, left_out = zip(*request["tasks"], strict=True)
+        outcomes = run_groupwise(name, adapters[name], samples, config, left_out=left_out[0])
+        yield b"".join(map(encode_answer, task_ids, outcomes))
+        return
     for task_id, sample, left_out in request["tasks"]:
         outcome = run_adapter(name, adapters[name], sample, config, left_out=left_out)
         yield encode_answer(task_id, outcome)
@@ -95,23 +106,71 @@ def run_adapter(
     """Grade one sample with one adapter; never raises."""
     try:
         return _read_result(name, adapter(sample), getattr(adapter, "max_reward", 1.0))
-    except UnscorableError as error:
-        reason = str(error)[:MAX_REASON_CHARACTERS]
-        return Outcome(name, "unscorable", format_reward=error.format_reward, reason=reason)
-    except MemoryError:
-        return overrun(name, f"needs more than {config.memory_limit}")
-    except RecursionError:
-        return overrun(name, "recurses too deeply")
     except BaseException as error:  # the process boundary: classified here, once
-        if isinstance(error, OSError) and error.errno == errno.EFBIG:
-            return overrun(name, f"writes more than {config.file_mib} MiB")
-        if isinstance(error, BlockingIOError):  # of a fork
-            return overrun(name, f"starts more than {MAX_PROCESSES} processes")
-        line = _line(error, adapter)
-        room = MAX_REASON_CHARACTERS - len(line) - 3
-        reason = f"{_explain(error, sample, left_out)[:room]} [{line}]"
-        place = f"{type(error).__name__} {line}"[:MAX_REASON_CHARACTERS]
-        return Outcome(name, "error", reason=reason, cause=cause_of(error), place=place)
+        return _failed(name, adapter, error, sample, config, left_out=left_out)
+
+
+def run_groupwise(
+    name: str,
+    adapter: Any,
+    samples: Sequence[dict[str, Any]],
+    config: VerifierConfig,
+    *,
+    left_out: Mapping[str, str],
+) -> list[Outcome]:
+    """Grade the samples of one question in one call, which fails for all; never raises.
+
+    A result may be an `UnscorableError`: of a sample that holds no answer.
+    """
+    try:
+        results = list(adapter(list(samples)))
+        if len(results) != len(samples):
+            raise TypeError(
+                f"a groupwise adapter must return {len(samples)} results, a sample each, it "
+                f"returned {len(results)}"
+            )
+        most = getattr(adapter, "max_reward", 1.0)
+        return [
+            _unscorable(name, result)
+            if isinstance(result, UnscorableError)
+            else _read_result(name, result, most)
+            for result in results
+        ]
+    except BaseException as error:  # the process boundary, as above
+        failed = _failed(name, adapter, error, samples[0], config, left_out=left_out)
+        return [failed] * len(samples)
+
+
+def _unscorable(name: str, error: UnscorableError) -> Outcome:
+    reason = str(error)[:MAX_REASON_CHARACTERS]
+    return Outcome(name, "unscorable", format_reward=error.format_reward, reason=reason)
+
+
+def _failed(
+    name: str,
+    adapter: Adapter,
+    error: BaseException,
+    sample: Mapping[str, Any],
+    config: VerifierConfig,
+    *,
+    left_out: Mapping[str, str],
+) -> Outcome:
+    """What an adapter's exception says of a sample."""
+    if isinstance(error, UnscorableError):
+        return _unscorable(name, error)
+    if isinstance(error, MemoryError):
+        return overrun(name, f"needs more than {config.memory_limit}")
+    if isinstance(error, RecursionError):
+        return overrun(name, "recurses too deeply")
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return overrun(name, f"writes more than {config.file_mib} MiB")
+    if isinstance(error, BlockingIOError):  # of a fork
+        return overrun(name, f"starts more than {MAX_PROCESSES} processes")
+    line = _line(error, adapter)
+    room = MAX_REASON_CHARACTERS - len(line) - 3
+    reason = f"{_explain(error, sample, left_out)[:room]} [{line}]"
+    place = f"{type(error).__name__} {line}"[:MAX_REASON_CHARACTERS]
+    return Outcome(name, "error", reason=reason, cause=cause_of(error), place=place)
 
 
 def cause_of(error: BaseException) -> FailureCause:

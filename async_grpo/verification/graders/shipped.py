@@ -58,6 +58,13 @@ def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     return {"reward": grade_code(sample["output"], sample)}
 
 
+def majority(samples: list[dict[str, Any]], **kwargs: Any) -> list[Any]:
+    """The answer that most outputs of the question give is the answer."""
+    from async_grpo.verification.graders.majority import majority_rewards
+
+    return majority_rewards([_said(sample) for sample in samples])
+
+
 @functools.cache
 def warm_up(grade: Callable[[str, str], Any]) -> None:
     """Have a parser of mathematics build its tables, which forked requests then share.
@@ -95,6 +102,8 @@ def _prepare_code_execution() -> None:
 
 for _adapter in (mathd, math_verify, sympy):
     _adapter.prepare = functools.partial(_prepare_mathematics, _adapter)  # type: ignore[attr-defined]
+majority.groupwise = True  # type: ignore[attr-defined]
+majority.prepare = lambda: majority([])  # type: ignore[attr-defined]
 countdown.prepare = _prepare_countdown  # type: ignore[attr-defined]
 code_execution.prepare = _prepare_code_execution  # type: ignore[attr-defined]
 
@@ -104,4 +113,5 @@ SHIPPED = {
     "countdown": countdown,
     "math_verify": math_verify,
     "code_execution": code_execution,
+    "majority": majority,
 }
