@@ -109,7 +109,9 @@ class ExperienceBatcher:
         self._outbox = Outbox(plan.num_ranks)
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
         self._by_express = bool(config.express)
-        self._sums = StepSums(max_staleness=config.max_staleness, by_express=self._by_express)
+        self._sums = StepSums(
+            max_staleness=config.max_staleness, by_express=self._by_express, types=config.types
+        )
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._sent = [Tally()] * plan.num_ranks  # of the current step
@@ -325,7 +327,8 @@ class ExperienceBatcher:
         logger.warning("question %d is dropped: %s", ordinal, failure)
         num_samples = self._plan.config.samples_per_question
         self._ledger.settle(ordinal, fate="failed", num_samples=num_samples, reason=failure.stage)
-        self._sums.add_failed(step, ordinal, num_samples=num_samples)
+        kind = self._plan.type_of(ordinal)
+        self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
         if failure.stage == VERIFICATION:
             self._ungraded.setdefault(step.batch, failure)
         is_given = bool(self._plan.pairs_of(ordinal))

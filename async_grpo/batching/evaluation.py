@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 from async_grpo.batching.grading import nothing_graded
 from async_grpo.batching.leased_work import SlotFailed
@@ -15,6 +17,7 @@ from async_grpo.types import GenerationRequest, Question, Verdict, WeightsVersio
 
 logger = logging.getLogger(__name__)
 SAMPLES_PER_QUESTION = 4
+Outcome = tuple[Verdict, ...] | SlotFailed  # of a question
 
 
 async def evaluate(
@@ -38,15 +41,25 @@ async def evaluate(
     failures = [outcome for outcome in outcomes if isinstance(outcome, SlotFailed)]
     if failures and not graded and version.batches == 0:
         raise WorkerError(nothing_graded("the held-out questions", failures[0]))
+    seconds = time.monotonic() - started
+    by_type: dict[str, list[Outcome]] = {}
+    for question, outcome in zip(plan.held_out, outcomes, strict=True):
+        by_type.setdefault(question.dataset_type, []).append(outcome)
+    of_types = {kind: _counted(own, seconds) for kind, own in by_type.items() if plan.config.types}
+    return replace(_counted(outcomes, seconds), of_types=of_types)
+
+
+def _counted(outcomes: Sequence[Outcome], seconds: float) -> EvaluationResult:
+    graded = [outcome for outcome in outcomes if isinstance(outcome, tuple)]
     verdicts = [verdict for group in graded for verdict in group]
     return EvaluationResult(
-        num_questions=len(plan.held_out),
+        num_questions=len(outcomes),
         num_samples=len(verdicts),
-        num_failed=len(plan.held_out) * SAMPLES_PER_QUESTION - len(verdicts),
+        num_failed=len(outcomes) * SAMPLES_PER_QUESTION - len(verdicts),
         reward_sum=sum(verdict.reward for verdict in verdicts),
         num_correct=sum(_is_correct(verdict) for verdict in verdicts),
         num_solved=sum(any(map(_is_correct, group)) for group in graded),
-        seconds=time.monotonic() - started,
+        seconds=seconds,
     )
 
 
@@ -56,7 +69,7 @@ async def _grade(
     question: Question,
     number: int,
     version: WeightsVersion,
-) -> tuple[Verdict, ...] | SlotFailed:
+) -> Outcome:
     request = GenerationRequest(
         number, 0, question.input_token_ids, SAMPLES_PER_QUESTION, plan.sampling, seed=number
     )

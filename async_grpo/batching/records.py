@@ -84,6 +84,10 @@ class BatcherPlan:
         """Which question a slot asks at one attempt, from 0."""
         return self.replacement(ordinal, attempt=attempt) if attempt else self.order(ordinal)
 
+    def type_of(self, ordinal: int) -> str:
+        """Of the question that a slot asks; empty where it has given pairs."""
+        return "" if self.pairs_of(ordinal) else self.questions[self.order(ordinal)].dataset_type
+
     def given(self, ordinal: int) -> tuple[GivenPair, ...]:
         """The pairs of a slot of given ones; empty where it asks a question."""
         return tuple(self.pairs[index] for index in self.pairs_of(ordinal))
@@ -135,3 +139,4 @@ class EvaluationResult:
     num_correct: int  # samples with the full reward of 1
     num_solved: int  # questions with at least one correct sample
     seconds: float
+    of_types: Mapping[str, EvaluationResult] = field(default_factory=dict)  # where files have types

@@ -114,6 +114,7 @@ def _line(
         "index": sample.index,
         "fate": fate,
         "given": episode.is_given,
+        "dataset_type": sample.question.dataset_type,
         "input": sample.question.input,
         "output": episode.text,
         "answer": sample.question.answer,

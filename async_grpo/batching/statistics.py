@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
@@ -31,9 +31,15 @@ class _Step:
 class StepSums:
     """Numerators and denominators of the open steps. Order of arrival does not matter."""
 
-    def __init__(self, *, max_staleness: int, by_express: bool = False) -> None:
-        """`by_express`: teachers score the samples where they are trained."""
+    def __init__(
+        self, *, max_staleness: int, by_express: bool = False, types: Collection[str] = ()
+    ) -> None:
+        """`by_express`: teachers score the samples where they are trained.
+
+        `types`: those of the questions whose sums are wanted alone too, as `reward_sum/TYPE`.
+        """
         self._max_staleness = max_staleness
+        self._types = types
         self._by_express = by_express
         self._steps: dict[StepKey, _Step] = {}
 
@@ -51,18 +57,30 @@ class StepSums:
             tokens_by_lag(sample.episode, batch=batch, max_staleness=self._max_staleness)
             for sample in group.samples
         ]
+        kind = group.samples[0].question.dataset_type
         if group.is_replaced:
-            opened.sums[group.ordinal, group.attempt] = replaced_sums(group.samples)
+            replaced = self._with_own(replaced_sums(group.samples), kind)
+            opened.sums[group.ordinal, group.attempt] = replaced
             return
         lag_sums = _lag_sums(lags, self._max_staleness)
         taught = teacher_sums(group.samples, self._by_express)
-        opened.sums[group.ordinal, group.attempt] = group_sums(group.samples) | taught | lag_sums
+        sums = self._with_own(group_sums(group.samples), kind)
+        opened.sums[group.ordinal, group.attempt] = sums | taught | lag_sums
         opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
 
-    def add_failed(self, step: StepKey, ordinal: int, *, num_samples: int) -> None:
+    def add_failed(
+        self, step: StepKey, ordinal: int, *, num_samples: int, dataset_type: str = ""
+    ) -> None:
         """The samples of a slot were given up: they count in nothing but this."""
         failed: Sums = {"failed_samples": num_samples, "finished_samples": num_samples}
+        failed = self._with_own(failed, dataset_type)
         self._steps.setdefault(step, _Step()).sums[ordinal, FAILED] = failed
+
+    def _with_own(self, sums: Sums, dataset_type: str) -> Sums:
+        """The sums of a group, and again as those of its type."""
+        if dataset_type not in self._types:
+            return sums
+        return sums | {f"{name}/{dataset_type}": value for name, value in sums.items()}
 
     def count_denominator(self, step: StepKey, sample: Sample) -> None:
         """The sample belongs to D: it was trained, or contributes exactly zero."""
@@ -92,6 +110,7 @@ def group_sums(samples: Sequence[Sample]) -> Sums:
         "finished_samples": len(samples),
         "num_groups": 1,
         "reward_sum": sum(rewards),
+        "correct_samples": sum(reward >= 1.0 for reward in rewards),
         "max_reward_in_group_sum": max(rewards),
         "format_reward_sum": sum(formats),
         "format_reward_samples": len(formats),

@@ -290,7 +290,7 @@ class TrainConfig(DistillationConfig):
     @property
     def asks_questions(self) -> bool:
         """Whether anything is sampled: with --gkd-lambda 0 only held-out questions are."""
-        return self.gkd_lambda > 0 or bool(self.eval_data_path)
+        return self.gkd_lambda > 0 or self.has_held_out
 
     @property
     def questions_per_step(self) -> int:

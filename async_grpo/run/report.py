@@ -31,7 +31,7 @@ from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.health import Health
 from async_grpo.telemetry.metrics import metrics_row
-from async_grpo.telemetry.progress import duration, number
+from async_grpo.telemetry.progress import duration, in_brackets, number
 from async_grpo.telemetry.sample_dump import dump_files
 from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.held_out import HeldOutLoss
@@ -212,16 +212,20 @@ class Report:
 
     def evaluation(self, result: EvaluationResult) -> None:
         """One line for one pass over the held-out questions."""
-        row = {
-            "eval_accuracy": result.num_correct / max(result.num_samples, 1),
-            "eval_reward": result.reward_sum / max(result.num_samples, 1),
-            "eval_solved": result.num_solved / max(result.num_questions, 1),
+        row = _rates(result)
+        of_types = {
+            f"{name}/{kind}": value
+            for kind, own in result.of_types.items()
+            for name, value in _rates(own).items()
         }
-        self._evaluated(row | dataclasses.asdict(result))
+        counts = dataclasses.asdict(result)
+        del counts["of_types"]
+        self._evaluated(row | counts | of_types)
         num_sampled = result.num_samples + result.num_failed
         logger.info(
-            "held-out accuracy %.3f, mean reward %.3f, solved at least once %.3f%s",
+            "held-out accuracy %.3f%s, mean reward %.3f, solved at least once %.3f%s",
             row["eval_accuracy"],
+            in_brackets(of_types, "eval_accuracy"),
             row["eval_reward"],
             row["eval_solved"],
             f", graded {result.num_samples} of {num_sampled}" if result.num_failed else "",
@@ -261,6 +265,14 @@ class Report:
     def _see(self, name: str, value: float | int | None) -> None:
         if value is not None:
             self._totals.ends[name] = [self._totals.ends.get(name, [value])[0], value]
+
+
+def _rates(result: EvaluationResult) -> dict[str, float]:
+    return {
+        "eval_accuracy": result.num_correct / max(result.num_samples, 1),
+        "eval_reward": result.reward_sum / max(result.num_samples, 1),
+        "eval_solved": result.num_solved / max(result.num_questions, 1),
+    }
 
 
 def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from async_grpo.telemetry.schema import METRICS
+from async_grpo.telemetry.schema import METRIC_BY_NAME, METRICS, OF_TYPES
 from async_grpo.types.metrics import Metric
 
 Sums = Mapping[str, float | None]
@@ -30,6 +30,7 @@ def metrics_row(
     `declared`, then counts that nobody can list.
 
     `sums`: those of the step's samples, of all ranks, and the facts of `schema.Step`.
+    Those of `schema.OF_TYPES` follow for each type, as `avg_reward/TYPE`.
     The counts are `fate_<name>`, `failed_<why>` and `discarded_<why>` where there are any, and
     `lag_<n>_samples` and `lag_<n>_tokens`.
     A metric without its sums, with a denominator of 0, or that is not finite is None.
@@ -39,7 +40,23 @@ def metrics_row(
         known["timed_out_samples"] = timed_out
         known["ended_samples"] = sum(fates.get(fate, 0) for fate in ENDS)
     row: Row = {metric.name: _value(metric, known) for metric in (*METRICS, *declared)}
+    row |= _of_types(sums)
     return row | _fate_counts(fates) | _reason_counts(reasons) | _lag_histogram(sums)
+
+
+def _of_types(sums: Sums) -> Row:
+    """
+    >>> row = _of_types({"finished_samples/a": 4, "num_samples/a": 4, "reward_sum/a": 3.0})
+    >>> row["num_samples/a"], row["avg_reward/a"], row["num_groups/a"]
+    (4, 0.75, None)
+    """
+    types = (name.partition("/")[2] for name in sums if name.startswith("finished_samples/"))
+    row: Row = {}
+    for kind in sorted(types):
+        end = f"/{kind}"
+        own = {name.removesuffix(end): sums[name] for name in sums if name.endswith(end)}
+        row |= {f"{name}{end}": _value(METRIC_BY_NAME[name], own) for name in OF_TYPES}
+    return row
 
 
 def effective_tokens(sums: Sums) -> float | None:

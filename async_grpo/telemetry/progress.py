@@ -111,6 +111,8 @@ def step_line(row: Row, *, num_batches: int) -> str:
     'step 3 · batch 3/9 · reward 0.5'
     """
     told = {key: number(value) for key, value in row.items() if value is not None}
+    if "avg_reward" in told:
+        told["avg_reward"] += in_brackets(row, "avg_reward")
     if (batch := row.get("iteration")) is not None:
         told["batch"] = f"{int(batch) + 1}/{num_batches}"
     if failed := row.get("perc_failed_samples"):
@@ -120,6 +122,17 @@ def step_line(row: Row, *, num_batches: int) -> str:
         with contextlib.suppress(KeyError):  # of what the row lacks
             parts.append(part.format_map(told))
     return " · ".join(parts)
+
+
+def in_brackets(row: Row, metric: str) -> str:
+    """What a metric is of each type of questions; empty without types.
+
+    >>> in_brackets({"avg_reward": 0.5, "avg_reward/sums": 0.75, "kl/sums": 1.0}, "avg_reward")
+    ' (sums 0.75)'
+    """
+    start = f"{metric}/"
+    own = [f"{key[len(start) :]} {number(row[key])}" for key in row if key.startswith(start)]
+    return f" ({', '.join(own)})" if own else ""
 
 
 def number(value: float | int | None) -> str:

@@ -100,6 +100,8 @@ class Pipeline:
     """taken from a sample's reward for its length, before advantages"""
     avg_kl_penalty = quotient("kl_penalty_sum", "num_samples", "", "KL penalty")
     """taken from a sample's reward for its k1 to the reference model"""
+    perc_correct_samples = quotient("correct_samples", "num_samples", "fraction", "Correct samples")
+    """share (0 to 1) of samples with the full reward of 1"""
     avg_output_tokens = quotient("output_tokens", "num_samples", "tokens", "Output length")
     """length of an output"""
     avg_prompt_tokens = quotient("prompt_tokens", "num_samples", "tokens", "Prompt length")
@@ -254,6 +256,12 @@ SECTIONS = {
     section: _declared_in(section) for section in (Step, Pipeline, Replacement, Trainer, Evaluation)
 }
 METRIC_BY_NAME = {metric.name: metric for metrics in SECTIONS.values() for metric in metrics}
+OF_TYPES = (
+    "num_samples", "num_groups", "avg_reward", "avg_max_reward_in_group", "perc_correct_samples",
+    "avg_output_tokens", "perc_truncated_samples", "perc_unscorable_samples",
+    "perc_failed_samples", "num_replacements",
+)  # fmt: skip
+"""What is said of each type of questions that has a data file, too, as `avg_reward/TYPE`."""
 METRICS = tuple(METRIC_BY_NAME[name] for name in METRIC_BY_NAME if name not in vars(Evaluation))
 
 
@@ -262,10 +270,15 @@ def axis_label(name: str) -> str:
 
     >>> axis_label("avg_output_tokens"), axis_label("tokens_per_second"), axis_label("my_metric")
     ('Output length (tokens)', 'Output tokens per second', 'my_metric')
+    >>> axis_label("avg_reward/sums")
+    'Mean reward, sums'
     """
-    metric = METRIC_BY_NAME.get(name)
+    whole, _, kind = name.partition("/")
+    metric = METRIC_BY_NAME.get(whole)
     if metric is None:
         return name
+    if kind:
+        return f"{axis_label(whole)}, {kind}"
     if metric.unit == "1/s":
         return f"{metric.label} per second"
     has_unit = metric.unit in ("tokens", "batches", "seconds", "nats", "bytes")

@@ -43,6 +43,7 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
         "index": 0,
         "fate": "trained",
         "given": False,
+        "dataset_type": "",
         "input": "2+2=",
         "output": "four",
         "answer": "4",

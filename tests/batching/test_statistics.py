@@ -49,6 +49,7 @@ def test_a_group_is_counted_in_full():
         "overrun_samples": 1,
         "num_groups": 1,
         "reward_sum": 1.25,
+        "correct_samples": 1,
         "max_reward_in_group_sum": 1.0,
         "format_reward_sum": 0.5,
         "format_reward_samples": 1,

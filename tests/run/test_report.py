@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.batching.records import EvaluationResult
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
@@ -166,6 +167,20 @@ def test_charts_come_in_groups_and_evaluations_apart_from_training(tmp_path, clo
         "evaluation/eval_loss": 1.5, "evaluation/loss_sum": 30.0, "evaluation/num_tokens": 20,
         "evaluation/num_pairs": 5, "evaluation/seconds": 1.0,
     }  # fmt: skip
+
+
+def test_an_evaluation_says_of_each_type_what_it_says_of_all(tmp_path, caplog):
+    caplog.set_level("INFO")
+    of_sums = EvaluationResult(2, 8, 0, 4.0, 4, 2, 1.0)
+    of_odes = EvaluationResult(2, 8, 0, 1.0, 0, 0, 1.0)
+    whole = EvaluationResult(4, 16, 0, 5.0, 4, 2, 1.0, {"sums": of_sums, "odes": of_odes})
+    with Report(make_config(tmp_path)) as report:
+        report.evaluation(whole)
+    (row,) = rows_of(tmp_path, EVALUATIONS_FILE)
+    assert row["eval_accuracy"] == 0.25 and row["num_samples"] == 16
+    assert (row["eval_accuracy/sums"], row["eval_accuracy/odes"]) == (0.5, 0.0)
+    assert (row["eval_solved/sums"], row["eval_reward/odes"]) == (1.0, 0.125)
+    assert "held-out accuracy 0.250 (sums 0.5, odes 0), mean reward" in caplog.text
 
 
 @pytest.mark.parametrize(("num_records", "times"), [(3, "10.7"), (31, "1.03"), (32, "")])
