@@ -38,7 +38,7 @@ class QuestionStream:
         return _hash("replacement", self.seed, slot, attempt) % self.num_questions
 
 
-@functools.lru_cache(maxsize=4)  # a batch may straddle two epochs of questions, and of pairs
+@functools.lru_cache(maxsize=32)  # a batch may straddle two epochs of each type, and of pairs
 def _permutation(num_questions: int, seed: int, epoch: int, purpose: str) -> NDArray[np.int64]:
     # Sorting raw words, because only bit generators promise the same numbers for ever.
     words = np.random.Philox(key=_hash(purpose, seed, epoch)).random_raw(num_questions)

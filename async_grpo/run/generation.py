@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,9 @@ def _grading(config: GenerateConfig, first: Question) -> Iterator[Grade]:
             runner.run(_try_out(sandbox, first, config))
             if why := why_unconfined():
                 logger.warning("rewards are graded within limits only (%s)", why)
-            yield lambda outputs: runner.run(_grade(sandbox, outputs))
+            yield lambda outputs: runner.run(
+                _grade(sandbox, outputs, num_samples=config.samples_per_question)
+            )
         finally:
             runner.run(sandbox.close())
 
@@ -208,9 +210,12 @@ async def _try_out(sandbox: Sandbox, question: Question, config: GenerateConfig)
             )
 
 
-async def _grade(sandbox: Sandbox, outputs: Outputs) -> tuple[Verdict, ...]:
+async def _grade(sandbox: Sandbox, outputs: Outputs, *, num_samples: int) -> list[Verdict]:
+    """Of `num_samples` outputs of each question, one question after the other."""
     samples = [
         adapter_sample(VerificationRequest(0, index, question, turn))
         for index, (question, turn) in enumerate(outputs)
     ]
-    return await sandbox.grade(samples)
+    size = num_samples if sandbox.has_groupwise else len(samples)
+    groups = [samples[first : first + size] for first in range(0, len(samples), size)]
+    return list(chain(*await asyncio.gather(*map(sandbox.grade, groups))))

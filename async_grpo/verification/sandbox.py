@@ -51,6 +51,11 @@ class Sandbox:
         """Whether requests run in namespaces of their own."""
         return all(server.isolation.confined for server in self._servers.values())
 
+    @property
+    def has_groupwise(self) -> bool:
+        """Whether an adapter grades all samples of a question in one call."""
+        return any(server.groupwise for server in self._servers.values())
+
     async def start(self) -> None:
         """Start the servers; raises `ConfigError` when the adapters cannot be imported."""
         await asyncio.to_thread(why_unconfined)  # which may take a while, once

@@ -19,7 +19,7 @@ WEIGHTS = (2, 1, 1)
 
 
 def typed_run(*, held_out=(), **script):
-    data = ";".join(f"{kind}={kind}.jsonl" for kind in TYPES)
+    data = "sums=s.jsonl,rewards=countdown;odes=o.jsonl;jokes=j.jsonl"
     changes = {"data_path": "", "data": data, "batch_size": 8, "samples_per_question": 4}
     running = Run(Script(config=make_config(**changes), **script), held_out=held_out)
     questions = TypedQuestions(
@@ -66,6 +66,22 @@ def test_every_step_says_of_each_type_what_it_says_of_all():
                 assert row[f"perc_correct_samples/{kind}"] == correct
         for total in ("num_samples", "num_groups"):
             assert row[total] == sum(row[f"{total}/{kind}"] for kind in TYPES)
+
+
+def test_the_outputs_of_a_question_are_graded_together_by_the_rewards_of_its_type(monkeypatch):
+    running = typed_run(seed=3)
+    asked = {}
+    verify = running.cluster.verify
+
+    async def recorded(request):
+        asked[request.outputs[0].ordinal] = (request.rewards, len(request.outputs))
+        return await verify(request)
+
+    monkeypatch.setattr(running.cluster, "verify", recorded)
+    rows_of(running)
+    names = {"sums": ("countdown",), "odes": (), "jokes": ()}
+    kinds = [running.plan.type_of(ordinal) for ordinal in range(24)]
+    assert asked == {ordinal: (names[kind], 4) for ordinal, kind in enumerate(kinds)}
 
 
 def test_a_run_without_types_says_nothing_of_them():

@@ -68,4 +68,4 @@ def test_only_few_epochs_are_kept():
     stream = QuestionStream(5, seed=0)
     for ordinal in range(100):
         stream.index(ordinal)
-    assert _permutation.cache_info().currsize == 4
+    assert _permutation.cache_info().currsize == 32

@@ -1,5 +1,6 @@
 """Outputs of a scripted teacher on their way to the file of pairs."""
 
+import asyncio
 import json
 from contextlib import contextmanager
 
@@ -10,7 +11,7 @@ from async_grpo.config.generate import GenerateConfig
 from async_grpo.errors import ConfigError, DataError, WorkerError
 from async_grpo.run import generation
 from async_grpo.run.generation import generate_pairs
-from async_grpo.types import Turn
+from async_grpo.types import Question, Turn
 
 MODEL = "sample-data/tiny-countdown"
 NUM_QUESTIONS = 5
@@ -122,3 +123,20 @@ def test_the_same_reward_that_grades_a_run_grades_here(config_of):
         generate_pairs(config_of(reward_fns="countdown"), say=str)
     with pytest.raises(ConfigError, match=r"--reward-fns must be adapters of reward_registry, got"):
         generate_pairs(config_of(reward_fns="nothing_such"), say=str)
+
+
+@pytest.mark.parametrize(("is_groupwise", "together"), [(True, 2), (False, 6)])
+def test_a_groupwise_reward_is_given_the_outputs_of_one_question_at_a_time(is_groupwise, together):
+    class Box:
+        has_groupwise = is_groupwise
+
+        async def grade(self, samples):
+            assert len(samples) == together
+            return tuple(verdict(float(sample["output"])) for sample in samples)
+
+    ids = np.arange(2, dtype=np.int32)
+    turns = [Turn(ids, np.zeros(2, np.float32), (), "stop", str(n)) for n in range(6)]
+    questions = [Question(ids, f"question {n}", None, {}) for n in range(3)]
+    outputs = [(questions[n // 2], turn) for n, turn in enumerate(turns)]
+    verdicts = asyncio.run(generation._grade(Box(), outputs, num_samples=2))
+    assert [each.reward for each in verdicts] == [float(n) for n in range(6)]
