@@ -78,7 +78,8 @@ def _of_sampled(
         weights=packed.weights[is_sampled],
         advantages=packed.advantages[is_sampled],
         behaviour_logprobs=packed.behaviour_logprobs[is_sampled],
-        scores={name: values[is_sampled] for name, values in packed.scores.items()},
+        # Payloads of teachers, which have columns, would cost a copy that nothing here reads.
+        scores={n: each[is_sampled] for n, each in packed.scores.items() if each.ndim == 1},
         is_given=None,
     )
     return logprobs[is_sampled], entropy[is_sampled], chosen

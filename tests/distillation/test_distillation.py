@@ -9,12 +9,15 @@ import torch
 from distilled import divergences, make_samples, make_teachers, objective
 from oracle import make_config, oracle_logprobs, oracle_twin, relative_difference, tiny_model
 from ranks import run_ranks
+from tensor_watchers import LargestTensor
 from torch.distributed.device_mesh import init_device_mesh
 from trained import OPTIONS, assert_same_parameters, make_learner, make_oracle, train
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.distillation.head_terms import NAME
 from async_grpo.model.collate import collate
+from async_grpo.model.logprobs import TokenLogprobs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.telemetry.metrics import metrics_row
 from async_grpo.training.fsdp import shard
@@ -138,6 +141,23 @@ def test_a_group_of_equal_rewards_is_trained_where_a_teacher_has_something_to_sa
         finished = asyncio.run(rules.finish_group(Group(0, 0, group)))
         assert {s.contributes for s in finished.samples} == {contributes}
         assert not any(sample.has_advantage for sample in finished.samples)
+
+
+@pytest.mark.parametrize("kind", ["hidden", "logits"])
+def test_given_tokens_beside_sampled_ones_cost_no_copy_of_what_teachers_say(kind):
+    config, _, samples, *_ = scene(kind)
+    algorithm = find_algorithm(config)
+    packed = collate(
+        samples,
+        aggregation=config.aggregation,
+        scores=algorithm.score_columns,
+        scores_of_given=algorithm.scores_of_given,
+    )
+    assert 0 < packed.is_given.sum() < len(packed.is_given)
+    nothing = torch.zeros(len(packed.target_ids))
+    with LargestTensor() as largest:
+        algorithm.loss(TokenLogprobs(nothing, nothing, {NAME: nothing}), packed)
+    assert largest.num_elements == len(nothing)
 
 
 def test_a_sample_without_what_its_teacher_says_is_refused_by_name():
