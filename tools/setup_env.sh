@@ -91,6 +91,11 @@ install_run() {
     install "async-grpo" --no-deps --no-build-isolation -e .
 }
 
+install_dev() {
+    install "the tools of tests and lint" -r requirements/dev.txt
+    install "renderers" --no-deps -r requirements/renderers.txt
+}
+
 ensure() { # stamp, then the command that installs
     local stamp="$venv/$1" want
     want="$device $(cat requirements/*.txt pyproject.toml | sha256sum)"
@@ -107,5 +112,5 @@ python=$(find_python)
 create_venv
 ensure setup.stamp install_run
 if [ "${1:-}" = dev ]; then
-    ensure setup-dev.stamp install "the tools of tests and lint" -r requirements/dev.txt
+    ensure setup-dev.stamp install_dev
 fi

@@ -8,11 +8,11 @@ from async_grpo.chat.base import Renderer
 from async_grpo.chat.library import known_family, library_renderer
 from async_grpo.chat.template import TemplateRenderer
 
-TEMPLATE = "template"
+AUTO, TEMPLATE = "auto", "template"
 
 
 @functools.cache
-def find_renderer(model: str, name: str = "auto") -> Renderer:
+def find_renderer(model: str, name: str = AUTO) -> Renderer:
     """The renderer `name`; auto: of the model's family where its name says that, else its template.
 
     Raises `ConfigError` for a name that is none, `ModelError` for a model that it cannot serve.
@@ -20,7 +20,7 @@ def find_renderer(model: str, name: str = "auto") -> Renderer:
     from transformers import AutoTokenizer  # seconds, which only who chats is to wait
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    name = (known_family(model) or TEMPLATE) if name == "auto" else name
+    name = (known_family(model) or TEMPLATE) if name == AUTO else name
     if name == TEMPLATE:
         return TemplateRenderer(tokenizer)
     return library_renderer(tokenizer, name=name)

@@ -34,8 +34,8 @@ def library_renderer(tokenizer: Any, *, name: str) -> Renderer:
         from renderers.base import RENDERER_REGISTRY, _populate_registry
     except ImportError as error:
         raise ConfigError(
-            f"--renderer {name} needs the package renderers: pip install --no-deps "
-            "renderers==0.1.12 prime-pydantic-config==0.4.3"
+            f"--renderer {name} needs the package renderers, which is not here: `pip install "
+            "--no-deps renderers==0.1.12 prime-pydantic-config==0.4.3`"
         ) from error
     _populate_registry()
     known = sorted(set(RENDERER_REGISTRY) - {"default"})  # which knows no tools, and extends none

@@ -20,6 +20,7 @@ from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.chat.find import AUTO, find_renderer
 from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.resume import Start, check_contents
 from async_grpo.checkpoint.saving import in_background
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks: int) -> MainRank:
     """Check everything that can be wrong, find the workers, begin the run; in this order."""
     facts = check_model_folder(config.model_name_or_path)
+    if config.renderer != AUTO:  # named for an environment that chats, in workers that come later
+        find_renderer(config.model_name_or_path, config.renderer)
     questions, held_out = load_data(config, facts)
     pairs = load_given(config, facts)
     logger.info("%d questions to train on, %d ranks", len(questions), num_ranks)

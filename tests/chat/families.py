@@ -15,6 +15,7 @@ LLAMA = (
     "<|start_header_id|>",
     "<|end_header_id|>",
     "<|eot_id|>",
+    "<|eom_id|>",
 )
 MARKS = (
     "<think>",
@@ -32,6 +33,20 @@ SMOLLM2 = (
     "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+GLM = (
+    "<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>",
+    "<|observation|>",
+)  # fmt: skip
+ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("a", "t"), ("Ġ", "th")]
+# Which of them the package `renderers` serves, under what name.
+LIBRARY = {
+    "qwen3": "qwen3",
+    "qwen3_5_think": "qwen3.5",
+    "glm4moe": "glm-4.5",
+    "llama3_1": "llama-3",
+}
 FAMILIES = {  # (control tokens, other added tokens, end of sequence, template)
     "smollm2": (CHATML, (), "<|im_end|>", SMOLLM2),
     "qwen2_5": (CHATML, MARKS[2:], "<|im_end|>", None),
@@ -45,16 +60,24 @@ FAMILIES = {  # (control tokens, other added tokens, end of sequence, template)
         "<|endoftext|>",
         None,
     ),
+    "qwen3_5_think": (CHATML + VISION, MARKS, "<|im_end|>", None),
+    "glm4moe": (
+        GLM,
+        (*MARKS[:4], "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        GLM[0],
+        None,
+    ),
     "gemma": (("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), (), "<eos>", None),
 }
 
 
 @functools.cache
 def tokenizer_of(family):
-    """One token a byte beside the family's own tokens."""
+    """One token a byte, a few merges, and the family's own tokens."""
     control, others, end, template = FAMILIES[family]
     vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary |= {a + b: len(vocabulary) + i for i, (a, b) in enumerate(MERGES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(control))
