@@ -67,6 +67,7 @@ JAIL_TRIED_S = 30.0  # of a first program in a jail
 
 # Tools of environments.
 TOOL_S = 60.0  # one call, with its wait for a free thread
+TOOL_SERVER_S = 30.0  # of a server of tools that is started or called up
 
 # A run at the controller.
 BEGIN_RUN_S = 120.0  # while another run may still be ending

@@ -12,6 +12,7 @@ from async_grpo.tools.base import Tool, ToolMistake, ToolResult
 
 MAX_CHARACTERS = 8_000  # of one result
 MAX_CALLS = 16  # of one turn
+LET_GO_S = 0.5  # of a call that is given up, which may have a connection to close
 
 
 class Toolbox:
@@ -58,6 +59,8 @@ class Toolbox:
         try:
             # `wait_for` would wait for a tool that does not let itself be cancelled.
             if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
+                task.cancel()
+                await asyncio.wait({task}, timeout=LET_GO_S)
                 raise TimeoutError(f"no answer within {self._timeout_s:g} s")
             text = task.result()
             if not isinstance(text, str):

@@ -1,0 +1,231 @@
+"""Tools of a server that speaks the Model Context Protocol: a command of ours, or a URL.
+
+    server = McpServer(["uvx", "some-server"])    # by its standard input and output
+    server = McpServer("http://127.0.0.1:8000/mcp")
+    Toolbox(await server.tools())
+
+A connection is made when it is first needed, and again after it was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx2
+from mcp import Client, MCPError, types
+from mcp.client.stdio import get_default_environment
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+
+from async_grpo.chat.base import ToolSpec
+from async_grpo.deadlines import TOOL_SERVER_S
+from async_grpo.tools.base import ToolMistake
+
+logger = logging.getLogger(__name__)
+MAX_BYTES = 16 << 20  # of one answer
+MAX_TOOLS = 200
+Streams = tuple[Any, Any]  # of messages from the server, and to it
+
+
+class McpServer:
+    """One server and its connection, for one event loop."""
+
+    def __init__(
+        self, server: str | Sequence[str], *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`server`: a URL, or the words of a command, whose `environment` is not inherited."""
+        self._server = server
+        self._environment = dict(environment or {})
+        self._making = asyncio.Lock()
+        self._serving: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+        self._answered_s = 0.0
+
+    async def tools(self) -> tuple[McpTool, ...]:
+        """What the server offers; raises whatever keeps it from saying so."""
+        client = await self._connected()
+        listed = (await asyncio.wait_for(client.list_tools(), TOOL_SERVER_S)).tools
+        return tuple(McpTool(self, tool) for tool in listed[:MAX_TOOLS])
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """One call; raises `ToolMistake` for what the server says is wrong with it."""
+        client, asked_s = await self._connected(), time.monotonic()
+        try:
+            result = await client.call_tool(name, dict(arguments))
+        except MCPError as error:
+            if error.code == types.INVALID_PARAMS:
+                raise ToolMistake(error.message) from error
+            self._lose(client)
+            raise
+        except BaseException:  # also of a call that is given up: did others get answers meanwhile?
+            if self._answered_s < asked_s:
+                self._lose(client)
+            raise
+        self._answered_s = time.monotonic()
+        text = _text_of(result)
+        if result.is_error:
+            raise ToolMistake(text)
+        return text
+
+    async def close(self) -> None:
+        """End the connection, and the server where it is a command."""
+        if self._serving:
+            self._serving.cancel()
+            await asyncio.wait({self._serving}, timeout=TOOL_SERVER_S)
+
+    def _lose(self, client: Client) -> None:
+        if client is self._client and self._serving:
+            self._client = None
+            self._serving.cancel()
+
+    async def _connected(self) -> Client:
+        async with self._making:
+            if self._client is None or self._serving is None or self._serving.done():
+                await self.close()
+                made: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._serving = asyncio.create_task(self._serve(made), name="mcp")
+                try:
+                    self._client = await asyncio.wait_for(made, TOOL_SERVER_S)
+                except BaseException:
+                    self._serving.cancel()
+                    raise
+            return self._client
+
+    async def _serve(self, made: asyncio.Future[Client]) -> None:
+        """Hold the connection: it ends in the task that has begun it."""
+        try:
+            async with Client(self._transport()) as client:
+                made.set_result(client)
+                await asyncio.Event().wait()
+        except Exception as error:  # of a server that may do anything
+            if made.done():
+                logger.warning(
+                    "the connection to the tools of %s has ended: %r", self._server, error
+                )
+            else:
+                made.set_exception(ConnectionError(f"no tools of {self._server}: {error!r}"))
+
+    def _transport(self) -> AbstractAsyncContextManager[Streams]:
+        if isinstance(self._server, str):
+            return _over_http(self._server)
+        return _over_pipes(self._server, get_default_environment() | self._environment)
+
+
+class McpTool:
+    """One tool of a server; see `base.Tool`."""
+
+    def __init__(self, server: McpServer, tool: types.Tool) -> None:
+        self._server = server
+        self._name = tool.name
+        self.spec: ToolSpec = {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool`."""
+        return await self._server.call(self._name, arguments)
+
+
+def _text_of(result: types.CallToolResult) -> str:
+    texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+    return "\n".join(texts) or json.dumps(result.structured_content or {})
+
+
+@asynccontextmanager
+async def _over_pipes(
+    command: Sequence[str], environment: dict[str, str]
+) -> AsyncIterator[Streams]:
+    """A server of ours. The package's own transport would take a line without end into memory."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=environment,
+        limit=MAX_BYTES,
+        start_new_session=True,
+    )
+    assert process.stdin and process.stdout, "both are pipes"
+    heard, incoming = anyio.create_memory_object_stream[Any](0)
+    outgoing, said = anyio.create_memory_object_stream[SessionMessage](0)
+    tasks = [
+        asyncio.create_task(_listen(process.stdout, heard)),
+        asyncio.create_task(_speak(process.stdin, said, heard)),
+    ]
+    try:
+        yield incoming, outgoing
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdin.close()
+        await process.wait()
+
+
+async def _listen(stdout: asyncio.StreamReader, heard: Any) -> None:
+    """One message a line; what is none ends the connection, as the end of the server does."""
+    async with heard:
+        try:
+            while line := await stdout.readline():
+                message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+                await heard.send(SessionMessage(message))
+        except ValueError as error:
+            logger.warning("a server of tools wrote what is no message: %s", str(error)[:500])
+
+
+async def _speak(stdin: asyncio.StreamWriter, said: Any, heard: Any) -> None:
+    async for each in said:
+        text = each.message.model_dump_json(by_alias=True, exclude_unset=True)
+        stdin.write(text.encode() + b"\n")
+        try:
+            await stdin.drain()
+        except ConnectionError:  # it has ended
+            await heard.aclose()
+
+
+@asynccontextmanager
+async def _over_http(url: str) -> AsyncIterator[Streams]:
+    timeout = httpx2.Timeout(TOOL_SERVER_S, read=None)  # a call has its own deadline
+    async with (
+        httpx2.AsyncClient(
+            transport=_BoundedAnswers(), timeout=timeout, headers={"Accept-Encoding": "identity"}
+        ) as http,
+        streamable_http_client(url, http_client=http, max_sse_event_size=MAX_BYTES) as streams,
+    ):
+        yield streams
+
+
+class _BoundedAnswers(httpx2.AsyncHTTPTransport):
+    """Refuses what is longer than an answer may be; streams of events have a bound of their own."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            return response
+        if "content-encoding" in response.headers:  # few bytes of which may be many
+            raise httpx2.ReadError("an encoded answer, which was not asked for")
+        content = bytearray()
+        try:
+            async for chunk in response.stream:
+                content += chunk
+                if len(content) > MAX_BYTES:
+                    raise httpx2.ReadError(f"an answer of more than {MAX_BYTES} bytes")
+        finally:
+            await response.stream.aclose()
+        response.stream = httpx2.ByteStream(bytes(content))
+        return response

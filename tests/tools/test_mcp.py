@@ -1,0 +1,125 @@
+"""Servers of tools, good ones and bad ones, by pipes and by HTTP."""
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from async_grpo.chat.base import ToolCall
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.tools import mcp as tools_mcp
+from async_grpo.tools.mcp import McpServer
+from async_grpo.tools.toolbox import Toolbox
+
+pytestmark = pytest.mark.integration
+SERVER = [sys.executable, str(Path(__file__).with_name("tool_server.py"))]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_up(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def served(by):
+    if by == "pipes":
+        yield SERVER
+        return
+    port = free_port()
+    process = subprocess.Popen([*SERVER, "http", str(port)])
+    try:
+        while not is_up(port):
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def with_tools(by, scenario, *, timeout_s=20.0):
+    """Run it with a toolbox of the server, which may take a while to start."""
+
+    async def run(address):
+        server = McpServer(address)
+        try:
+            tools = await server.tools()
+            return await scenario(Toolbox(tools, timeout_s=timeout_s, max_characters=100))
+        finally:
+            await server.close()
+
+    with served(by) as address:
+        return asyncio.run(run(address))
+
+
+def call(name, **arguments):
+    return [ToolCall(name, arguments)]
+
+
+@pytest.mark.parametrize("by", ["pipes", "http"])
+def test_a_servers_tools_are_told_of_called_and_their_mistakes_read(by):
+    async def scenario(box):
+        names = {spec["function"]["name"]: spec["function"] for spec in box.specs}
+        assert names["add"]["parameters"]["required"] == ["a", "b"]
+        (good,) = await box.answer(call("add", a=2, b=3))
+        assert (good.text, good.is_mistake) == ("5", False)
+        (wrong,) = await box.answer(call("add", a="many", b=3))
+        assert wrong.is_mistake and "a" in wrong.text
+        (refused,) = await box.answer(call("refuse"))
+        assert refused.is_mistake and "not like this" in refused.text
+        (long,) = await box.answer(call("flood", size=1_000))
+        assert long.text.endswith("[900 more characters]")
+
+    with_tools(by, scenario)
+
+
+@pytest.mark.parametrize("name", ["die", "hang"])
+def test_a_server_that_fails_ends_the_episode_and_is_started_again(name):
+    async def scenario(box):
+        started = time.monotonic()
+        with pytest.raises(EpisodeFailed) as caught:
+            await box.answer(call(name))
+        assert caught.value.failure is FailureClass.TOOL
+        assert time.monotonic() - started < 10
+        (good,) = await box.answer(call("add", a=2, b=3))
+        return good.text
+
+    assert with_tools("pipes", scenario, timeout_s=6.0) == "5"
+
+
+@pytest.mark.parametrize("by", ["pipes", "http"])
+def test_an_answer_without_end_is_not_taken_in(by, monkeypatch):
+    monkeypatch.setattr(tools_mcp, "MAX_BYTES", 100_000)
+
+    async def scenario(box):
+        with pytest.raises(EpisodeFailed):
+            await box.answer(call("flood", size=1_000_000))
+        (good,) = await box.answer(call("add", a=2, b=3))
+        return good.text
+
+    assert with_tools(by, scenario) == "5"
+
+
+@pytest.mark.parametrize(
+    ("server", "named"),
+    [
+        (["no-such-server"], "no-such-server"),
+        ([sys.executable, "-c", "print('no message'); input()"], "no message"),
+        ([sys.executable, "-c", "print('x' * 10**9, end='', flush=True); input()"], "10"),
+        ("http://127.0.0.1:9/mcp", "127.0.0.1:9"),
+    ],
+)
+def test_a_server_that_is_none_is_named(server, named):
+    with pytest.raises(ConnectionError, match=re.escape(named)):
+        asyncio.run(McpServer(server).tools())
