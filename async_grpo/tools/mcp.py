@@ -33,7 +33,6 @@ from async_grpo.tools.base import ToolMistake
 
 logger = logging.getLogger(__name__)
 MAX_BYTES = 16 << 20  # of one answer
-MAX_TOOLS = 200
 Streams = tuple[Any, Any]  # of messages from the server, and to it
 
 
@@ -54,8 +53,13 @@ class McpServer:
     async def tools(self) -> tuple[McpTool, ...]:
         """What the server offers; raises whatever keeps it from saying so."""
         client = await self._connected()
-        listed = (await asyncio.wait_for(client.list_tools(), TOOL_SERVER_S)).tools
-        return tuple(McpTool(self, tool) for tool in listed[:MAX_TOOLS])
+        async with asyncio.timeout(TOOL_SERVER_S):
+            page = await client.list_tools()
+            listed = list(page.tools)
+            while page.next_cursor:
+                page = await client.list_tools(cursor=page.next_cursor)
+                listed += page.tools
+        return tuple(McpTool(self, tool) for tool in listed)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """One call; raises `ToolMistake` for what the server says is wrong with it."""
@@ -96,9 +100,11 @@ class McpServer:
                 self._serving = asyncio.create_task(self._serve(made), name="mcp")
                 try:
                     self._client = await asyncio.wait_for(made, TOOL_SERVER_S)
-                except BaseException:
-                    self._serving.cancel()
-                    raise
+                except TimeoutError as error:
+                    raise ConnectionError(f"no tools of {self._server} in time") from error
+                finally:
+                    if not made.done() or made.cancelled() or made.exception():
+                        self._serving.cancel()
             return self._client
 
     async def _serve(self, made: asyncio.Future[Client]) -> None:
@@ -109,9 +115,7 @@ class McpServer:
                 await asyncio.Event().wait()
         except Exception as error:  # of a server that may do anything
             if made.done():
-                logger.warning(
-                    "the connection to the tools of %s has ended: %r", self._server, error
-                )
+                logger.warning("the tools of %s have been lost: %r", self._server, error)
             else:
                 made.set_exception(ConnectionError(f"no tools of {self._server}: {error!r}"))
 
@@ -219,13 +223,14 @@ class _BoundedAnswers(httpx2.AsyncHTTPTransport):
             return response
         if "content-encoding" in response.headers:  # few bytes of which may be many
             raise httpx2.ReadError("an encoded answer, which was not asked for")
-        content = bytearray()
+        content, stream = bytearray(), response.stream
+        assert isinstance(stream, httpx2.AsyncByteStream), "the request was an asynchronous one"
         try:
-            async for chunk in response.stream:
+            async for chunk in stream:
                 content += chunk
                 if len(content) > MAX_BYTES:
                     raise httpx2.ReadError(f"an answer of more than {MAX_BYTES} bytes")
         finally:
-            await response.stream.aclose()
+            await stream.aclose()
         response.stream = httpx2.ByteStream(bytes(content))
         return response

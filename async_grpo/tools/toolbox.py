@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from async_grpo.chat.base import ToolCall, ToolSpec
 from async_grpo.deadlines import TOOL_S
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.errors import ConfigError
 from async_grpo.tools.base import Tool, ToolMistake, ToolResult
 
 MAX_CHARACTERS = 8_000  # of one result
@@ -25,14 +26,18 @@ class Toolbox:
         timeout_s: float = TOOL_S,
         max_characters: int = MAX_CHARACTERS,
     ) -> None:
-        self._tools = {str(tool.spec["function"]["name"]): tool for tool in tools}
+        self.tools = tuple(tools)
+        self._by_name = {str(tool.spec["function"]["name"]): tool for tool in tools}
+        if len(self._by_name) < len(self.tools):
+            names = ", ".join(sorted(str(tool.spec["function"]["name"]) for tool in tools))
+            raise ConfigError(f"the names of tools must differ, got {names}: rename one of them")
         self._timeout_s = timeout_s
         self._max_characters = max_characters
 
     @property
     def specs(self) -> tuple[ToolSpec, ...]:
         """What the model is told."""
-        return tuple(tool.spec for tool in self._tools.values())
+        return tuple(tool.spec for tool in self.tools)
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """The results of a turn's calls, one after the other.
@@ -53,9 +58,9 @@ class Toolbox:
     async def _called(self, call: ToolCall) -> str:
         if call.problem:
             raise ToolMistake(call.problem)
-        if call.name not in self._tools:
-            raise ToolMistake(f"there is no tool {call.name!r}: call {', '.join(self._tools)}")
-        task = asyncio.ensure_future(self._tools[call.name].call(call.arguments))
+        if call.name not in self._by_name:
+            raise ToolMistake(f"there is no tool {call.name!r}: call {', '.join(self._by_name)}")
+        task = asyncio.ensure_future(self._by_name[call.name].call(call.arguments))
         try:
             # `wait_for` would wait for a tool that does not let itself be cancelled.
             if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:

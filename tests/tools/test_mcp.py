@@ -48,14 +48,14 @@ def served(by):
         process.wait()
 
 
-def with_tools(by, scenario, *, timeout_s=20.0):
+def with_tools(by, scenario):
     """Run it with a toolbox of the server, which may take a while to start."""
 
     async def run(address):
         server = McpServer(address)
         try:
             tools = await server.tools()
-            return await scenario(Toolbox(tools, timeout_s=timeout_s, max_characters=100))
+            return await scenario(Toolbox(tools, max_characters=100))
         finally:
             await server.close()
 
@@ -87,15 +87,14 @@ def test_a_servers_tools_are_told_of_called_and_their_mistakes_read(by):
 @pytest.mark.parametrize("name", ["die", "hang"])
 def test_a_server_that_fails_ends_the_episode_and_is_started_again(name):
     async def scenario(box):
-        started = time.monotonic()
+        impatient = Toolbox(box.tools, timeout_s=3.0)
         with pytest.raises(EpisodeFailed) as caught:
-            await box.answer(call(name))
+            await impatient.answer(call(name))
         assert caught.value.failure is FailureClass.TOOL
-        assert time.monotonic() - started < 10
         (good,) = await box.answer(call("add", a=2, b=3))
         return good.text
 
-    assert with_tools("pipes", scenario, timeout_s=6.0) == "5"
+    assert with_tools("pipes", scenario) == "5"
 
 
 @pytest.mark.parametrize("by", ["pipes", "http"])
@@ -116,7 +115,7 @@ def test_an_answer_without_end_is_not_taken_in(by, monkeypatch):
     [
         (["no-such-server"], "no-such-server"),
         ([sys.executable, "-c", "print('no message'); input()"], "no message"),
-        ([sys.executable, "-c", "print('x' * 10**9, end='', flush=True); input()"], "10"),
+        ([sys.executable, "-c", "while True: print('x' * 10**6, end='')"], "while True"),
         ("http://127.0.0.1:9/mcp", "127.0.0.1:9"),
     ],
 )

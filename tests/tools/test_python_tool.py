@@ -12,7 +12,7 @@ from async_grpo.tools.toolbox import Toolbox
 pytestmark = pytest.mark.integration
 
 
-def run(code, *, max_seconds=5.0):
+def run(code, *, max_seconds=10.0):
     box = Toolbox([PythonTool(max_seconds=max_seconds)], max_characters=500)
     (result,) = asyncio.run(box.answer([ToolCall("run_python", {"code": code})]))
     return result.text
@@ -49,8 +49,8 @@ def test_a_program_that_goes_wrong_is_something_that_the_model_reads(code, read)
 @pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
 def test_a_program_that_hangs_is_stopped(code):
     started = time.monotonic()
-    assert "stopped after 1 seconds" in run(code, max_seconds=1.0)
-    assert time.monotonic() - started < 8
+    assert "stopped after 4 seconds" in run(code, max_seconds=4.0)
+    assert time.monotonic() - started < 20
 
 
 def test_a_program_that_floods_is_cut():

@@ -8,6 +8,7 @@ import pytest
 
 from async_grpo.chat.base import ToolCall
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.errors import ConfigError
 from async_grpo.tools.base import ToolMistake
 from async_grpo.tools.function import tool
 from async_grpo.tools.toolbox import MAX_CALLS, Toolbox
@@ -106,3 +107,8 @@ def test_what_floods_is_cut_and_says_so():
 def test_no_turn_calls_without_end():
     results = answer(*[ToolCall("flood", {"size": 1})] * (MAX_CALLS + 3))
     assert [result.is_mistake for result in results] == [False] * MAX_CALLS + [True] * 3
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match="names of tools must differ, got crash, crash, flood"):
+        Toolbox([crash, flood, crash])
