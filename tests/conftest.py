@@ -13,7 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in the home folder
 HERE = Path(__file__).parent
 ONE_ENGINE = ("tests/rollout/test_engine.py", "tests/rollout/test_updates_in_flight.py")
-sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ("training", "batching", "algorithms"))]
+ROOMS = ("training", "batching", "algorithms", "environments", "chat")
+sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 
 gc.disable()  # until all is imported: a third of the time that collecting the tests takes
 
