@@ -69,6 +69,10 @@ JAIL_TRIED_S = 30.0  # of a first program in a jail
 TOOL_S = 60.0  # one call, with its wait for a free thread
 TOOL_SERVER_S = 30.0  # of a server of tools that is started or called up
 
+# The gateway.
+GATEWAY_ENDED_S = 5.0  # of requests that run when it ends
+AGENT_SAID_S = 2.0  # of the last words of an agent that was killed
+
 # A run at the controller.
 BEGIN_RUN_S = 120.0  # while another run may still be ending
 RUN_ENDED_S = 5.0  # of rank 0, which ends whether it is heard or not

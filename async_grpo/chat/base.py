@@ -73,6 +73,10 @@ class Renderer(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a turn of the model."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a turn without tools is its text, from the first id on: no thoughts, no marks."""
+
     def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The ids of a whole conversation, up to where the model's next words begin.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from async_grpo.chat.base import Message, Renderer, Reply, ToolSpec
@@ -46,6 +46,15 @@ class Dialogue:
         """Ids that end a turn of the model."""
         return self._renderer.stop_token_ids
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `text` of some of a turn is how its content begins."""
+        return self._renderer.is_plain and not self._tools
+
+    def text(self, sampled_ids: Sequence[int]) -> str:
+        """The content of a turn, or of as much of it as there is."""
+        return self._renderer.parse(sampled_ids).content
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids that the model is asked to go on from; raises `MessagesError`."""
         keys = tuple(map(_key, messages))
@@ -63,10 +72,19 @@ class Dialogue:
         return self._renderer.render(messages, tools=self._tools)
 
     def heard(
-        self, messages: Sequence[Message], *, prompt_ids: Sequence[int], sampled_ids: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        *,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        shown: Callable[[str], str] = str,
     ) -> Reply:
-        """What the model has answered to `prompt_ids`, which `prompt(messages)` gave."""
+        """What the model has answered to `prompt_ids`, which `prompt(messages)` gave.
+
+        `shown`: what of its content whoever speaks is given, and will bring back.
+        """
         reply = self._renderer.parse(sampled_ids, prompt_ids=prompt_ids, tools=self._tools)
+        reply = replace(reply, content=shown(reply.content))
         keys = (*map(_key, messages), _key(reply.message()))
         self._said.append(_Said(keys, prompt_ids, [int(token) for token in sampled_ids]))
         return reply

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from async_grpo.chat.base import Renderer
 from async_grpo.chat.library import known_family, library_renderer
@@ -12,14 +13,20 @@ AUTO, TEMPLATE = "auto", "template"
 
 
 @functools.cache
+def find_tokenizer(model: str) -> Any:
+    """Hugging Face's tokenizer of a folder, or of a name on a hub."""
+    from transformers import AutoTokenizer  # seconds, which only who chats is to wait
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+@functools.cache
 def find_renderer(model: str, name: str = AUTO) -> Renderer:
     """The renderer `name`; auto: of the model's family where its name says that, else its template.
 
     Raises `ConfigError` for a name that is none, `ModelError` for a model that it cannot serve.
     """
-    from transformers import AutoTokenizer  # seconds, which only who chats is to wait
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = find_tokenizer(model)
     name = (known_family(model) or TEMPLATE) if name == AUTO else name
     if name == TEMPLATE:
         return TemplateRenderer(tokenizer)

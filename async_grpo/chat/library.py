@@ -65,6 +65,8 @@ def known_family(folder: str) -> str:
 class LibraryRenderer:
     """See `base.Renderer`."""
 
+    is_plain = False
+
     def __init__(self, tokenizer: Any, renderer: Any) -> None:
         self._renderer = renderer
         tokens = tokenizer.added_tokens_decoder.values()

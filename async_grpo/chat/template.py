@@ -30,6 +30,8 @@ CALLED = [ASKED[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 class TemplateRenderer:
     """See `base.Renderer`; raises `ModelError` for a model whose template cannot serve."""
 
+    is_plain = True
+
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is Hugging Face's, or anything with the members of theirs used here."""
         self._tokenizer = tokenizer

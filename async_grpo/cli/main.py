@@ -9,6 +9,7 @@ from async_grpo.cli.generate import main as generate
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.plot import main as plot
 from async_grpo.cli.quickstart import quickstart
+from async_grpo.cli.serve import main as serve
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 
@@ -24,6 +25,7 @@ main.add_command(launch)
 main.add_command(worker)
 main.add_command(train)
 main.add_command(generate)
+main.add_command(serve)
 main.add_command(plot, "plot")
 
 if __name__ == "__main__":

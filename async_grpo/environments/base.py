@@ -13,7 +13,7 @@ What the model samples is trained; what `history` holds beside is only read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -50,11 +50,17 @@ class Policy(Protocol):
     """The model that is trained, as one episode sees it."""
 
     async def sample(
-        self, token_ids: ArrayLike, *, max_tokens: int | None = None, stop: Sequence[int] = ()
+        self,
+        token_ids: ArrayLike,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+        cut: Callable[[Turn], Turn] | None = None,
     ) -> Turn:
         """The model's next tokens after `token_ids`, the whole history, until a stop id.
 
-        `max_tokens` may only shorten the run's longest output, `stop` only add ids to the run's.
+        `max_tokens` may only shorten the run's longest output, `stop` only add ids to the run's;
+        `cut` may end the turn earlier (`Turn.stopped`), by nothing but its tokens until there.
         A turn that may not fit into a row is not asked for: the episode ends, with `length`.
         """
 
@@ -64,6 +70,10 @@ class Policy(Protocol):
 
 class Services(Protocol):
     """Whatever else an episode needs: each is a role with workers."""
+
+    @property
+    def model(self) -> str:
+        """The run's: a folder, or a name on a hub."""
 
     async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
         """What the run's rewards say of the last turn of each episode."""

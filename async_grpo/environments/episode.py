@@ -75,7 +75,12 @@ class EpisodePolicy:
         return sum(len(turn.token_ids) for turn in self._turns)
 
     async def sample(
-        self, token_ids: ArrayLike, *, max_tokens: int | None = None, stop: Sequence[int] = ()
+        self,
+        token_ids: ArrayLike,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[int] = (),
+        cut: Callable[[Turn], Turn] | None = None,
     ) -> Turn:
         """See `Policy`; raises `NoRoom`."""
         history = np.array(token_ids, dtype=np.int32)
@@ -91,6 +96,7 @@ class EpisodePolicy:
         sampling = SamplingContract(self._sampling.temperature, stop_ids, longest)
         prefer = self._turns[-1].worker_id if self._turns else ""
         turn = await self._generate(history, sampling, prefer)
+        turn = cut(turn) if cut else turn
         self._add(history, turn)
         return turn
 

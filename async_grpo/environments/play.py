@@ -171,6 +171,11 @@ class _Member:
     def idle_s(self) -> float:
         return 0.0 if self.asks else time.monotonic() - self._idle_since_s
 
+    @property
+    def model(self) -> str:
+        """See `Services`."""
+        return self._request.model
+
     async def ask(
         self, role: str, method: str, request: Any, *, cost: float = 1.0, **where: Any
     ) -> Any:

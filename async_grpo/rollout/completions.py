@@ -19,14 +19,14 @@ def read_completion(output: CompletionOutput) -> Turn:
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
     return Turn(
         token_ids=token_ids,
-        logprobs=_logprobs(output),
+        logprobs=read_logprobs(output),
         weights_versions=_version_spans(output),
         finish_reason=output.finish_reason,
         text="",
     )
 
 
-def _logprobs(output: CompletionOutput) -> NDArray[np.float32]:
+def read_logprobs(output: CompletionOutput) -> NDArray[np.float32]:
     """[L] of exactly the sampled tokens; raises `WorkerError` when one is missing or not finite."""
     flat: Any = output.logprobs
     if flat is None or list(flat.token_ids) != list(output.token_ids):

@@ -75,6 +75,18 @@ class Turn(Message):
     text: str  # decoded for verifiers and people, without special tokens
     worker_id: str = ""  # of whom holds its prefix
 
+    def stopped(self, length: int, *, text: str) -> Turn:
+        """Its first tokens, and their text: the turn of an engine that was told to stop there."""
+        spans = (span._replace(stop=min(span.stop, length)) for span in self.weights_versions)
+        return replace(
+            self,
+            token_ids=self.token_ids[:length],
+            logprobs=self.logprobs[:length],
+            weights_versions=tuple(span for span in spans if span.start < span.stop),
+            finish_reason="stop",
+            text=text,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row(Message):

@@ -1,0 +1,233 @@
+"""The HTTP application: one route a request of OpenAI's, and the same under /s/NAME."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.gateway import replies
+from async_grpo.gateway.base import Ask, Refused
+from async_grpo.gateway.desk import Desk
+from async_grpo.gateway.plan import Plan, chat_plan, completion_plan, generation
+from async_grpo.gateway.session import Session
+from async_grpo.gateway.wire import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    SamplingRequest,
+    read,
+)
+from async_grpo.types import Turn
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+CLIENT_GONE = 499
+
+
+def make_app(desk: Desk) -> ASGIApp:
+    """The application of a desk's sessions."""
+    endpoints = _Endpoints(desk)
+    routes = [
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.completion, methods=["POST"]),
+        Route("/v1/models", endpoints.models),
+        Route("/inference/v1/generate", endpoints.generate, methods=["POST"]),
+    ]
+    named = [
+        Route("/s/{session}", endpoints.end, methods=["DELETE"]),
+        Mount("/s/{session}", routes=[*routes, Route("/turns", endpoints.turns)]),
+    ]
+    handlers: dict[Any, Any] = {
+        AsyncGrpoError: _refusal,
+        HTTPException: _http_refusal,
+        ClientDisconnect: lambda request, error: Response(status_code=CLIENT_GONE),
+    }
+    app = Starlette(routes=[*routes, *named], exception_handlers=handlers)
+    return _AtMost(app, desk.limits.requests)
+
+
+class _Endpoints:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def chat(self, request: Request) -> Response:
+        session, asked = await self._read(request, ChatRequest)
+        self._check(session, asked, asked.model)
+        return await _answered(request, session, asked, await chat_plan(session, asked))
+
+    async def completion(self, request: Request) -> Response:
+        session, asked = await self._read(request, CompletionRequest)
+        self._check(session, asked, asked.model)
+        return await _answered(request, session, asked, completion_plan(session, asked))
+
+    async def generate(self, request: Request) -> Response:
+        session, asked = await self._read(request, GenerateRequest)
+        self._check(session, asked.sampling_params, asked.model)
+        if asked.stream:
+            raise Refused("stream must be false here: leave it out")
+        asks = generation(session, asked.sampling_params, asked.token_ids)
+        turns = await _unless_gone(request, _turns(session, asks))
+        choices = [replies.generated(index, turn) for index, turn in enumerate(turns)]
+        return JSONResponse({"request_id": asked.request_id, "choices": choices})
+
+    async def models(self, request: Request) -> Response:
+        sampler = self._find(request).sampler
+        model = {"id": sampler.name or "policy", "object": "model", "created": int(time.time())}
+        model |= {"owned_by": "async-grpo", "max_model_len": sampler.max_model_len}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def turns(self, request: Request) -> Response:
+        turns = self._find(request).turns
+        data = [
+            {"prompt_token_ids": list(heard.prompt_ids), **replies.generated(index, heard.turn)}
+            for index, heard in enumerate(turns)
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def end(self, request: Request) -> Response:
+        self._find(request)
+        self._desk.close(request.path_params["session"])
+        return Response(status_code=204)
+
+    def _find(self, request: Request) -> Session:
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        return self._desk.find(request.path_params.get("session"), token=token)
+
+    async def _read(self, request: Request, kind: Any) -> tuple[Session, Any]:
+        session, longest = self._find(request), self._desk.limits.body_bytes
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > longest:
+                raise Refused(f"a request must have at most {longest} bytes: shorten it",
+                              status=413)  # fmt: skip
+        return session, read(bytes(body), kind)
+
+    def _check(self, session: Session, asked: SamplingRequest, model: str | None) -> None:
+        asked.refuse_unserved(decides_sampling=session.sampler.decides_sampling)
+        name = session.sampler.name
+        if name and model not in (None, name):
+            raise Refused(
+                f"model must be {name!r}, got {model!r}: correct it, or leave it out",
+                status=404,
+                code="model_not_found",
+            )
+
+
+async def _answered(
+    request: Request, session: Session, asked: SamplingRequest, plan: Plan
+) -> Response:
+    if asked.stream:
+        has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        events = _events(session, plan, has_usage=has_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+    choices = await _unless_gone(request, _choices(session, plan))
+    said = [choice.message() if plan.is_chat else choice.text() for choice in choices]
+    return JSONResponse(plan.heading.of(said, usage=replies.usage(plan.num_prompt, choices)))
+
+
+async def _choices(session: Session, plan: Plan) -> list[replies.Choice]:
+    turns = await _turns(session, [wanted.ask for wanted in plan.wanted])
+    return [plan.choice(index, turn) for index, turn in enumerate(turns)]
+
+
+async def _turns(session: Session, asks: Sequence[Ask]) -> list[Turn]:
+    """All of them; one that fails ends the others."""
+    tasks = [asyncio.create_task(session.turn(ask), name="turn") for ask in asks]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _events(session: Session, plan: Plan, *, has_usage: bool) -> AsyncIterator[str]:
+    """The stream of an answer; several choices come when all have ended."""
+    delta = replies.chat_delta if plan.is_chat else replies.completion_delta
+    rest = replies.last_chat_deltas if plan.is_chat else replies.last_completion_deltas
+    sent = ""
+    try:
+        if len(plan.wanted) > 1 or plan.so_far is None or plan.logprobs:
+            choices = await _choices(session, plan)
+        else:
+            async for turn in session.pieces(plan.wanted[0].ask):
+                text = plan.so_far(turn.token_ids.tolist())
+                if len(text) > len(sent):
+                    yield replies.event(
+                        plan.heading.of([delta(0, text[len(sent) :])], is_chunk=True)
+                    )
+                    sent = text
+            choices = [plan.choice(0, turn)]
+        for choice in choices:
+            for part in rest(choice, num_sent=len(sent)):
+                yield replies.event(plan.heading.of([part], is_chunk=True))
+        if has_usage:
+            used = replies.usage(plan.num_prompt, choices)
+            yield replies.event(plan.heading.of([], is_chunk=True, usage=used))
+        yield replies.DONE
+    except AsyncGrpoError as error:  # the status has been sent
+        yield replies.event(_as_refused(error).body())
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` gives; a client that goes ends it, and what it would have got counts nowhere."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+class _AtMost:
+    """Refuses requests beyond so many at a time, streams until their ends among them."""
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._num = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._num >= self._most:
+            error = Refused(f"at most {self._most} requests are served at a time: ask again later",
+                            status=429)  # fmt: skip
+            await JSONResponse(error.body(), status_code=429)(scope, receive, send)
+            return
+        self._num += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num -= 1
+
+
+def _refusal(request: Request, error: Exception) -> Response:
+    refused = _as_refused(error)
+    if refused.status >= 500:
+        logger.warning("a request failed: %s", error)
+    return JSONResponse(refused.body(), status_code=refused.status)
+
+
+def _http_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path} is not served here: {error.detail}"
+    return JSONResponse(Refused(what, status=error.status_code).body(), error.status_code)
+
+
+def _as_refused(error: Exception) -> Refused:
+    """What has failed behind the gateway may serve the next time."""
+    return error if isinstance(error, Refused) else Refused(str(error), status=503)

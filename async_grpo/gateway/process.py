@@ -1,0 +1,76 @@
+"""One process of an agent: bounded in what it says, and ended with all that it has started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from async_grpo.deadlines import AGENT_SAID_S
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+
+KEPT_BYTES = 1000  # of what an agent says, the last ones
+
+
+async def run_process(
+    command: Sequence[str], *, text: str, variables: Mapping[str, str]
+) -> tuple[int, str]:
+    """Its exit code, and the end of what it said; `text` is its stdin.
+
+    Raises `EpisodeFailed` where it cannot be started.
+    """
+    reads, writes = os.pipe()
+    with tempfile.TemporaryFile() as stdin, os.fdopen(reads, "rb", 0) as output:
+        stdin.write(text.encode())
+        stdin.seek(0)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=stdin,
+                stdout=writes,
+                stderr=writes,
+                env=dict(variables),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EpisodeFailed(
+                FailureClass.ENVIRONMENT, f"agent {' '.join(command)} cannot be started: {error}"
+            ) from error
+        finally:
+            os.close(writes)
+        said = Said()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: said, output)
+        try:
+            code = await process.wait()
+        finally:
+            # What it started in the background too, though it may have ended itself.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait({said.ended}, timeout=AGENT_SAID_S)
+            transport.close()
+        return code, said.text
+
+
+class Said(asyncio.Protocol):
+    """The end of a stream, however long it is."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._kept = b""
+
+    def data_received(self, data: bytes) -> None:
+        """More has come."""
+        self._kept = (self._kept + data)[-KEPT_BYTES:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Nothing more comes."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return " ".join(self._kept.decode(errors="replace").split())

@@ -1,0 +1,53 @@
+"""Listens for the gateway on the event loop that starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from async_grpo.deadlines import GATEWAY_ENDED_S
+from async_grpo.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+class Server:
+    """One application at one address; raises `ConfigError` where nothing can listen."""
+
+    def __init__(self, app: ASGIApp, *, host: str = LOOPBACK, port: int = 0) -> None:
+        """Port 0: any that is free."""
+        try:
+            # uvicorn would end the process where it cannot listen.
+            self._socket = socket.create_server((host, port), backlog=1024)
+        except OSError as error:
+            raise ConfigError(
+                f"--host and --port must be an address of this machine that is free, got "
+                f"{host}:{port} ({error.strerror or error}): choose another"
+            ) from error
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=round(GATEWAY_ENDED_S),
+            )
+        )
+
+    async def serve(self) -> None:
+        """Until `stop`, or in a main thread until a signal."""
+        await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Take no more requests; those that run have a little while."""
+        self._server.should_exit = True
+
+
+def in_background(server: Server) -> asyncio.Task[None]:
+    """The task that serves, which its caller holds."""
+    return asyncio.create_task(server.serve(), name=f"gateway-{server.url}")

@@ -1,0 +1,110 @@
+"""Requests that belong together, and the token ids of every turn that they got."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from async_grpo.chat.base import ToolSpec
+from async_grpo.chat.dialogue import Dialogue
+from async_grpo.gateway.base import Ask, Refused, Sampler
+from async_grpo.types import Turn
+
+MakeDialogue = Callable[[Sequence[ToolSpec]], Awaitable[Dialogue]]
+MAX_TURNS = 1000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heard:
+    """One turn as it was sampled."""
+
+    prompt_ids: Sequence[int]
+    turn: Turn
+
+
+class Session:
+    """One client's requests: what the model has said in one is never tokenised again."""
+
+    def __init__(self, sampler: Sampler, *, tokenizer: Any, make_dialogue: MakeDialogue) -> None:
+        """`tokenizer` is Hugging Face's."""
+        self.sampler = sampler
+        self.turns: list[Heard] = []
+        self._tokenizer = tokenizer
+        self._make_dialogue = make_dialogue
+        self._dialogues: dict[str, Dialogue] = {}  # by their tools
+
+    async def dialogue(self, tools: Sequence[ToolSpec]) -> Dialogue:
+        """The conversations with these tools.
+
+        Raises `ModelError` for a model that has no chat format.
+        """
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._dialogues:
+            self._dialogues[key] = await self._make_dialogue(tools)
+        return self._dialogues[key]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that is no chat, with what the model's texts begin with."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, without control tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def check(self, ask: Ask) -> None:
+        """Raise `Refused` unless the engine can take it."""
+        num_prompt, longest = len(ask.prompt_ids), self.sampler.max_model_len
+        if not num_prompt or not 0 <= max(ask.prompt_ids) < len(self._tokenizer):
+            raise Refused(
+                f"a prompt must be at least one token, of ids below {len(self._tokenizer)}, got "
+                f"{str(ask.prompt_ids)[:80]}: correct it"
+            )
+        if num_prompt + (ask.max_tokens or 1) > longest:
+            raise Refused(
+                f"prompt + longest output must fit the model's {longest} tokens, got {num_prompt} "
+                f"+ {ask.max_tokens or 1}: shorten the messages, or lower max_tokens",
+                code="context_length_exceeded",
+            )
+        if len(self.turns) >= MAX_TURNS:
+            raise Refused(f"a session must have at most {MAX_TURNS} turns: open another")
+
+    async def turn(self, ask: Ask) -> Turn:
+        """One turn, whole."""
+        *_, whole = [turn async for turn in self.pieces(ask)]
+        return whole
+
+    async def pieces(self, ask: Ask) -> AsyncIterator[Turn]:
+        """The turn as far as it is, longer each time; one that is not read to its end is lost."""
+        whole: Turn | None = None
+        async with aclosing(self.sampler.sample(ask)) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                whole = joined(whole, piece) if whole else piece
+                if (cut := ask.cut(whole)) is not whole:
+                    whole = cut
+                    break
+                yield whole
+        if whole is None or whole.finish_reason == "abort":
+            raise Refused("the engine has ended the turn: ask again", status=503)
+        self.turns.append(Heard(ask.prompt_ids, whole))
+        yield whole
+
+
+def joined(before: Turn, piece: Turn) -> Turn:
+    """One turn of the two."""
+    start = len(before.token_ids)
+    spans = [
+        span._replace(start=start + span.start, stop=start + span.stop)
+        for span in piece.weights_versions
+    ]
+    return replace(
+        piece,
+        token_ids=np.concatenate([before.token_ids, piece.token_ids]),
+        logprobs=np.concatenate([before.logprobs, piece.logprobs]),
+        weights_versions=(*before.weights_versions, *spans),
+        text="",
+    )

@@ -1,0 +1,131 @@
+"""A model's gateway without a run: `async-grpo serve`.
+
+consumes:     requests over HTTP
+produces:     what the model answers
+waits for:    the engine, which decodes all requests together
+unblocked by: the end of a turn, a client that goes, or a signal
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from async_grpo.chat.base import ToolSpec
+from async_grpo.chat.dialogue import Dialogue
+from async_grpo.chat.find import find_renderer, find_tokenizer
+from async_grpo.config.serve import TOKEN_VARIABLE, ServeConfig
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import ModelError, WorkerError
+from async_grpo.gateway.app import make_app
+from async_grpo.gateway.base import Ask
+from async_grpo.gateway.desk import Desk, Limits
+from async_grpo.gateway.server import Server
+from async_grpo.gateway.session import Session
+from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.rollout.worker import worker_environment
+from async_grpo.types import GenerationRequest, SamplingContract, Turn
+
+if TYPE_CHECKING:
+    from async_grpo.rollout.served import ServedEngine
+
+logger = logging.getLogger(__name__)
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
+ENGINE_LOOK_INTERVAL_S = 1.0
+
+
+class EngineSampler:
+    """See `Sampler`: an engine of this process."""
+
+    decides_sampling = False
+
+    def __init__(self, engine: ServedEngine, facts: ModelFacts, *, name: str) -> None:
+        self._engine = engine
+        self._stop_ids = facts.stop_token_ids
+        self.name = name
+        self.max_model_len = engine.max_model_len
+
+    def sample(self, ask: Ask) -> AsyncIterator[Turn]:
+        """See `Sampler`."""
+        longest = ask.max_tokens or self.max_model_len - len(ask.prompt_ids)
+        stop_ids = tuple(dict.fromkeys((*self._stop_ids, *ask.stop_ids)))
+        prompt = np.array(ask.prompt_ids, np.int32)
+        sampling = SamplingContract(ask.temperature, stop_ids, longest)
+        return self._engine.pieces(GenerationRequest(0, 0, prompt, 1, sampling, ask.seed))
+
+
+def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], object]) -> None:
+    """Until a signal; `model` is a folder, `name` what clients call it.
+
+    Raises:
+        ConfigError: nothing can listen at the address, or there is no such renderer.
+        ModelError: the model cannot be served.
+        WorkerError: the engine died.
+    """
+    facts = check_model_folder(model)
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    try:
+        find_renderer(model, config.renderer)
+    except ModelError as error:
+        if config.renderer != "auto":
+            raise
+        logger.warning("chats are refused, completions are served: %s", error)
+
+    async def make_dialogue(tools: Sequence[ToolSpec]) -> Dialogue:
+        return Dialogue(find_renderer(model, config.renderer), tools=tools)
+
+    def make_session() -> Session:
+        tokenizer = find_tokenizer(model)
+        return Session(sampler, tokenizer=tokenizer, make_dialogue=make_dialogue)
+
+    limits = Limits(sessions=config.max_sessions, requests=config.max_requests)
+    desk = Desk(token=token, make_session=make_session, limits=limits)
+    server = Server(make_app(desk), host=config.host, port=config.port)  # before the engine's start
+    engine = _engine(model, config)
+    sampler = EngineSampler(engine, facts, name=name)
+
+    async def listen() -> None:
+        watch = asyncio.create_task(_stop_when_dead(engine, server), name="watch-engine")
+        say(f"serving {name}: OPENAI_BASE_URL={server.url}/v1 OPENAI_API_KEY={token}")
+        try:
+            await server.serve()
+        finally:
+            watch.cancel()
+
+    try:
+        asyncio.run(listen())
+        if engine.is_dead:
+            raise WorkerError("the engine died: see what it said above, and start again")
+    finally:
+        engine.close()
+
+
+def _engine(model: str, config: ServeConfig) -> ServedEngine:
+    import torch  # which reads the environment of vLLM's compiler later than this
+
+    os.environ.update(worker_environment(on_cpu=not torch.cuda.is_available()) | QUIET)
+    from async_grpo.rollout.served import ServedEngine
+
+    return ServedEngine(
+        WorkerConfig(
+            model_path=model,
+            dtype=config.dtype,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            kv_cache_gib=config.kv_cache_gib,
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
+    )
+
+
+async def _stop_when_dead(engine: ServedEngine, server: Server) -> None:
+    while True:
+        await asyncio.sleep(ENGINE_LOOK_INTERVAL_S)
+        if engine.is_dead:
+            server.stop()
