@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from async_grpo import cluster, deadlines
-from async_grpo.config.distillation import EVERY_TYPE
+from async_grpo.config.distillation import EVERY_TYPE, check_vocabulary
 from async_grpo.config.option import flag
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
@@ -52,7 +52,10 @@ def check_types(
 
 
 def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, WorkerInfo]:
-    """{name: a worker that serves the teacher}; all workers of a name serve the same model."""
+    """{name: a worker that serves the teacher}; all workers of a name serve the same model.
+
+    Raises `ConfigError` where a teacher has fewer tokens than it is asked for.
+    """
     found: dict[str, WorkerInfo] = {}
     for name in config.teacher_names:
         call = controller.members.remote(teacher(name))
@@ -62,6 +65,7 @@ def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, 
                 f"the last worker of teacher {name} has ended while the run began: look at its "
                 "dispatcher's terminal, and start both again"
             )
+        check_vocabulary(config, members[0].vocab_size)
         found[name] = members[0]
     return found
 

@@ -9,7 +9,7 @@ import torch
 from scripted_run import make_config
 
 from async_grpo.checkpoint.resume import Start
-from async_grpo.errors import CheckpointError, DataError
+from async_grpo.errors import CheckpointError, ConfigError, DataError
 from async_grpo.run import teaching
 from async_grpo.run.preparation import with_teachers
 from async_grpo.run.teaching import check_types, meet_teachers, teachers_of
@@ -123,6 +123,12 @@ def at_once(monkeypatch):
 def test_the_teachers_of_a_run_are_those_of_its_names(at_once):
     found = teachers_of(Controller([info("w0", "one")]), config_of("a"))
     assert found == {"a": info("w0", "one")}
+
+
+def test_more_tokens_than_a_teacher_has_are_refused_before_the_run_begins(at_once):
+    own = info("w0", "one")
+    with pytest.raises(ConfigError, match=f"--gkd-top-k must not exceed the {own.vocab_size} tok"):
+        teachers_of(Controller([own]), config_of("a", gkd_top_k=own.vocab_size + 1))
 
 
 def met(payload, widths, device="cpu"):
