@@ -1,0 +1,186 @@
+"""Make a tiny Qwen3 that chats in ChatML, and half knows to try its sums with a calculator.
+
+    OMP_NUM_THREADS=1 python sample-data/create_tiny_chat_model.py
+
+Its tokens are characters, and the words of its chat format. It is warm-started on dialogues by the
+project's own trainer. In most of them somebody answers a countdown puzzle at once, and wrongly; in
+the others somebody calls `calculate` (examples/countdown_calculator.py) until a sum hits. So there
+is a way of playing to be found, and sums to be learned.
+Data and weights depend on `--seed` alone, up to rounding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from atomic_files import draft_beside, replace_folder, write_jsonl
+from countdown_demonstrations import NUM_HELD_OUT, attempt, compact_prompt, split_tasks
+from create_count_down import CountDownTask
+from create_tiny_model import CHARACTERS, Kind, Stage, make_model, train, write_rounded
+from measure_countdown_chat import NUM_SAMPLES, measure
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "examples"))
+
+CONTROL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
+WORDS = (
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "system", "user",
+    "assistant", "tools:", '{"name": "', "calculate", '", "arguments": {"expression": "', '"}}',
+)  # fmt: skip
+CHAT_TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\ntools:' }}
+{%- for tool in tools %}{{ ' ' + tool.function.name }}{% endfor %}{{ '<|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+KIND = Kind("tiny-chat", "add", stages=(), dtype="bfloat16")
+MAX_CALLS = 4
+SHARE_CALLING = 0.2  # of the dialogues
+SHARE_RIGHT = 0.3  # of sums that are tried
+STAGE = Stage("dialogues", 2500, 64, learning_rate=2e-3)
+
+
+def make_tokenizer() -> Any:
+    """One token a character, or one of `WORDS`; decoding gives the text back exactly."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pad, unknown, _, end = CONTROL_TOKENS
+    vocabulary = {token: index for index, token in enumerate((*CONTROL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(CONTROL_TOKENS))
+    tokenizer.add_tokens(list(WORDS))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        eos_token=end,
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def dialogue(task: CountDownTask, *, rng: random.Random) -> list[str]:
+    """What the model says, turn by turn: sums that it tries, and the equation that it answers."""
+    if rng.random() >= SHARE_CALLING:
+        return [attempt(task, is_right=rng.random() < SHARE_RIGHT / 2, rng=rng)]
+    tried: list[str] = []
+    while len(tried) < MAX_CALLS:
+        equation = attempt(task, is_right=rng.random() < SHARE_RIGHT, rng=rng)
+        tried.append(equation.partition("=")[0])
+        if equation.endswith(f"={task.target}"):
+            break
+    return [*tried, equation]
+
+
+def pairs(tasks: Sequence[CountDownTask], *, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """`count` turns of dialogues, each after all that came before it, in token ids."""
+    from async_grpo.chat.template import TemplateRenderer
+
+    rng, renderer = random.Random(seed), TemplateRenderer(make_tokenizer())
+    num_made = 0
+    while True:
+        task = rng.choice(tasks)
+        for prompt, completion in turns(task, dialogue(task, rng=rng), renderer=renderer):
+            if num_made == count:
+                return
+            num_made += 1
+            yield {"input_token_ids": prompt, "completion_token_ids": completion}
+
+
+def turns(
+    task: CountDownTask, said: Sequence[str], *, renderer: Any
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Ids of each turn and of what it answers, as the environment would show it."""
+    from countdown_calculator import calculate
+
+    tokenizer, tools = make_tokenizer(), [calculate.spec]
+    prompt = renderer.render([{"role": "user", "content": compact_prompt(task)}], tools=tools)
+    for number, expression in enumerate(said, 1):
+        is_call = number < len(said)
+        call = (
+            f'<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}'
+        )
+        text = f"{call}\n</tool_call>" if is_call else expression
+        completion = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        yield prompt, completion
+        if is_call:
+            result = asyncio.run(calculate.call({"expression": expression}))
+            read = [{"role": "tool", "content": result}]
+            prompt = renderer.extend(prompt, sampled_ids=completion, messages=read, tools=tools)
+
+
+def write_untrained(folder: Path, *, seed: int) -> None:
+    """The model with random weights, and its tokenizer."""
+    tokenizer, model = make_tokenizer(), make_model(KIND, seed=seed)
+    for config in (model.config, model.generation_config):
+        config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def warm_start(folder: Path, *, stage: Stage, tasks: Sequence[CountDownTask], seed: int) -> Path:
+    """Make the model and train it, all in `folder`."""
+    untrained, data = folder / "untrained", folder / f"{stage.name}.jsonl"
+    write_untrained(untrained, seed=seed)
+    write_jsonl(data, rows=pairs(tasks, count=stage.num_steps * stage.batch_size, seed=seed))
+    return train(untrained, stage=stage, data=data, num_processes=1, seed=seed)
+
+
+@click.command(help=__doc__)
+@click.option("--seed", default=0, show_default=True, help="Of weights, data and their order.")
+@click.option(
+    "--output",
+    default=HERE / KIND.folder,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the model; replaced.",
+)
+@click.option(
+    "--scale",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    help="Factor on the steps: 0.01 for a quick look.",
+)
+def main(seed: int, output: Path, scale: float) -> None:
+    stage = replace(STAGE, num_steps=max(1, round(STAGE.num_steps * scale)))
+    tasks, held_out = split_tasks()
+    with tempfile.TemporaryDirectory(prefix="tiny-model-") as folder, draft_beside(output) as draft:
+        trained = warm_start(Path(folder), stage=stage, tasks=tasks, seed=seed)
+        write_rounded(trained, draft, dtype=KIND.dtype)
+        figures = measure(draft, tasks=held_out)
+        (draft / "README.md").write_text(
+            "# A tiny model that chats, and half knows how to use a calculator\n\n"
+            "A Qwen3 with characters as tokens, made by\n"
+            f"`python sample-data/create_tiny_chat_model.py --seed {seed} --scale {scale:g}`.\n"
+            f"On {NUM_HELD_OUT} held-out puzzles, {NUM_SAMPLES} episodes each at temperature 1 in\n"
+            f"`examples/countdown_calculator.py`: {figures}.\n"
+        )
+        replace_folder(output, draft=draft)
+    click.echo(f"wrote {output}: {figures}")
+
+
+if __name__ == "__main__":
+    main()
