@@ -73,6 +73,9 @@ TOOL_SERVER_S = 30.0  # of a server of tools that is started or called up
 GATEWAY_ENDED_S = 5.0  # of requests that run when it ends
 AGENT_SAID_S = 2.0  # of the last words of an agent that was killed
 
+# Judges.
+JUDGE_ANSWER_S = 120.0  # of one at an address, with the tries that its client makes
+
 # A run at the controller.
 BEGIN_RUN_S = 120.0  # while another run may still be ending
 RUN_ENDED_S = 5.0  # of rank 0, which ends whether it is heard or not

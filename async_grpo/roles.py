@@ -14,8 +14,9 @@ REFERENCE = "reference"
 VERIFIER = "verifier"
 ENVIRONMENT = "environment"
 TEACHER = "teacher"
+JUDGE = "judge"
 LOGPROB = "logprob"  # what a dispatcher's --mode calls the reference, as the predecessor did
-MODES = (GENERATION, LOGPROB, TEACHER, VERIFIER, ENVIRONMENT)  # of a dispatcher
+MODES = (GENERATION, LOGPROB, TEACHER, VERIFIER, ENVIRONMENT, JUDGE)  # of a dispatcher
 
 # `policy`: the newest weights, each batch. `reference`: those of the run's first batch, or of a
 # later one. `own`: what the worker was started with, never changed. `none`: it has no weights.
@@ -49,6 +50,11 @@ def teacher(name: str) -> str:
     return f"{TEACHER}:{name}"
 
 
+def judge(name: str) -> str:
+    """The role's name of the workers that serve one judge, whom environments ask."""
+    return f"{JUDGE}:{name}"
+
+
 def named(roles: Iterable[str], teacher_names: Sequence[str]) -> tuple[str, ...]:
     """The roles that have workers, each once: `TEACHER` alone stands for all teachers of a run.
 
@@ -67,8 +73,10 @@ def role_of(name: str) -> Role:
     """
     if name.startswith(f"{TEACHER}:") and name != teacher(""):
         return Role(name, "tokens", "own")
+    if name.startswith(f"{JUDGE}:") and name != judge(""):
+        return Role(name, "answers", "own")
     for role in _ROLES:
         if role.name == name:
             return role
-    known = ", ".join(role.name for role in _ROLES)
+    known = ", ".join([*(role.name for role in _ROLES), judge("NAME")])
     raise ConfigError(f"a role must be one of {known} or {teacher('NAME')}, got {name!r}")

@@ -34,11 +34,13 @@ from async_grpo.batching.statistics import StepSums, num_taught
 from async_grpo.batching.step_groups import StepGroups
 from async_grpo.batching.teachers import Teachers
 from async_grpo.errors import ProcessLostError, WorkerError
-from async_grpo.roles import GENERATION, named
+from async_grpo.roles import GENERATION, judge, named
 from async_grpo.types import (
     EndOfStep,
     GivenPair,
     Group,
+    JudgeAnswer,
+    JudgeRequest,
     Minibatch,
     PipelineStatus,
     Question,
@@ -105,7 +107,7 @@ class ExperienceBatcher:
             first_step=first,
         )
         needed = named((need.role for need in plan.rules.needs), config.teacher_names)
-        self._roles = (GENERATION, *needed)
+        self._roles = (GENERATION, *needed, *map(judge, config.judge_names))
         self._outbox = Outbox(plan.num_ranks)
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
         self._by_express = bool(config.express)
@@ -185,6 +187,12 @@ class ExperienceBatcher:
     async def verdicts(self, outputs: tuple[VerificationRequest, ...]) -> tuple[Verdict, ...]:
         """What the run's rewards say of outputs that an environment asks about."""
         return await self._pipeline.grading.verdicts(outputs)
+
+    def judged(self, request: JudgeRequest, answer: JudgeAnswer) -> None:
+        """An environment has asked a judge."""
+        self._pipeline.judged.update(
+            judge_answers=1, judge_tokens=answer.num_tokens, judge_asked_again=request.is_again
+        )
 
     def status(self) -> PipelineStatus:
         """What every stage is doing right now."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,7 @@ class SlotPipeline:
         self._quarantine = quarantine
         self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
         self.progress = Progress()
+        self.judged = Counter[str]()  # what judges have said since it was taken
         self.grading = Grading(
             self._verify, timeout_s=config.stall_timeout_s, progress=self.progress
         )
@@ -91,7 +93,8 @@ class SlotPipeline:
 
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and what was done again in that time."""
-        return self.stages.take(time.monotonic()) | self.scoring.take_clock()
+        judged, self.judged = self.judged, Counter()
+        return self.stages.take(time.monotonic()) | self.scoring.take_clock() | judged
 
     async def run(
         self,
@@ -192,6 +195,10 @@ class SlotPipeline:
                 )
             except EpisodeFailed as error:
                 raise SlotFailed(f"{ENVIRONMENT}: {error.failure}", str(error)) from error
+        if played.num_judged:
+            self.judged.update(
+                judge_comparisons=played.num_judged, judge_disagreements=played.num_disagreed
+            )
         return played.episodes, played.verdicts
 
     async def _generate(

@@ -125,6 +125,7 @@ class BatcherPlan:
             RunId(self.incarnation, self.epoch),
             self.config.model_name_or_path,
             self.config.renderer,
+            self.config.judge_names,
         )
 
 

@@ -53,7 +53,7 @@ def main(**options: Any) -> None:
 
 def serve(config: WorkerConfig) -> None:
     """Serve until the cluster ends, and this process with it; raises what went wrong before."""
-    if config.model_path:
+    if config.model_path and not config.judge_url:
         folder = local_folder(config.model_path, revision=config.model_revision)
         config = replace(config, model_path=folder)
         _check_model(config)

@@ -50,6 +50,8 @@ class TrainConfig(DistillationConfig):
     environment: str = option("single_turn", change=Change.FIXED)
     """how questions are played: single_turn, or your own, on workers of --mode environment:
     package.module:Name, path/to/file.py:Name"""
+    judges: str = option("", change=Change.FIXED)
+    """comma-separated names of the judges that environments ask: workers of --mode judge"""
     renderer: str = option("auto", change=Change.FIXED)
     """how environments write messages as tokens: auto; template, by the model's chat template; or
     a family of models of the package renderers"""
@@ -262,6 +264,11 @@ class TrainConfig(DistillationConfig):
     def environments(self) -> set[str]:
         """Names of those that play any question."""
         return {file.environment or self.environment for file in self.data_files}
+
+    @property
+    def judge_names(self) -> tuple[str, ...]:
+        """Of --judges."""
+        return names_in(self.judges)
 
     @property
     def file_teachers(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, names_in, option
@@ -9,11 +10,13 @@ from async_grpo.deadlines import LEASE_S
 from async_grpo.roles import (
     ENVIRONMENT,
     GENERATION,
+    JUDGE,
     LOGPROB,
     MODES,
     REFERENCE,
     TEACHER,
     VERIFIER,
+    judge,
     teacher,
 )
 
@@ -27,7 +30,7 @@ class WorkerConfig(Options):
     mode: str = option(GENERATION, choices=MODES)
     """what the workers do; logprob scores with the reference model"""
     name: str = option("")
-    """(teacher) the name by which an algorithm asks for these weights"""
+    """(teacher, judge) the name by which an algorithm, or an environment, asks for this model"""
     num_workers: int = option(1, must=AT_LEAST_1)
     """workers to start on this node"""
     reward_fns: str = option("math_verify")
@@ -73,6 +76,12 @@ class WorkerConfig(Options):
     write_failed_generation_samples: bool = option(False)
     """append samples whose verification failed to failed_samples.jsonl, here"""
 
+    judge_url: str = option("", group="Only with --mode judge", none="")
+    """where an OpenAI-compatible service answers as --model-path, such as https://host/v1; empty:
+    workers here, which load --model-path"""
+    judge_key: str = option("", none="")
+    """name of the variable that holds the service's key, as JUDGE_API_KEY"""
+
     max_tokens_per_gpu: int = option(
         16384, group="Only with --mode logprob or teacher", must=POSITIVE
     )
@@ -98,10 +107,10 @@ class WorkerConfig(Options):
                 "must name at least one adapter",
                 "for example --reward-fns countdown",
             )
-        if bool(self.name) != (self.mode == TEACHER):
+        if bool(self.name) != (self.mode in (TEACHER, JUDGE)):
             raise self.refusal(
                 "name",
-                "must be given with --mode teacher, and only then",
+                "must be given with --mode teacher or judge, and only then",
                 "for example --mode teacher --name math",
             )
         if not self.model_path and self.mode not in (VERIFIER, ENVIRONMENT):
@@ -109,6 +118,14 @@ class WorkerConfig(Options):
                 "model_path",
                 f"must be given with --mode {self.mode}",
                 "name a folder or a model of the hub",
+            )
+        if self.judge_url and self.mode != JUDGE:
+            raise self.refusal("judge_url", "needs --mode judge", "give both, or drop it")
+        if self.judge_url and not os.environ.get(self.judge_key):
+            raise self.refusal(
+                "judge_key",
+                f"must name a variable with the key of --judge-url {self.judge_url}",
+                "for example `export JUDGE_API_KEY=...`, and --judge-key JUDGE_API_KEY",
             )
         if self.num_workers > 1 and self.mode == VERIFIER:
             raise self.refusal(
@@ -122,6 +139,8 @@ class WorkerConfig(Options):
         """Of the workers; see `async_grpo.roles`."""
         if self.mode == TEACHER:
             return teacher(self.name)
+        if self.mode == JUDGE:
+            return judge(self.name)
         return REFERENCE if self.mode == LOGPROB else self.mode
 
     @property

@@ -30,6 +30,7 @@ from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, Worker
 from async_grpo.roles import VERIFIER, role_of
 from async_grpo.types import (
     HeadRequest,
+    JudgeAnswer,
     Minibatch,
     PipelineStatus,
     PublishReport,
@@ -275,7 +276,10 @@ class Controller:
                 cost, version=version, prefer=prefer, timeout_s=self._current(run).stall_timeout_s
             )
             async with lease as worker:
-                return await worker.call(method, request)
+                answered = await worker.call(method, request)
+            if isinstance(answered, JudgeAnswer):
+                self._current(run).batcher.judged(request, answered)
+            return answered
 
         work = answer if owner is None else partial(_under, self._lease(owner), answer)
         return await self._while_it_lasts(run, work)

@@ -12,7 +12,7 @@ import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER
+from async_grpo.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle
@@ -34,10 +34,14 @@ def worker_kinds(config: WorkerConfig) -> tuple[WorkerKind, ...]:
     """What a dispatcher starts; generation workers bring a verifier pool for their rewards."""
     if config.role == VERIFIER:
         return (_verifier_pool(config),)
+    if config.judge_url:
+        start = partial(_start_remote_judge, config)
+        return (WorkerKind(config.role, config.num_workers, {}, start),)
     starts, num_gpus = {
         GENERATION: (_start_generation_worker, config.tensor_parallel_size),
+        JUDGE: (_start_generation_worker, config.tensor_parallel_size),
         ENVIRONMENT: (_start_environment_worker, 0),
-    }.get(config.role, (_start_logprob_worker, 1))
+    }.get(config.mode, (_start_logprob_worker, 1))
     on_gpu = cluster.resources_here().get("GPU", 0.0) > 0
     taken = {"CPU": 1.0, "GPU": float(num_gpus) if on_gpu else 0.0}
     start = partial(starts, config, taken)
@@ -82,12 +86,22 @@ def _verifier_pool(config: WorkerConfig) -> WorkerKind:
 def _start_generation_worker(
     config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
+    from async_grpo.rollout.judge import JudgeWorker
     from async_grpo.rollout.worker import GenerationWorker, worker_environment
 
+    kind = JudgeWorker if config.mode == JUDGE else GenerationWorker
     environment = {"env_vars": worker_environment(on_cpu=not taken["GPU"])}
-    return _actor(GenerationWorker, taken, runtime_env=environment).remote(
+    return _actor(kind, taken, runtime_env=environment).remote(
         replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
     )
+
+
+def _start_remote_judge(config: WorkerConfig, worker_id: str) -> WorkerHandle:
+    """It holds the key, which no environment sees."""
+    from async_grpo.rollout.remote_judge import RemoteJudge
+
+    key = os.environ[config.judge_key]
+    return _actor(RemoteJudge, {}).remote(config, key=key, worker_id=worker_id)
 
 
 def _start_environment_worker(

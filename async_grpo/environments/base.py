@@ -15,14 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
 
-from async_grpo.chat.base import ToolSpec
+from async_grpo.chat.base import Message, ToolSpec
 from async_grpo.chat.dialogue import Dialogue
+from async_grpo.environments.judging import VerdictForm
 from async_grpo.errors import WorkerError
 from async_grpo.types import Episode, Question, Turn, Verdict
+
+T = TypeVar("T")
 
 
 class FailureClass(StrEnum):
@@ -80,6 +83,30 @@ class Services(Protocol):
 
     async def ask(self, role: str, method: str, request: Any, *, cost: float = 1.0) -> Any:
         """The answer of a worker of `role`."""
+
+    async def judge(
+        self,
+        names: Sequence[str],
+        messages: Sequence[Message],
+        *,
+        form: VerdictForm[T],
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+    ) -> tuple[T, ...]:
+        """A verdict of each judge of --judges; who gives none is asked again.
+
+        Raises `EpisodeFailed` for a judge that fails: it is never a grade.
+        """
+
+    async def ask_judge(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = 512,
+    ) -> str:
+        """What the model of a judge says next, as when it plays a user; raises `EpisodeFailed`."""
 
     async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
         """A conversation with the policy in messages: `await dialogue.reply(policy, messages)`."""

@@ -13,22 +13,26 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.chat.base import Renderer, ToolSpec
+from async_grpo.chat.base import Message, Renderer, ToolSpec
 from async_grpo.chat.dialogue import Dialogue
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
+from async_grpo.environments.judging import VerdictForm
 from async_grpo.errors import AsyncGrpoError, DeadlineError
-from async_grpo.roles import GENERATION, VERIFIER
+from async_grpo.roles import GENERATION, VERIFIER, judge
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
     GenerationRequest,
     GradingRequest,
+    JudgeAnswer,
+    JudgeRequest,
     PlayedGroup,
     Question,
     RequestPulse,
@@ -40,6 +44,7 @@ from async_grpo.types import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+V = TypeVar("V")
 Ask = Callable[..., Awaitable[Any]]  # role, method, request, *, cost: the answer of a worker
 FindRenderer = Callable[[str, str], Renderer]  # of a model, and a name of --renderer
 LOOK_INTERVAL_S = 1.0  # at environments that ask for nothing
@@ -81,7 +86,10 @@ class GroupPlay:
         finally:
             for task in tasks:
                 task.cancel()
-        return PlayedGroup(episodes, await self._verdicts(environment, episodes))
+        verdicts = await self._verdicts(environment, episodes)
+        judged = [verdicts for member in self._members for verdicts in member.judged]
+        disagreed = sum(any(other != first for other in rest) for first, *rest in judged)
+        return PlayedGroup(episodes, verdicts, len(judged), disagreed)
 
     async def _episode(self, environment: Environment) -> Episode:
         """One episode; what failed is played again, from its question."""
@@ -166,6 +174,7 @@ class _Member:
         self._find_renderer = find_renderer
         self.asks = 0  # unanswered
         self._idle_since_s = time.monotonic()
+        self.judged: list[tuple[Any, ...]] = []  # the verdicts of several judges on one thing
 
     @property
     def idle_s(self) -> float:
@@ -212,19 +221,78 @@ class _Member:
         """A turn, if possible by the worker `prefer`; one that was lost is sampled again."""
         request = self._request
         asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling)
-        where: dict[str, Any] = {"version": request.oldest, "prefer": prefer or None}
-        turn: Turn
-        num_lost = 0
-        while True:
+        try:
+            turns: tuple[Turn, ...] = await self._asked_again(
+                GENERATION, "generate", asked, version=request.oldest, prefer=prefer or None
+            )
+            return turns[0]
+        except AsyncGrpoError as error:
+            is_late = isinstance(error, DeadlineError)
+            failure = FailureClass.DEADLINE if is_late else FailureClass.ENGINE
+            message = f"a turn failed {TRIES} times, the last time: {error}"
+            raise EpisodeFailed(failure, message) from error
+
+    async def judge(
+        self,
+        names: Sequence[str],
+        messages: Sequence[Message],
+        *,
+        form: VerdictForm[V],
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+    ) -> tuple[V, ...]:
+        """See `Services`."""
+        how = {"temperature": temperature, "max_tokens": max_tokens}
+        asked = [self._verdict(name, messages, form, **how) for name in names]
+        verdicts = tuple(await asyncio.gather(*asked))
+        if len(verdicts) > 1:
+            self.judged.append(verdicts)
+        return verdicts
+
+    async def ask_judge(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = 512,
+    ) -> str:
+        """See `Services`."""
+        return await self._said(name, JudgeRequest(tuple(messages), temperature, max_tokens))
+
+    async def _verdict(
+        self, name: str, messages: Sequence[Message], form: VerdictForm[V], **how: Any
+    ) -> V:
+        request = JudgeRequest(form.asked(messages), **how)
+        for _ in range(TRIES):
+            answer = await self._said(name, request)
             try:
-                (turn,) = await self.ask(GENERATION, "generate", asked, **where)
-                return turn
+                return form.verdict(answer)
+            except ValueError as error:
+                problem = error
+                again = form.asked_again(request.messages, answer=answer, problem=error)
+                request = replace(request, messages=again, is_again=True)
+        message = f"judge {name} gave no verdict {TRIES} times, the last time: {problem}"
+        raise EpisodeFailed(FailureClass.JUDGE, message)
+
+    async def _said(self, name: str, request: JudgeRequest) -> str:
+        known = self._request.judges
+        if name not in known:
+            message = f"judge {name!r} must be one of --judges {','.join(known)!r}: name it there"
+            raise EpisodeFailed(FailureClass.JUDGE, message)
+        try:
+            answer: JudgeAnswer = await self._asked_again(judge(name), "judge", request)
+        except AsyncGrpoError as error:
+            message = f"judge {name} failed {TRIES} times, the last time: {error}"
+            raise EpisodeFailed(FailureClass.JUDGE, message) from error
+        return answer.text
+
+    async def _asked_again(self, role: str, method: str, request: Any, **where: Any) -> Any:
+        """The answer of a worker, or of another one; raises the last of `TRIES` errors."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self.ask(role, method, request, **where)
             except AsyncGrpoError as error:
-                num_lost += 1
-                if num_lost == TRIES:
-                    is_late = isinstance(error, DeadlineError)
-                    failure = FailureClass.DEADLINE if is_late else FailureClass.ENGINE
-                    message = f"a turn failed {TRIES} times, the last time: {error}"
-                    raise EpisodeFailed(failure, message) from error
-                logger.warning("a turn is sampled again: %s", error)
+                logger.warning("another %s worker is asked: %s", role, error)
             await asyncio.sleep(AFTER_LOSS_S)
+        return await self.ask(role, method, request, **where)

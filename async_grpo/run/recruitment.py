@@ -26,9 +26,9 @@ from async_grpo.roles import (
     REFERENCE,
     TEACHER,
     VERIFIER,
+    judge,
     named,
     role_of,
-    teacher,
 )
 from async_grpo.types import WorkerInfo
 from async_grpo.weight_sync.routes import check_route
@@ -77,6 +77,7 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
         return roles
     if names := config.environments - SHIPPED.keys():
         roles[ENVIRONMENT] = f" (--environment {sorted(names)[0]} is played there)"
+    roles |= {judge(name): f" (--judges {config.judges})" for name in config.judge_names}
     return roles | {VERIFIER: ""}
 
 
@@ -88,9 +89,9 @@ def command_for(role: str, *, model: str) -> str:
         VERIFIER: "--mode verifier --reward-fns NAMES",
         ENVIRONMENT: "--mode environment",
     }
-    name = role.removeprefix(teacher(""))
-    teaching = f"--model-path ITS_MODEL --mode teacher --name {name}"
-    return f"`python worker_dispatcher.py {options.get(role, teaching)}`"
+    mode, _, name = role.partition(":")
+    own_model = f"--model-path ITS_MODEL --mode {mode} --name {name}"
+    return f"`python worker_dispatcher.py {options.get(role, own_model)}`"
 
 
 def _find(controller: ControllerHandle, role: str, demand: Demand, why: str) -> None:
@@ -121,7 +122,7 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     """Raise `ConfigError` for a worker whose answers this run could not use."""
     config, model, who = demand.config, demand.model, f"worker {worker.worker_id}"
     follows = role_of(worker.role).follows
-    if follows == "none":
+    if follows == "none" or worker.role.startswith(judge("")):  # it reads texts, of any length
         return
     if worker.role == GENERATION:
         check_route(config.weight_transport, worker, sender=demand.device)

@@ -160,6 +160,16 @@ class Pipeline:
     reference_retries = fact("samples", "Scored again")
     """samples sent to another reference worker after one failed; outputs that were sampled again
     are counted by reason, as `discarded_<reason>`"""
+    judge_answers = fact("calls", "Answers of judges")
+    """what judges have answered to environments; of failed and held-out episodes too"""
+    judge_tokens = fact("tokens", "Tokens of judges")
+    """read and written by judges for these"""
+    judge_asked_again = fact("calls", "Judges asked again")
+    """of these answers, those to a question whose answer before was no verdict"""
+    perc_judge_disagreements = quotient(
+        "judge_disagreements", "judge_comparisons", "fraction", "Judges disagreed"
+    )
+    """share (0 to 1) of the questions to several judges on which their verdicts differed"""
     unwritten_samples = fact("samples", "Samples not dumped", window="run")
     """samples that --dump-samples-filename lacks, for the disk refused them or was too slow;
     counted since the controller began the run"""

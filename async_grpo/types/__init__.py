@@ -15,6 +15,8 @@ from async_grpo.types.requests import (
     GenerationRequest,
     GradingRequest,
     HeadRequest,
+    JudgeAnswer,
+    JudgeRequest,
     LogprobRequest,
     PlayedGroup,
     VerificationRequest,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         GenerationRequest,
         GradingRequest,
         HeadRequest,
+        JudgeAnswer,
+        JudgeRequest,
         LogprobRequest,
         Minibatch,
         PipelineStatus,
@@ -64,6 +66,7 @@ class WorkerHandle(Protocol):
     join_express: Remote[[Meeting, int], None]
     serve_express: Remote[[ExpressRound], None]
     play: Remote[[EpisodesRequest], PlayedGroup]  # of environments
+    judge: Remote[[JudgeRequest], JudgeAnswer]  # of judges
     verify: Remote[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below
     try_out: Remote[[VerificationRequest], tuple[Verdict, ...]]
     take_share: Remote[[int], None]

@@ -5,7 +5,9 @@ Legend: P prompt tokens, L output tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,6 +93,7 @@ class EpisodesRequest:
     run: RunId
     model: str  # whose chat format `services.dialogue` speaks, a folder or a name on a hub
     renderer: str  # of --renderer
+    judges: tuple[str, ...] = ()  # of --judges: whom the environment may ask
     lease_id: int = 0  # under which it is played, and asks for turns
 
 
@@ -100,3 +103,24 @@ class PlayedGroup:
 
     episodes: tuple[Episode, ...]
     verdicts: tuple[Verdict, ...]
+    num_judged: int = 0  # times that several judges were asked the same
+    num_disagreed: int = 0  # of these, their verdicts were not all equal
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeRequest:
+    """Messages, as OpenAI's, to a worker of a judge."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    temperature: float
+    max_tokens: int  # of the answer
+    is_again: bool = False  # the answer before was no verdict
+    lease_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeAnswer:
+    """What a judge says, and what it cost."""
+
+    text: str
+    num_tokens: int  # read and written

@@ -29,8 +29,19 @@ def own_signals_and_logging(monkeypatch):
         (("--reward_fns", " , "), "--reward-fns must name at least one adapter"),
         (("--verifier-timeout-s", "0"), "--verifier-timeout-s must be positive, got 0.0"),
         (("--temperature", "-1"), "--temperature must not be negative, got -1.0"),
-        (("--mode", "teacher"), "--name must be given with --mode teacher, and only then, got ''"),
-        (("--name", "math"), "--name must be given with --mode teacher, and only then, got 'math'"),
+        (
+            ("--mode", "teacher"),
+            "--name must be given with --mode teacher or judge, and only then, got ''",
+        ),
+        (
+            ("--name", "math"),
+            "--name must be given with --mode teacher or judge, and only then, got 'math'",
+        ),
+        (
+            ("--mode", "judge", "--name", "strict", "--judge-url", "https://a/v1"),
+            "--judge-key must name a variable with the key of --judge-url https://a/v1, got ''",
+        ),
+        (("--judge-url", "https://a/v1"), "--judge-url needs --mode judge, got"),
         (("--model-path", ""), "--model-path must be given with --mode generation, got ''"),
         (
             ("--mode", "verifier", "--num-workers", "2"),
@@ -55,6 +66,7 @@ def test_options_that_cannot_work_are_one_sentence(options, sentence):
         ("--model-path m", "generation"),
         ("--model-path m --mode logprob", "reference"),
         ("--model-path m --mode teacher --name math", "teacher:math"),
+        ("--model-path m --mode judge --name strict", "judge:strict"),
         ("--mode verifier", "verifier"),
         ("--model-path m --reward-fns ''", "generation"),
     ],

@@ -4,6 +4,8 @@ import pytest
 
 from async_grpo.controller.controller import Controller
 from async_grpo.environments.worker import EnvironmentWorker
+from async_grpo.rollout.judge import JudgeWorker
+from async_grpo.rollout.remote_judge import RemoteJudge
 from async_grpo.rollout.worker import GenerationWorker
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.scoring.worker import LogprobWorker
@@ -16,6 +18,8 @@ OF_ROLE = {
     GenerationWorker: {"load_weights", "generate", *DEVICE_TRANSPORT},
     LogprobWorker: {"load_weights", "logprobs", "teach", "head", "join_express", "serve_express"},
     EnvironmentWorker: {"play"},
+    JudgeWorker: {"judge"},
+    RemoteJudge: {"judge"},
     VerifierPool: {"verify", "try_out", "take_share", "complaint"},
 }
 ACTORS = [
