@@ -8,6 +8,7 @@ NAMES = (
     "control_plane",  # leases and samples a second, and their CPU
     "control_memory",  # of the control process: over many batches, and with many questions
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
+    "gateway",  # what HTTP and rendering add to a turn
     "startup",  # command to first optimizer step, by phase
     "staleness",  # what asynchrony buys on two cores
     "distillation",  # teachers: bytes, steps a minute, the recipes beside TRL's

@@ -48,8 +48,8 @@ class TrainConfig(DistillationConfig):
     """grpo, sft on prompt and completion pairs or on plain text, or your own: package.module:Name,
     path/to/file.py:Name"""
     environment: str = option("single_turn", change=Change.FIXED)
-    """how questions are played: single_turn, or your own, on workers of --mode environment:
-    package.module:Name, path/to/file.py:Name"""
+    """how questions are played: single_turn, or on workers of --mode environment: your own,
+    package.module:Name, path/to/file.py:Name, or an agent of OpenAI's protocol, agent:COMMAND"""
     judges: str = option("", change=Change.FIXED)
     """comma-separated names of the judges that environments ask: workers of --mode judge"""
     renderer: str = option("auto", change=Change.FIXED)

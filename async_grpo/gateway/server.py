@@ -27,6 +27,8 @@ class Server:
                 f"--host and --port must be an address of this machine that is free, got "
                 f"{host}:{port} ({error.strerror or error}): choose another"
             ) from error
+        # asyncio does so for sockets that name their protocol only; without it, 40 ms a request.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
