@@ -4,6 +4,7 @@ Teachers, controller, object store and ranks are real; only the engine's tokens 
 """
 
 import contextlib
+import functools
 import json
 import math
 import signal
@@ -27,6 +28,9 @@ PAYLOADS = {
     "logits": ("--teacher-payload", "logits"),
     "given": ("--gkd-top-k", 5, "--gkd-lambda", 0.5),  # and half of the slots of pairs
 }
+# Logits by ticket are what a run with express falls back on: shown below.
+slow = pytest.mark.slow
+SHOWN = ["topk", "hidden", pytest.param("logits", marks=slow), "given"]
 TOP_K = {"topk": 5, "given": 5}
 
 
@@ -95,15 +99,15 @@ def pairs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(address, tiny_model, puzzles, pairs, tmp_path_factory):
-    """{payload: what its run has left}."""
-    found = {}
-    for payload, options in PAYLOADS.items():
-        found[payload] = tmp_path_factory.mktemp(payload)
-        if payload == "given":
-            options = (*options, "--pairs-path", pairs)
+def run_of(address, tiny_model, puzzles, pairs, tmp_path_factory):
+    """What the run of a payload has left, which is made when somebody asks."""
+
+    @functools.cache
+    def run_of(payload):
+        folder = tmp_path_factory.mktemp(payload)
+        given = ("--pairs-path", pairs) if payload == "given" else ()
         run = trainer(
-            *(address, tiny_model, puzzles, found[payload], *NAMESPACE, *options),
+            *(address, tiny_model, puzzles, folder, *NAMESPACE, *PAYLOADS[payload], *given),
             *("--teacher-for", "plus=a", "--teacher-for", "times=b"),
             *("--gkd-coefficient", GAMMA, "--gkd-alpha", ALPHA, "--gkd-temperature", TAU),
             *("--opd-coefficient", ETA, "--num-training-batches", BATCHES),
@@ -112,7 +116,9 @@ def runs(address, tiny_model, puzzles, pairs, tmp_path_factory):
         )
         with run:
             assert run.wait(timeout_s=READY_S) == 0, run.err[-4000:]
-    return found
+        return folder
+
+    return run_of
 
 
 def first_loss(folder, model, teachers, *, top_k):
@@ -147,24 +153,24 @@ def cut_divergence(student, teacher, *, top_k):
     return ALPHA * to_m[0] + (1 - ALPHA) * to_m[1]
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_the_first_loss_is_that_of_whole_distributions(payload, runs, tiny_model, teachers):
+@pytest.mark.parametrize("payload", SHOWN)
+def test_the_first_loss_is_that_of_whole_distributions(payload, run_of, tiny_model, teachers):
     models = {name: load_model(folder) for name, folder in teachers.items()}
     with torch.no_grad():
         expected = first_loss(
-            runs[payload], load_model(tiny_model), models, top_k=TOP_K.get(payload, 0)
+            run_of(payload), load_model(tiny_model), models, top_k=TOP_K.get(payload, 0)
         )
-    first = read_lines(runs[payload] / "training_metrics.jsonl")[0]
+    first = read_lines(run_of(payload) / "training_metrics.jsonl")[0]
     assert first["loss"] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
-def test_every_step_says_what_its_teachers_did(payload, runs):
-    for row in read_lines(runs[payload] / "training_metrics.jsonl"):
+@pytest.mark.parametrize("payload", SHOWN)
+def test_every_step_says_what_its_teachers_did(payload, run_of):
+    for row in read_lines(run_of(payload) / "training_metrics.jsonl"):
         num_given = BATCH * GROUP // 2 if payload == "given" else 0
         assert (row["trained_samples"], row["given_samples"]) == (BATCH * GROUP, num_given)
         assert row["num_samples"] == BATCH * GROUP - num_given
-        given = [s for s in read_lines(runs[payload] / "samples.jsonl") if s["given"]]
+        given = [s for s in read_lines(run_of(payload) / "samples.jsonl") if s["given"]]
         given = [len(s["output_token_ids"]) for s in given if s["batch"] == row["iteration"]]
         assert len(given) == num_given
         num_sampled = row["avg_output_tokens"] * row["num_samples"]
@@ -174,7 +180,12 @@ def test_every_step_says_what_its_teachers_did(payload, runs):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "ranks"), [("1x1", 1), ("1x1", 2), ("2x1", 1)], ids=["alone", "two ranks", "tickets"]
+    ("mesh", "ranks"),
+    [
+        pytest.param("1x1", 1, id="alone", marks=slow),
+        pytest.param("1x1", 2, id="two ranks"),
+        pytest.param("2x1", 1, id="tickets"),
+    ],
 )
 def test_express_trains_whole_distributions(
     mesh, ranks, address, tiny_model, puzzles, teachers, tmp_path
@@ -229,6 +240,7 @@ def test_a_teacher_that_is_killed_during_express_costs_no_sample(
     assert by_ticket[1] == 0 < by_ticket[-1]
 
 
+@slow
 def test_pairs_alone_need_no_worker_but_their_teacher(
     address, tiny_model, puzzles, pairs, teachers, tmp_path
 ):
