@@ -1,0 +1,94 @@
+"""`async-grpo serve` with a real engine, asked by the stock client."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.integration
+MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
+PROMPT = "use 2 9 8 to make 15\n"
+END_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Base URL and token; the server is asked to end, and must."""
+    command = [sys.executable, "-m", "async_grpo.cli.main", "serve", MODEL, "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--max-model-len", "64"], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    line = process.stdout.readline()
+    found = re.search(r"OPENAI_BASE_URL=(\S+) OPENAI_API_KEY=(\S+)", line)
+    try:
+        yield found[1], found[2]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(END_S) == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def complete(served):
+    url, token = served
+    client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
+
+    def complete(prompt=PROMPT, **options):
+        return client.completions.create(model=MODEL, prompt=prompt, **options)
+
+    return complete
+
+
+def test_a_completion_is_the_engine_s_and_comes_in_pieces(complete):
+    whole = complete(temperature=0, max_tokens=24).choices[0]
+    chunks = list(complete(temperature=0, max_tokens=24, stream=True))
+    pieces = [chunk.choices[0].text for chunk in chunks]
+    assert "".join(pieces) == whole.text
+    assert sum(map(bool, pieces)) >= 5
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
+def test_a_stop_string_ends_it(complete):
+    text = complete(temperature=0, max_tokens=24).choices[0].text
+    stop = text[2:4]
+    cut = complete(temperature=0, max_tokens=24, stop=stop).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
+
+
+def test_seeds_give_the_same_again_and_choices_differ(complete):
+    options = {"n": 4, "seed": 3, "max_tokens": 24, "temperature": 1.5}
+    first, second = (complete(**options) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) > 1
+
+
+def test_the_ids_of_a_session_are_those_that_were_sampled(served):
+    url, token = served
+    headers = {"Authorization": f"Bearer {token}"}
+    host = url.removesuffix("/v1")
+    prompt = AutoTokenizer.from_pretrained(MODEL)(PROMPT)["input_ids"]
+    asked = {"token_ids": prompt, "sampling_params": {"max_tokens": 16}}
+    with httpx.Client(headers=headers, timeout=60) as client:
+        answers = [client.post(f"{host}/s/a/inference/v1/generate", json=asked) for _ in range(4)]
+        turns = client.get(f"{host}/s/a/turns").json()["data"]
+    got = [answer.json()["choices"][0] for answer in answers]
+    assert [turn["token_ids"] for turn in turns] == [choice["token_ids"] for choice in got]
+    assert [turn["logprobs"] for turn in turns] == [choice["logprobs"] for choice in got]
+    assert all(len(c["logprobs"]["content"]) == len(c["token_ids"]) for c in got)
+    assert all(each["logprob"] <= 0 for c in got for each in c["logprobs"]["content"])
+
+
+def test_what_the_model_cannot_do_is_refused(served, complete):
+    with pytest.raises(openai.BadRequestError, match="must fit the model's 64 tokens"):
+        complete(max_tokens=60)
+    url, token = served
+    client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
+    with pytest.raises(openai.BadRequestError, match="has no chat template"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}])
