@@ -36,10 +36,12 @@ EXACT: dict[str, Callable[[Fraction, int], Fraction]] = {**OPERATORS, "/": opera
 QUICKSTART_SEED = 0  # its held-out questions are in no demonstration
 
 
-def split_tasks(puzzles: str = "add") -> tuple[list[CountDownTask], list[CountDownTask]]:
-    """Puzzles to demonstrate, and those that the examples hold out."""
+def split_tasks(
+    puzzles: str = "add", *, count: int = NUM_TASKS
+) -> tuple[list[CountDownTask], list[CountDownTask]]:
+    """`count` puzzles to demonstrate, and those that the examples hold out."""
     limits = PUZZLES[puzzles]
-    return generate_split(limits, count=NUM_TASKS, held_out=NUM_HELD_OUT, seed=QUICKSTART_SEED)
+    return generate_split(limits, count=count, held_out=NUM_HELD_OUT, seed=QUICKSTART_SEED)
 
 
 def compact_prompt(task: CountDownTask) -> str:

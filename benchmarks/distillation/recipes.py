@@ -101,6 +101,7 @@ def task_of(train: Mapping[str, Any], *, teacher: Path, seed: int) -> Distilled:
         questions=train["data_path"],
         num_steps=train["num_training_batches"],
         batch_size=train["batch_size"] * train["samples_per_question"],
+        samples_per_question=train["samples_per_question"],
         learning_rate=train["learning_rate"],
         num_warmup_steps=train["num_warmup_steps"],
         alpha=train["gkd_alpha"],

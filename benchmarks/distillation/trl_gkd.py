@@ -28,7 +28,8 @@ class Distilled:
     teacher: str
     questions: str  # JSONL file
     num_steps: int
-    batch_size: int
+    batch_size: int  # samples
+    samples_per_question: int
     learning_rate: float
     num_warmup_steps: int
     alpha: float
@@ -43,7 +44,8 @@ class Distilled:
         """The lines of the questions as the steps ask them, over as many epochs as it takes."""
         lines = [json.loads(line) for line in Path(self.questions).read_text().splitlines()]
         order = QuestionStream(len(lines), seed=self.seed)
-        return [lines[order.index(number)] for number in range(self.num_steps * self.batch_size)]
+        numbers = range(self.num_steps * self.batch_size)
+        return [lines[order.index(number // self.samples_per_question)] for number in numbers]
 
 
 @click.command()
