@@ -27,9 +27,9 @@ from async_grpo.chat.find import find_tokenizer
 from async_grpo.chat.template import TemplateRenderer
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask
-from async_grpo.gateway.desk import Desk
 from async_grpo.gateway.server import Server
 from async_grpo.gateway.session import Session
+from async_grpo.gateway.sessions import Sessions
 from async_grpo.types import Turn
 from benchmarks import results
 from benchmarks.results import Figure, median
@@ -61,8 +61,8 @@ class Instant:
 
 
 @contextmanager
-def listening(desk: Desk) -> Any:
-    server = Server(make_app(desk))
+def listening(sessions: Sessions) -> Any:
+    server = Server(make_app(sessions))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
     try:
@@ -91,10 +91,10 @@ def measure(num_requests: int) -> list[Figure]:
     direct: list[float] = []
     over_http: list[float] = []
     is_kept: list[bool] = []
-    desk = Desk(token=TOKEN, make_session=make_session)
+    sessions = Sessions(token=TOKEN, make_session=make_session)
     ask = Ask(renderer.render(MESSAGES))
     with (
-        listening(desk) as url,
+        listening(sessions) as url,
         httpx.Client(base_url=url, headers=headers) as client,
         asyncio.Runner() as runner,
     ):

@@ -77,10 +77,7 @@ class ExperienceBatcher:
         registry_of: Callable[[str], WorkerRegistry],
         recorder: RecorderHandle | None = None,
     ) -> None:
-        """`registry_of` gives the registry of a role, by its name.
-
-        `recorder`: the handle of the run's `RunRecorder`; None: samples are not dumped.
-        """
+        """`registry_of`: of a role, by its name. `recorder`: None dumps no samples."""
         config = plan.config
         resume = plan.resume
         first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)

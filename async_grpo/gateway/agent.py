@@ -30,10 +30,10 @@ from async_grpo.environments.base import (
 from async_grpo.environments.episode import NoRoom
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask, Refused
-from async_grpo.gateway.desk import Desk, Limits
 from async_grpo.gateway.process import run_process
 from async_grpo.gateway.server import LOOPBACK, Server, in_background
 from async_grpo.gateway.session import Session
+from async_grpo.gateway.sessions import Limits, Sessions
 from async_grpo.types import Episode, Question, Turn
 
 ONE_PROCESS = Limits(requests=10_000)  # the agents' own number is what bounds them
@@ -47,7 +47,7 @@ class AgentEnvironment(Environment):
 
     def __init__(self, command: Sequence[str] = ()) -> None:
         self.command = command or self.command
-        self._desk = Desk(limits=ONE_PROCESS)
+        self._sessions = Sessions(limits=ONE_PROCESS)
         self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -58,7 +58,7 @@ class AgentEnvironment(Environment):
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
         """The agent's requests, until it exits."""
         if self._server is None:
-            self._server = Server(make_app(self._desk))
+            self._server = Server(make_app(self._sessions))
             self._serving = in_background(self._server)
         sampler = EpisodeSampler(policy, max_turns=self.max_turns)
         tokenizer = await asyncio.to_thread(find_tokenizer, services.model)
@@ -67,7 +67,7 @@ class AgentEnvironment(Environment):
             tokenizer=tokenizer,
             make_dialogue=lambda tools: services.dialogue(tools=tools),
         )
-        name, token = self._desk.open(session)
+        name, token = self._sessions.open(session)
         variables = agent_variables(f"{self._server.url}/s/{name}/v1", token)
         agent = asyncio.create_task(
             run_process(self.command, text=self.text(question), variables=variables), name="agent"
@@ -79,7 +79,7 @@ class AgentEnvironment(Environment):
                 sampler.end.result()  # raises what has ended the episode
             code, said = agent.result()
         finally:
-            self._desk.close(name)
+            self._sessions.close(name)
             sampler.end.cancel()
             agent.cancel()
             await asyncio.wait({agent})  # it is killed with all that it has started

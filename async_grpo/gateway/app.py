@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.gateway import replies
 from async_grpo.gateway.base import Ask, Refused
-from async_grpo.gateway.desk import Desk
 from async_grpo.gateway.plan import Plan, chat_plan, completion_plan, generation
 from async_grpo.gateway.session import Session
+from async_grpo.gateway.sessions import Sessions
 from async_grpo.gateway.wire import (
     ChatRequest,
     CompletionRequest,
@@ -35,9 +35,9 @@ T = TypeVar("T")
 CLIENT_GONE = 499
 
 
-def make_app(desk: Desk) -> ASGIApp:
-    """The application of a desk's sessions."""
-    endpoints = _Endpoints(desk)
+def make_app(sessions: Sessions) -> ASGIApp:
+    """The application of these sessions."""
+    endpoints = _Endpoints(sessions)
     routes = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completion, methods=["POST"]),
@@ -54,12 +54,12 @@ def make_app(desk: Desk) -> ASGIApp:
         ClientDisconnect: lambda request, error: Response(status_code=CLIENT_GONE),
     }
     app = Starlette(routes=[*routes, *named], exception_handlers=handlers)
-    return _AtMost(app, desk.limits.requests)
+    return _AtMost(app, sessions.limits.requests)
 
 
 class _Endpoints:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
 
     async def chat(self, request: Request) -> Response:
         session, asked = await self._read(request, ChatRequest)
@@ -97,15 +97,15 @@ class _Endpoints:
 
     async def end(self, request: Request) -> Response:
         self._find(request)
-        self._desk.close(request.path_params["session"])
+        self._sessions.close(request.path_params["session"])
         return Response(status_code=204)
 
     def _find(self, request: Request) -> Session:
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return self._desk.find(request.path_params.get("session"), token=token)
+        return self._sessions.find(request.path_params.get("session"), token=token)
 
     async def _read(self, request: Request, kind: Any) -> tuple[Session, Any]:
-        session, longest = self._find(request), self._desk.limits.body_bytes
+        session, longest = self._find(request), self._sessions.limits.body_bytes
         body = bytearray()
         async for part in request.stream():
             body += part

@@ -25,9 +25,9 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ModelError, WorkerError
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask
-from async_grpo.gateway.desk import Desk, Limits
 from async_grpo.gateway.server import Server
 from async_grpo.gateway.session import Session
+from async_grpo.gateway.sessions import Limits, Sessions
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.rollout.worker import worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
@@ -85,8 +85,9 @@ def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], ob
         return Session(sampler, tokenizer=tokenizer, make_dialogue=make_dialogue)
 
     limits = Limits(sessions=config.max_sessions, requests=config.max_requests)
-    desk = Desk(token=token, make_session=make_session, limits=limits)
-    server = Server(make_app(desk), host=config.host, port=config.port)  # before the engine's start
+    sessions = Sessions(token=token, make_session=make_session, limits=limits)
+    # Before the engine's start, so that a port that is taken is told at once.
+    server = Server(make_app(sessions), host=config.host, port=config.port)
     engine = _engine(model, config)
     sampler = EngineSampler(engine, facts, name=name)
 

@@ -6,7 +6,7 @@ import pytest
 from gateways import TOKEN, Scripted, client_of, ids_of, listening, said
 
 from async_grpo.errors import WorkerError
-from async_grpo.gateway.desk import Limits
+from async_grpo.gateway.sessions import Limits
 
 ASKED = [{"role": "user", "content": "What is 2+3?"}]
 ADD = {

@@ -19,7 +19,7 @@ class Limits:
     requests: int = 256
 
 
-class Desk:
+class Sessions:
     """Finds the session of a request.
 
     With a token and `make_session`, whoever has the token opens sessions by naming them; sessions
