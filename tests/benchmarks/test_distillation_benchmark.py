@@ -34,7 +34,9 @@ def test_trl_is_asked_for_what_the_recipe_asks_of_us(tmp_path):
     assert task.batch_size == train["batch_size"] * train["samples_per_question"]
     asked = [line["input"] for line in task.asked()]
     assert len(asked) == task.num_steps * task.batch_size
-    assert len(set(asked[:100])) == 100  # whole epochs, as ours
+    each = train["samples_per_question"]
+    assert asked == [asked[n - n % each] for n in range(len(asked))]
+    assert len(set(asked[: 100 * each])) == 100  # whole epochs, as ours
 
 
 def test_accuracies_are_divided_by_the_teacher_s_of_the_same_kind():

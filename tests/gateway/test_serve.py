@@ -12,7 +12,8 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-pytestmark = pytest.mark.integration
+# An engine more, in each suite of `make test`, says little that scripted ones do not.
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
 PROMPT = "use 2 9 8 to make 15\n"
 END_S = 60.0

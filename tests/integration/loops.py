@@ -26,7 +26,13 @@ def begins_with_a_digit(sample, **kwargs):
     return {"reward": float(sample["output"][:1].isdigit())}
 """
 # No adapter gives one; no group was replaced.
-WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_out_samples"}
+# In runs without judges, too.
+WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_out_samples"} | {
+    "judge_answers",
+    "judge_tokens",
+    "judge_asked_again",
+    "perc_judge_disagreements",
+}
 
 
 class Setup:

@@ -10,7 +10,8 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.types import JudgeRequest
 
-pytestmark = pytest.mark.integration
+# An engine more, in each suite of `make test`, says little that scripted ones do not.
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 REQUEST = JudgeRequest(({"role": "user", "content": "Is it right?"},), 0.0, 16)
 
 
