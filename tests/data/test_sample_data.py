@@ -227,8 +227,12 @@ def test_questions_of_two_kinds_say_which_and_keep_the_held_out_ones_apart(tmp_p
         rows = read(path)
         for kind, operators in signs.items():
             own = [row for row in rows if row["dataset_type"] == kind]
-            assert least <= len(own) <= 2000
+            assert least <= len(own) <= two_kinds.NUM_QUESTIONS[kind]
             assert all(set(row["solution"]) <= set("0123456789()" + operators) for row in own)
         assert {row["dataset_type"] for row in rows[:20]} == {"add", "mul"}
     puzzles = [{(*sorted(row["nums"]), row["target"]) for row in read(path)} for path in files]
     assert not puzzles[0] & puzzles[1]
+    of_both = read(train)
+    assert run(two_kinds, "--kind", "mul", "--output", train).exit_code == 0
+    only = [row for row in of_both if row["dataset_type"] == "mul"]
+    assert sorted(map(str, read(train))) == sorted(map(str, only))
