@@ -62,6 +62,7 @@ class Instant:
 
 @contextmanager
 def listening(sessions: Sessions) -> Any:
+    """The URL of a gateway, in a thread of its own."""
     server = Server(make_app(sessions))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()
@@ -69,7 +70,8 @@ def listening(sessions: Sessions) -> Any:
         yield server.url
     finally:
         server.stop()
-        thread.join()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def measure(num_requests: int) -> list[Figure]:

@@ -20,7 +20,8 @@ from atomic_files import write_jsonl
 from countdown_demonstrations import PUZZLES, split_tasks
 from create_count_down import rows_of
 
-# Sums have few puzzles more; of a product in another order of its numbers a model learns anew.
+# There are few sums more; products come in several orders of their numbers, which a model must
+# learn one by one.
 NUM_QUESTIONS = {"add": 2000, "mul": 4000}
 
 

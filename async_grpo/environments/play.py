@@ -26,6 +26,7 @@ from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.errors import AsyncGrpoError, DeadlineError
 from async_grpo.roles import GENERATION, VERIFIER, judge
+from async_grpo.together import together
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -76,16 +77,8 @@ class GroupPlay:
 
     async def run(self, environment: Environment) -> PlayedGroup:
         """Play and grade; the first failure that stays ends the group."""
-        ordinal = self.request.ordinal
-        tasks = [
-            asyncio.create_task(self._episode(environment), name=f"episode-{ordinal}-{number}")
-            for number in range(self.request.num_samples)
-        ]
-        try:
-            episodes = tuple(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        work = (self._episode(environment) for _ in range(self.request.num_samples))
+        episodes = tuple(await together(work, name=f"episode-{self.request.ordinal}"))
         verdicts = await self._verdicts(environment, episodes)
         judged = [verdicts for member in self._members for verdicts in member.judged]
         disagreed = sum(any(other != first for other in rest) for first, *rest in judged)
@@ -244,7 +237,7 @@ class _Member:
         """See `Services`."""
         how = {"temperature": temperature, "max_tokens": max_tokens}
         asked = [self._verdict(name, messages, form, **how) for name in names]
-        verdicts = tuple(await asyncio.gather(*asked))
+        verdicts = tuple(await together(asked, name="judge"))
         if len(verdicts) > 1:
             self.judged.append(verdicts)
         return verdicts

@@ -28,6 +28,7 @@ from async_grpo.gateway.wire import (
     SamplingRequest,
     read,
 )
+from async_grpo.together import together
 from async_grpo.types import Turn
 
 logger = logging.getLogger(__name__)
@@ -143,13 +144,7 @@ async def _choices(session: Session, plan: Plan) -> list[replies.Choice]:
 
 
 async def _turns(session: Session, asks: Sequence[Ask]) -> list[Turn]:
-    """All of them; one that fails ends the others."""
-    tasks = [asyncio.create_task(session.turn(ask), name="turn") for ask in asks]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
+    return await together((session.turn(ask) for ask in asks), name="turn")
 
 
 async def _events(session: Session, plan: Plan, *, has_usage: bool) -> AsyncIterator[str]:

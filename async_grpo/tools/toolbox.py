@@ -71,7 +71,7 @@ class Toolbox:
             if not isinstance(text, str):
                 raise TypeError(f"an answer must be text, got {type(text).__name__}")
             return text
-        except ToolMistake:
+        except (ToolMistake, EpisodeFailed):  # a tool may ask a judge, whose failure is its own
             raise
         except Exception as error:  # tools are the user's code, and may raise anything
             failed = f"tool {call.name} failed: {error!r}"

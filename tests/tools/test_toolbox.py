@@ -47,6 +47,11 @@ def crash() -> str:
     raise ConnectionError("the database is away")
 
 
+@tool
+async def ask_a_judge() -> str:
+    raise EpisodeFailed(FailureClass.JUDGE, "the judge is away")
+
+
 class Liar:
     def __init__(self):
         self.spec = {"type": "function", "function": {"name": "lie"}}
@@ -56,7 +61,9 @@ class Liar:
 
 
 BOX = Toolbox(
-    [flood, hang, ignore_the_end, refuse, crash, Liar()], timeout_s=0.2, max_characters=100
+    [flood, hang, ignore_the_end, refuse, crash, ask_a_judge, Liar()],
+    timeout_s=0.2,
+    max_characters=100,
 )
 
 
@@ -97,6 +104,12 @@ def test_a_tool_that_hangs_fails_or_lies_ends_the_episode_in_time(name):
         return caught.value.failure
 
     assert asyncio.run(scenario()) is FailureClass.TOOL
+
+
+def test_what_else_has_failed_within_a_tool_keeps_its_class():
+    with pytest.raises(EpisodeFailed, match="judge is away") as caught:
+        answer(ToolCall("ask_a_judge", {}))
+    assert caught.value.failure is FailureClass.JUDGE
 
 
 def test_what_floods_is_cut_and_says_so():
