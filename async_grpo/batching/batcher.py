@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.evaluation import evaluate
 from async_grpo.batching.given import given_group
-from async_grpo.batching.grading import VERIFICATION, nothing_graded
-from async_grpo.batching.leased_work import QUARANTINE, Reason, SlotFailed
-from async_grpo.batching.ledger import Ledger
+from async_grpo.batching.grading import UNGRADED, nothing_graded
+from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
+from async_grpo.batching.ledger import FATES, Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
@@ -30,6 +30,7 @@ from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
 from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
+from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.statistics import StepSums, num_taught
 from async_grpo.batching.step_groups import StepGroups
 from async_grpo.batching.teachers import Teachers
@@ -256,7 +257,7 @@ class ExperienceBatcher:
                     request,
                     oldest=oldest,
                     reference=reference,
-                    on_discard=partial(self._discard, ordinal),
+                    books=SlotBooks(self._ledger, ordinal),
                     join_step=partial(self._step_groups.join, step),
                 )
             except SlotFailed as failure:
@@ -298,22 +299,14 @@ class ExperienceBatcher:
             index, failure, shown,
         )  # fmt: skip
 
-    def _discard(self, ordinal: int, reason: Reason) -> None:
-        """The samples of a slot are lost, and sampled again."""
-        num_samples = self._plan.config.samples_per_question
-        self._ledger.reissue(ordinal, fate="discarded", num_samples=num_samples, reason=reason)
-
     def _receive(self, group: Group, step: StepKey) -> None:
         self._failures_in_a_row[False] = 0
         self._ungraded[step.batch] = None
-        num_tokens = sum(sample.episode.num_sampled_tokens for sample in group.samples)
-        self._ledger.output_tokens += num_tokens
         self._sums.add(step, group, batch=step.batch)
 
     def _replace(self, group: Group, step: StepKey) -> None:
-        num_samples = len(group.samples)
-        self._ledger.reissue(group.ordinal, fate="replaced", num_samples=num_samples)
-        self._log.write(group, batch=step.batch, fates=("replaced",) * num_samples)
+        self._ledger.reissue(group.ordinal, fate="replaced")
+        self._log.write(group, batch=step.batch, fates=("replaced",) * len(group.samples))
 
     def _settle_sample(self, sample: Sample, step: StepKey) -> str:
         if sample.contributes:
@@ -323,18 +316,22 @@ class ExperienceBatcher:
                 cost = estimate_cost(num_tokens, attention_ratio=self._plan.attention_ratio)
                 self._rounds.offer(step, item=Item(key, num_tokens, cost))
             return "trained"
-        self._ledger.settle(sample.ordinal, fate="zero_contribution", num_samples=1)
+        self._ledger.settle(
+            sample.ordinal,
+            fate="zero_contribution",
+            num_samples=1,
+            num_tokens=sample.episode.num_sampled_tokens,
+        )
         self._sums.count_denominator(step, sample)
         return "zero_contribution"
 
     def _settle_failure(self, ordinal: int, step: StepKey, failure: SlotFailed) -> None:
         """The group is dropped whole and counted; a run in which nothing works is ended."""
         logger.warning("question %d is dropped: %s", ordinal, failure)
-        num_samples = self._plan.config.samples_per_question
-        self._ledger.settle(ordinal, fate="failed", num_samples=num_samples, reason=failure.stage)
-        kind = self._plan.type_of(ordinal)
+        self._ledger.settle(ordinal, fate="failed", reason=failure.stage)
+        num_samples, kind = self._plan.config.samples_per_question, self._plan.type_of(ordinal)
         self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
-        if failure.stage == VERIFICATION:
+        if failure.stage in UNGRADED:
             self._ungraded.setdefault(step.batch, failure)
         is_given = bool(self._plan.pairs_of(ordinal))
         self._failures_in_a_row[is_given] += 1
@@ -385,8 +382,14 @@ class ExperienceBatcher:
         for rank, keys in enumerate(formed.bins):
             parts = tuple(self._parts.pop(key) for key in keys)
             for part in parts:
-                if part.row == 0:  # a sample is counted where its first row is trained
-                    self._ledger.settle(part.ordinal, fate="trained", num_samples=1)
+                is_first = part.row == 0  # a sample is counted where its first row is trained
+                self._ledger.settle(
+                    part.ordinal,
+                    fate="trained",
+                    num_samples=int(is_first),
+                    num_tokens=part.episode.num_sampled_tokens,
+                )
+                if is_first:
                     self._sums.count_denominator(formed.step, part)
             self._sent[rank] = self._sent[rank].plus(
                 tally(
@@ -410,7 +413,7 @@ class ExperienceBatcher:
         self._ledger.check()
         num_samples, num_tokens, sums = self._sums.close(step)
         sent, self._sent = tuple(self._sent), [Tally()] * self._plan.num_ranks
-        fates, reasons = self._ledger.close_step(step)
+        ended = self._ledger.close_step(step)
         return EndOfStep(
             batch=step.batch,
             step_in_batch=step.step_in_batch,
@@ -419,8 +422,9 @@ class ExperienceBatcher:
             num_tokens=num_tokens,
             incarnation=self._plan.incarnation,
             sent=sent,
-            reasons=reasons,
-            fates=fates,
+            fates={fate: ended.samples[fate] for fate in FATES},
+            reasons=ended.reasons,
+            tokens={fate: ended.tokens[fate] for fate in FATES} | ended.token_reasons,
             sums=sums,
             clock=self._pipeline.take_clock() | {"unwritten_samples": self._log.num_lost},
             notices=self._log.take_notices(),

@@ -8,10 +8,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from async_grpo.batching.admission import StepKey
 from async_grpo.batching.grading import nothing_graded
 from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.errors import NoWorkerError, WorkerError
 from async_grpo.types import GenerationRequest, Question, Verdict, WeightsVersion
 
@@ -28,10 +31,11 @@ async def evaluate(
     Raises `WorkerError` when nothing could be graded before anything was trained.
     """
     started = time.monotonic()
-    tasks = [
-        asyncio.create_task(_grade(plan, pipeline, question, number, version))
-        for number, question in enumerate(plan.held_out)
-    ]
+    ledger, tasks = Ledger(), []
+    for number, question in enumerate(plan.held_out):
+        ledger.admit(number, num_samples=SAMPLES_PER_QUESTION, step=StepKey(0, 0))
+        work = _grade(plan, pipeline, question, SlotBooks(ledger, number), version)
+        tasks.append(asyncio.create_task(work, name=f"held-out-{number}"))
     try:
         outcomes = await asyncio.gather(*tasks)
     finally:
@@ -67,15 +71,16 @@ async def _grade(
     plan: BatcherPlan,
     pipeline: SlotPipeline,
     question: Question,
-    number: int,
+    books: SlotBooks,
     version: WeightsVersion,
 ) -> Outcome:
+    number = books.ordinal
     request = GenerationRequest(
         number, 0, question.input_token_ids, SAMPLES_PER_QUESTION, plan.sampling, seed=number
     )
     try:
         _, verdicts = await pipeline.play(
-            question, request, oldest=version, slot=("held out", number)
+            question, request, oldest=version, slot=("held out", number), books=books
         )
         return verdicts
     except (SlotFailed, NoWorkerError) as error:

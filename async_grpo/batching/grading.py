@@ -13,11 +13,15 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from async_grpo.batching.leased_work import Progress, SlotFailed
+from async_grpo.environments.base import FailureClass
+from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import Problem, Verdict, VerificationRequest
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]
 VERIFICATION = "verification"  # the stage that loses what cannot be graded
+# A batch of which no group comes to a grade for one of these ends the run.
+UNGRADED = (VERIFICATION, f"{ENVIRONMENT}: {FailureClass.ENVIRONMENT}")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
 MAX_KINDS = 50  # told; a reward that fails in ever new ways is told often enough by then
 

@@ -2,14 +2,15 @@
 
     admitted = in flight + trained + zero_contribution + replaced + failed + discarded
 
-holds at all times, for slots and for samples. Memory is that of the open slots and open steps.
+holds at all times, for slots, for samples, which are episodes, and, with what engines answered in
+the place of what was admitted, for tokens. Memory is that of the open slots and open steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from async_grpo.batching.admission import StepKey
@@ -27,11 +28,24 @@ class LedgerError(RuntimeError):
 
 @dataclass(slots=True)
 class Fates:
-    """What became of slots and samples."""
+    """What became of slots, samples and tokens."""
 
     slots: Counter[str] = field(default_factory=Counter)  # by fate
     samples: Counter[str] = field(default_factory=Counter)  # by fate
     reasons: Counter[str] = field(default_factory=Counter)  # samples by "fate: reason"
+    tokens: Counter[str] = field(default_factory=Counter)  # by fate
+    token_reasons: Counter[str] = field(default_factory=Counter)  # tokens by "fate: reason"
+
+    def count(self, fate: Fate, num_samples: int, num_tokens: int, reason: str) -> None:
+        """Samples and tokens have reached their fate."""
+        if num_samples:
+            self.samples[fate] += num_samples
+            if reason:
+                self.reasons[f"{fate}: {reason}"] += num_samples
+        if num_tokens:
+            self.tokens[fate] += num_tokens
+            if reason:
+                self.token_reasons[f"{fate}: {reason}"] += num_tokens
 
 
 @dataclass(slots=True)
@@ -39,6 +53,7 @@ class _Slot:
     step: StepKey
     in_flight: int  # samples without a fate yet
     best_fate: int | None = None  # index into FATES of the strongest fate so far
+    num_tokens: int = 0  # received for it, without a fate yet
 
 
 @dataclass(slots=True)
@@ -50,7 +65,7 @@ class _Step:
 
 
 class Ledger:
-    """Double entry of slots and samples, since the start of the run, across resumes."""
+    """Double entry of slots, samples and tokens, since the start of the run, across resumes."""
 
     def __init__(self) -> None:
         self._last_ordinal = -1
@@ -59,13 +74,17 @@ class Ledger:
         self.admitted_slots = 0
         self.admitted_samples = 0
         self.fates = Fates()
-        self.output_tokens = 0  # received from workers, whatever became of them
+        self.output_tokens = 0  # received from engines, whatever became of them
         self.teacher_tokens = 0  # scored by teachers, of finished groups
 
     @property
     def in_flight(self) -> int:
         """Samples that were admitted and have no fate yet."""
         return sum(slot.in_flight for slot in self._open.values())
+
+    @property
+    def _tokens_in_flight(self) -> int:
+        return sum(slot.num_tokens for slot in self._open.values())
 
     @property
     def open_slots(self) -> Collection[int]:
@@ -84,13 +103,34 @@ class Ledger:
         self.admitted_slots += 1
         self.admitted_samples += num_samples
 
-    def settle(self, ordinal: int, *, fate: Fate, num_samples: int, reason: str = "") -> None:
-        """Some or all samples of an open slot reach their fate; the last ones close the slot.
+    def tokens_in_flight(self, ordinal: int) -> int:
+        """Received for an open slot, and without a fate yet."""
+        return self._slot(ordinal).num_tokens
 
-        `reason` is a short fixed phrase, given exactly when the fate is failed or discarded.
+    def receive(self, ordinal: int, *, num_tokens: int) -> None:
+        """An engine has answered for an open slot."""
+        self._slot(ordinal).num_tokens += num_tokens
+        self.output_tokens += num_tokens
+
+    def settle(
+        self,
+        ordinal: int,
+        *,
+        fate: Fate,
+        num_samples: int | None = None,
+        num_tokens: int = 0,
+        reason: str = "",
+    ) -> None:
+        """Samples and tokens of an open slot reach their fate; the last ones close the slot.
+
+        None: all that are in flight, with their tokens. `reason` is a short fixed phrase, given
+        exactly when the fate is failed or discarded.
         """
-        slot = self._settle(ordinal, fate=fate, num_samples=num_samples, reason=reason)
-        if slot.in_flight == 0 and slot.best_fate is not None:
+        slot = self._slot(ordinal)
+        if num_samples is None:
+            num_samples, num_tokens = slot.in_flight, slot.num_tokens
+        self._settle(ordinal, slot, fate, num_samples, num_tokens, reason)
+        if not slot.in_flight and not slot.num_tokens and slot.best_fate is not None:
             for fates in self._books_of(slot):
                 fates.slots[FATES[slot.best_fate]] += 1
             del self._open[ordinal]
@@ -100,19 +140,21 @@ class Ledger:
         ordinal: int,
         *,
         fate: Literal["replaced", "discarded"],
-        num_samples: int,
+        num_samples: int | None = None,
+        num_tokens: int = 0,
         reason: str = "",
     ) -> None:
-        """All samples in flight of an open slot are given up, `num_samples` new ones admitted.
+        """Samples and tokens of an open slot are given up, and as many samples admitted again.
 
-        `replaced` when dynamic sampling draws another question (no reason), `discarded` when the
-        same work is done again.
+        None: all that are in flight, with their tokens. `replaced` when dynamic sampling draws
+        another question (no reason), `discarded` when the same work is done again.
         """
-        in_flight = self._slot(ordinal).in_flight
-        slot = self._settle(ordinal, fate=fate, num_samples=in_flight, reason=reason)
-        slot.in_flight = num_samples
-        self._steps[slot.step].sizes[ordinal] = num_samples
+        slot = self._slot(ordinal)
+        if num_samples is None:
+            num_samples, num_tokens = slot.in_flight, slot.num_tokens
         self.admitted_samples += num_samples
+        slot.in_flight += num_samples
+        self._settle(ordinal, slot, fate, num_samples, num_tokens, reason)
 
     def rolled_back(self, *, first: StepKey, reason: str) -> Ledger:
         """A copy in which nothing of step `first` and of later ones has been done yet.
@@ -137,33 +179,42 @@ class Ledger:
 
     def _roll_back(self, key: StepKey, reason: str) -> None:
         sizes, done = self._steps[key].sizes, self._steps[key].fates
-        in_flight = sum(slot.in_flight for slot in self._open.values() if slot.step == key)
-        samples = Counter({"discarded": done.samples.total() + in_flight})
-        reasons = Counter({f"discarded: {reason}": samples.total()})
-        self.fates.slots -= done.slots
-        self.fates.samples = self.fates.samples - done.samples + samples
-        self.fates.reasons = self.fates.reasons - done.reasons + reasons
+        waiting = [slot for slot in self._open.values() if slot.step == key]
+        again = Fates()
+        num_samples = done.samples.total() + sum(slot.in_flight for slot in waiting)
+        num_tokens = done.tokens.total() + sum(slot.num_tokens for slot in waiting)
+        again.count("discarded", num_samples, num_tokens, reason)
+        for name in (each.name for each in fields(Fates)):
+            ours, theirs = getattr(self.fates, name), getattr(again, name)
+            setattr(self.fates, name, ours - getattr(done, name) + theirs)
         self.admitted_samples += sum(sizes.values())
         for ordinal, size in sizes.items():
             self._open[ordinal] = _Slot(key, size, FATES.index("discarded"))
-        self._steps[key] = _Step(sizes, Fates(Counter(), samples, reasons))
+        self._steps[key] = _Step(sizes, again)
 
-    def close_step(self, step: StepKey) -> tuple[dict[str, int], dict[str, int]]:
-        """The samples of a step by fate, all fates named, and by "fate: reason"; forgets it.
+    def close_step(self, step: StepKey) -> Fates:
+        """What became of a step, which is forgotten.
 
-        Raises `LedgerError` while some are in flight.
+        Raises `LedgerError` while something of it is in flight.
         """
         _require(step in self._steps, f"step {tuple(step)} is not open: never admitted, or closed")
-        waiting = [ordinal for ordinal in self._steps[step].sizes if ordinal in self._open]
-        _require(not waiting, f"step {tuple(step)} has samples in flight in slots {waiting}")
-        fates = self._steps.pop(step).fates
-        return {fate: fates.samples[fate] for fate in FATES}, dict(fates.reasons)
+        waiting = {
+            ordinal: (slot.in_flight, slot.num_tokens)
+            for ordinal, slot in self._open.items()
+            if slot.step == step
+        }
+        _require(
+            not waiting,
+            f"step {tuple(step)} has samples and tokens in flight, by slot: {waiting}",
+        )
+        return self._steps.pop(step).fates
 
     def check(self) -> None:
         """Raise `LedgerError` with the numbers unless everything admitted is accounted for."""
         for what, admitted, in_flight, fates in (
             ("slots", self.admitted_slots, len(self._open), self.fates.slots),
             ("samples", self.admitted_samples, self.in_flight, self.fates.samples),
+            ("tokens", self.output_tokens, self._tokens_in_flight, self.fates.tokens),
         ):
             total = in_flight + fates.total()
             _require(
@@ -176,7 +227,9 @@ class Ledger:
         """Everything, as plain JSON values for a checkpoint."""
         return {
             "last_ordinal": self._last_ordinal,
-            "open": [[o, *s.step, s.in_flight, s.best_fate] for o, s in self._open.items()],
+            "open": [
+                [o, *s.step, s.in_flight, s.best_fate, s.num_tokens] for o, s in self._open.items()
+            ],
             "steps": [
                 [*key, list(step.sizes.items()), *_plain(step.fates).values()]
                 for key, step in self._steps.items()
@@ -193,14 +246,18 @@ class Ledger:
         """The inverse of `state`; raises `LedgerError` if it does not balance."""
         ledger = cls()
         ledger._last_ordinal = state["last_ordinal"]
-        for ordinal, batch, step_in_batch, in_flight, best_fate in state["open"]:
-            ledger._open[ordinal] = _Slot(StepKey(batch, step_in_batch), in_flight, best_fate)
+        for ordinal, batch, step_in_batch, in_flight, best_fate, *num_tokens in state["open"]:
+            step = StepKey(batch, step_in_batch)
+            ledger._open[ordinal] = _Slot(step, in_flight, best_fate, *num_tokens)
         for batch, step_in_batch, sizes, *counts in state["steps"]:
             fates = Fates(*map(Counter[str], counts))
             ledger._steps[StepKey(batch, step_in_batch)] = _Step(dict(sizes), fates)
         ledger.admitted_slots = state["admitted_slots"]
         ledger.admitted_samples = state["admitted_samples"]
-        ledger.fates = Fates(*(Counter(state[name]) for name in ("slots", "samples", "reasons")))
+        # A checkpoint of before says of tokens only how many there were.
+        before = {"tokens": {"trained": state["output_tokens"]}}
+        known = (before | dict(state)).get
+        ledger.fates = Fates(*(Counter(known(each.name, {})) for each in fields(Fates)))
         ledger.output_tokens = state["output_tokens"]
         ledger.teacher_tokens = state.get("teacher_tokens", 0)  # a checkpoint of before has none
         ledger.check()
@@ -216,32 +273,35 @@ class Ledger:
         """Where its fates are counted: the run's and its step's."""
         return self.fates, self._steps[slot.step].fates
 
-    def _settle(self, ordinal: int, *, fate: Fate, num_samples: int, reason: str) -> _Slot:
-        slot = self._slot(ordinal)
+    def _settle(
+        self,
+        ordinal: int,
+        slot: _Slot,
+        fate: Fate,
+        num_samples: int,
+        num_tokens: int,
+        reason: str,
+    ) -> None:
         _require(
-            1 <= num_samples <= slot.in_flight,
-            f"slot {ordinal} has {slot.in_flight} samples in flight, got {num_samples} as {fate}",
+            0 <= num_samples <= slot.in_flight and 0 <= num_tokens <= slot.num_tokens,
+            f"slot {ordinal} has {slot.in_flight} samples and {slot.num_tokens} tokens in flight, "
+            f"got {num_samples} and {num_tokens} as {fate}",
         )
         _require(
             (fate in FATES_WITH_REASON) == bool(reason),
             f"a reason belongs to {FATES_WITH_REASON} and only to them, got {fate!r}: {reason!r}",
         )
         slot.in_flight -= num_samples
-        index = FATES.index(fate)
-        slot.best_fate = index if slot.best_fate is None else min(index, slot.best_fate)
+        slot.num_tokens -= num_tokens
+        if num_samples:
+            index = FATES.index(fate)
+            slot.best_fate = index if slot.best_fate is None else min(index, slot.best_fate)
         for fates in self._books_of(slot):
-            fates.samples[fate] += num_samples
-            if reason:
-                fates.reasons[f"{fate}: {reason}"] += num_samples
-        return slot
+            fates.count(fate, num_samples, num_tokens, reason)
 
 
 def _plain(fates: Fates) -> dict[str, dict[str, int]]:
-    return {
-        "slots": dict(fates.slots),
-        "samples": dict(fates.samples),
-        "reasons": dict(fates.reasons),
-    }
+    return {each.name: dict(getattr(fates, each.name)) for each in fields(Fates)}
 
 
 def _require(condition: bool, message: str) -> None:

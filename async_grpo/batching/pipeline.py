@@ -9,11 +9,11 @@ unblocked by: free workers of each role
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,10 @@ from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require
 from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.scoring import Scoring
+from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.stages import StageClock
 from async_grpo.environments.base import EpisodeFailed
-from async_grpo.errors import AsyncGrpoError, DeadlineError, NoWorkerError
+from async_grpo.errors import AsyncGrpoError, ConfigError, DeadlineError, NoWorkerError
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.types import (
     Episode,
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STAGES = {role: role for role in (ENVIRONMENT, GENERATION, REFERENCE)} | {VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
-OnDiscard = Callable[[Reason], None]  # hears why a slot's samples are sampled again
+OnDiscard = Callable[[Reason], None]  # hears why work is done again
+Received = Callable[[Sequence[Turn]], None]  # hears of the turns that an engine answers
 MakeRequest = Callable[[Question, GenerationRequest, WeightsVersion], EpisodesRequest | None]
 Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
 JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
@@ -94,7 +96,8 @@ class SlotPipeline:
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and what was done again in that time."""
         judged, self.judged = self.judged, Counter()
-        return self.stages.take(time.monotonic()) | self.scoring.take_clock() | judged
+        lost = self._registry_of(GENERATION).take_lost()
+        return self.stages.take(time.monotonic()) | self.scoring.take_clock() | judged | lost
 
     async def run(
         self,
@@ -104,15 +107,15 @@ class SlotPipeline:
         oldest: WeightsVersion,
         reference: WeightsVersion,
         join_step: JoinStep,
-        on_discard: OnDiscard = lambda reason: None,
+        books: SlotBooks,
     ) -> Group:
         """The group of one slot at one attempt, finished or to be replaced by another question.
 
-        `on_discard` hears of all samples that are given up and sampled again. Raises `SlotFailed`
-        naming the stage that lost the group.
+        `books` get what engines answer, and what of it is sampled again. Raises `SlotFailed` naming
+        the stage that lost the group.
         """
         episodes, verdicts = await self.play(
-            question, request, oldest=oldest, slot=request.ordinal, on_discard=on_discard
+            question, request, oldest=oldest, slot=request.ordinal, books=books
         )
         samples = tuple(
             Sample(
@@ -157,16 +160,16 @@ class SlotPipeline:
         *,
         oldest: WeightsVersion,
         slot: Hashable,
-        on_discard: OnDiscard = lambda reason: None,
+        books: SlotBooks,
     ) -> Played:
         """The group's episodes and a verdict for each, in the environment of the question's type.
 
         `slot` tells apart what shares an ordinal: a run's slots and held-out questions.
         """
         if asked := self._episodes_request(question, request, oldest):
-            episodes, verdicts = await self._play_elsewhere(asked, slot, on_discard)
+            episodes, verdicts = await self._play_elsewhere(asked, slot, books)
         else:
-            turns = await self._generate(request, oldest=oldest, slot=slot, on_discard=on_discard)
+            turns = await self._generate(request, oldest=oldest, slot=slot, books=books)
             episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
             with self._in_stage("verifying", len(turns)):
                 verdicts = await self.grading.verdicts(
@@ -179,21 +182,28 @@ class SlotPipeline:
         return episodes, verdicts
 
     async def _play_elsewhere(
-        self, request: EpisodesRequest, slot: Hashable, on_discard: OnDiscard
+        self, request: EpisodesRequest, slot: Hashable, books: SlotBooks
     ) -> Played:
+        def check(played: PlayedGroup) -> None:
+            books.played(played)
+            check_episodes(request, played.episodes)
+
         with self._in_stage("generating", request.num_samples):
             try:
                 played: PlayedGroup = await self._leased(
                     ENVIRONMENT,
                     "play",
                     request,
-                    check=lambda played: check_episodes(request, played.episodes),
-                    gives_up=EpisodeFailed,  # the worker has played it again already
+                    check=check,
+                    # The worker has played it again already; or no worker can make the environment.
+                    gives_up=(EpisodeFailed, ConfigError),
                     cost=request.num_samples,
                     slot=slot,
-                    on_retry=on_discard,
+                    on_retry=books.sampled_again,
+                    received=books.received,
                 )
             except EpisodeFailed as error:
+                books.played_again(error.again)
                 raise SlotFailed(f"{ENVIRONMENT}: {error.failure}", str(error)) from error
         if played.num_judged:
             self.judged.update(
@@ -207,22 +217,27 @@ class SlotPipeline:
         *,
         oldest: WeightsVersion,
         slot: Hashable,
-        on_discard: OnDiscard,
+        books: SlotBooks,
     ) -> tuple[Turn, ...]:
         """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
+
+        def check(turns: tuple[Turn, ...]) -> None:
+            books.received(turns)
+            check_completions(request, turns, oldest)
+
         with self._in_stage("generating", request.num_samples):
             try:
                 turns: tuple[Turn, ...] = await self._leased(
                     GENERATION,
                     "generate",
                     request,
-                    check=lambda turns: check_completions(request, turns, oldest),
-                    gives_up=DeadlineError,  # the user wants no longer output
+                    check=check,
+                    gives_up=(DeadlineError,),  # the user wants no longer output
                     cost=request.num_samples,
                     version=oldest,
                     slot=slot,
                     timeout_s=self._config.generation_timeout_s or None,
-                    on_retry=on_discard,
+                    on_retry=books.sampled_again,
                 )
             except NoWorkerError:
                 raise
@@ -249,28 +264,29 @@ class SlotPipeline:
         *,
         cost: float,
         check: Callable[[Any], None] = lambda answer: None,
-        gives_up: type[AsyncGrpoError] = NoWorkerError,
+        gives_up: tuple[type[AsyncGrpoError], ...] = (),
         version: WeightsVersion | None = None,
         slot: Hashable = None,
         timeout_s: float | None = None,
         on_retry: OnDiscard = lambda reason: None,
+        received: Received = lambda turns: None,
         num_objects: int = 0,
     ) -> Any:
         """A good answer to `method(request)`, of another worker when the first could not give one.
 
         With `num_objects` it is as `Lease.call_for` gives it, and may take as long as it likes.
         `check` raises what is wrong with an answer, which may take `timeout_s`; an error of the
-        kind `gives_up` is not tried again. The deaths of workers count against `slot`, until its
-        work is done. Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
-        `NoWorkerError` when nothing moves.
+        kinds `gives_up` is not tried again. `received` gets the turns that the worker asks for. The
+        deaths of workers count against `slot`, until its work is done. Raises `SlotFailed` when the
+        tries are used up, or workers keep dying of it; `NoWorkerError` when nothing moves.
         """
         stage, registry = STAGES.get(role, role), self._registry_of(role)
+        final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *gives_up)
         attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
         try:
             while True:
                 asked = ""  # the worker, once there is one
-                is_suspect = self._quarantine.is_on_probation(slot)
-                turn = self._probation if is_suspect else contextlib.nullcontext()
+                turn = self._probation if self._quarantine.is_on_probation(slot) else nullcontext()
                 lease = registry.lease(
                     cost,
                     version=version,
@@ -279,14 +295,14 @@ class SlotPipeline:
                 )
                 try:
                     async with turn, lease as worker:
-                        asked = worker.worker_id
+                        asked, worker.received = worker.worker_id, received
                         answer = await (
                             worker.call_for(method, request, num_objects=num_objects)
                             if num_objects
                             else worker.call(method, request, timeout_s=timeout_s)
                         )
                         check(answer)
-                except (NoWorkerError, gives_up):
+                except final:
                     raise
                 except AsyncGrpoError as error:
                     self.progress.problem = Problem(stage, str(error), asked)
@@ -301,7 +317,7 @@ class SlotPipeline:
             if slot is not None:
                 self._quarantine.forget(slot)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:
         self.stages.add(stage, num_samples, now_s=time.monotonic())
         try:

@@ -126,6 +126,9 @@ class BatcherPlan:
             self.config.model_name_or_path,
             self.config.renderer,
             self.config.judge_names,
+            request.seed,
+            self.config.turn_timeout_s,
+            self.config.episode_timeout_s,
         )
 
 

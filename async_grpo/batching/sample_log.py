@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.types import Group, Sample
+from async_grpo.types import Episode, Group, Sample, VersionSpan
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import RecorderHandle
@@ -129,11 +129,37 @@ def _line(
         "finish_reason": episode.finish_reason,
         "num_input_tokens": len(sample.question.input_token_ids),
         "num_output_tokens": episode.num_sampled_tokens,
-        "weights_versions": _by_row(
-            [[str(span.version), span.start, span.stop] for span in row.weights_versions]
-            for row in episode.rows
-        ),
-    } | (_token_columns(sample) if has_tokens else {})
+        "weights_versions": _by_row(_spans(row.weights_versions) for row in episode.rows),
+        **({"turns": _turns(episode)} if len(episode.turns) > 1 else {}),
+        **(_token_columns(sample) if has_tokens else {}),
+    }
+
+
+def _turns(episode: Episode) -> list[dict[str, object]]:
+    """What the model read and what it wrote, in order; the recorder writes read ids as text."""
+    told: list[dict[str, object]] = []
+    ends: dict[int, int] = {}  # of the turns told, by row
+    for turn, (number, start) in zip(episode.turns, episode.places, strict=False):
+        row = episode.rows[number]
+        is_new = number not in ends
+        read = row.prompt_token_ids if is_new else row.token_ids[ends[number] : start]
+        told.append({"role": "environment", "row": number, "token_ids": read})
+        told.append(
+            {
+                "role": "model",
+                "row": number,
+                "text": turn.text,
+                "num_tokens": len(turn.token_ids),
+                "weights_versions": _spans(turn.weights_versions),
+                "finish_reason": turn.finish_reason,
+            }
+        )
+        ends[number] = start + len(turn.token_ids)
+    return told
+
+
+def _spans(spans: Iterable[VersionSpan]) -> list[list[object]]:
+    return [[str(span.version), span.start, span.stop] for span in spans]
 
 
 def _token_columns(sample: Sample) -> dict[str, object]:

@@ -61,7 +61,7 @@ from async_grpo.weight_sync.references import ReferenceSchedule
 from async_grpo.weight_sync.transport import open_transport
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import ControllerHandle
+    from async_grpo.types.handles import ControllerHandle, GatewayHandle
 
 logger = logging.getLogger(__name__)
 MAX_RECOVERIES = 3  # a run
@@ -88,6 +88,7 @@ class MainRank:
         self.teacher_widths = teacher_widths
         self.hashes: Future[Mapping[str, str]] | None = hashes
         self.report: Report | Absent = Absent()
+        self.gateway: GatewayHandle | None = None  # which ends with its handle
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._demand = demand
         self._cut: ResumePoint | None = plan.resume

@@ -38,6 +38,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.size import read_size
 from async_grpo.run.first_failure import RunRecord
+from async_grpo.run.gateway import free_address, start_gateway
 from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.reward_trial import try_rewards
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks: int) -> MainRank:
     """Check everything that can be wrong, find the workers, begin the run; in this order."""
-    facts = check_model_folder(config.model_name_or_path)
+    facts, address = check_model_folder(config.model_name_or_path), free_address(config)
     if config.renderer != AUTO:  # named for an environment that chats, in workers that come later
         find_renderer(config.model_name_or_path, config.renderer)
     questions, held_out = load_data(config, facts)
@@ -84,7 +85,9 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     hashes = with_teachers(hashes, teachers, start=start)
     try_rewards(controller, first_of_each_file(config, questions), config)
     widths = {name: info.vocab_size for name, info in teachers.items()}
+    gateway = start_gateway(plan, controller, address) if address else None
     main = MainRank(plan, demand, record, hashes=hashes, teacher_widths=widths)
+    main.gateway = gateway
     record.forget()
     logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)
     for sentence in find_algorithm(config).in_words():
@@ -267,7 +270,10 @@ def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> li
 def own_environments(config: TrainConfig) -> dict[str, UserCode | None]:
     """{type: its own environment}, None where that is a shipped one; raises `ConfigError`."""
     named = {file.type: file.environment for file in config.data_files if file.environment}
-    return {kind: users_environment(name) for kind, name in named.items()}
+    return {
+        kind: users_environment(name, option=f"environment of --data {kind}")
+        for kind, name in named.items()
+    }
 
 
 def read_attention_ratio(config: TrainConfig) -> float:

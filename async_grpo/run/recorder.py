@@ -14,9 +14,10 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo import cluster
+from async_grpo.chat.find import find_tokenizer
 from async_grpo.config.train import TrainConfig
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump
 
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 class RunRecorder:
     """Takes the lines of one writer after the other: each batcher of the run is one."""
 
-    def __init__(self, path: str, *, max_bytes: float = UNLIMITED) -> None:
+    def __init__(self, path: str, *, max_bytes: float = UNLIMITED, model: str = "") -> None:
+        """`model`: whose tokenizer says what episodes of many turns have read."""
+        self._model = model
         self._dump = SampleDump(Path(path), max_bytes=max_bytes)
         self._writer = ""
         self._earlier: set[str] = set()
@@ -47,8 +50,17 @@ class RunRecorder:
             self._writer = writer
             self._dump.cut_back(next_ordinal)
         for group in groups:
-            self._dump.write(pickle.loads(group))
+            self._dump.write([self._in_words(line) for line in pickle.loads(group)])
         return self._dump.num_lost, self._dump.take_notices()
+
+    def _in_words(self, line: dict[str, Any]) -> dict[str, Any]:
+        """The line with text in the place of the ids that the model has read between its turns."""
+        for turn in line.get("turns", ()):
+            if "token_ids" in turn:
+                read = turn.pop("token_ids")
+                text = find_tokenizer(self._model).decode(read)
+                turn.update(text=text, num_tokens=len(read))
+        return line
 
     async def until_death(self) -> None:
         """Never return: whoever waits for it hears of the process' death as Ray's error."""
@@ -65,4 +77,5 @@ def start_recorder(config: TrainConfig) -> RecorderHandle:
         enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
         scheduling_strategy=cluster.on_this_node(),
     )
-    return options.remote(str(path), max_bytes=config.dump_max_gib * 2**30 or UNLIMITED)
+    max_bytes = config.dump_max_gib * 2**30 or UNLIMITED
+    return options.remote(str(path), max_bytes=max_bytes, model=config.model_name_or_path)

@@ -17,7 +17,7 @@ from async_grpo import cluster, deadlines
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO
-from async_grpo.environments.find import SHIPPED
+from async_grpo.environments.find import SHIPPED, grades_itself
 from async_grpo.errors import ConfigError, DeadlineError
 from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import (
@@ -78,6 +78,8 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
     if names := config.environments - SHIPPED.keys():
         roles[ENVIRONMENT] = f" (--environment {sorted(names)[0]} is played there)"
     roles |= {judge(name): f" (--judges {config.judges})" for name in config.judge_names}
+    if all(grades_itself(name) for name in config.environments):
+        return roles
     return roles | {VERIFIER: ""}
 
 

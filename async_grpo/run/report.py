@@ -85,7 +85,7 @@ class Report:
         self._step_started = time.monotonic()
         self._stood_still = dict.fromkeys(STALLS, 0.0)  # seconds of the step being trained
         self._sync: SyncReport | None = None
-        self._generation_timeout_s = config.generation_timeout_s
+        self._timeouts = config.timeouts
         self._is_bias_told = False
         if start and (changed := changed_options(start, config)):
             self._totals.parts.append({"from_batch": start.batches, "changed": changed})
@@ -185,6 +185,7 @@ class Report:
             {**end.sums, **end.clock, **result.metrics, **facts},
             fates=end.fates,
             reasons=end.reasons,
+            tokens=end.tokens,
             declared=self._declared,
         )
         self._metrics.write(row)
@@ -203,11 +204,11 @@ class Report:
             return
         self._is_bias_told = True
         logger.warning(
-            "%.1f %% of the samples of gradient step %d took longer than --generation-timeout-s %g "
-            "and were dropped: training favours short outputs; --generation-timeout-s 0 drops none",
+            "%.1f %% of the samples of gradient step %d took longer than %s and were dropped: "
+            "training favours short outputs; without a limit none is dropped",
             100 * timed_out,
             self._totals.steps,
-            self._generation_timeout_s,
+            self._timeouts,
         )
 
     def evaluation(self, result: EvaluationResult) -> None:
@@ -272,6 +273,7 @@ def _rates(result: EvaluationResult) -> dict[str, float]:
         "eval_accuracy": result.num_correct / max(result.num_samples, 1),
         "eval_reward": result.reward_sum / max(result.num_samples, 1),
         "eval_solved": result.num_solved / max(result.num_questions, 1),
+        "eval_failed": result.num_failed / max(result.num_samples + result.num_failed, 1),
     }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from async_grpo import cluster, deadlines
 from async_grpo.config.train import TrainConfig
+from async_grpo.environments.find import grades_itself
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
 from async_grpo.types import (
@@ -39,7 +40,8 @@ def try_rewards(
 ) -> None:
     """Raise `ConfigError` for a reward that cannot grade one of `questions`, or is not there.
 
-    They are the first of each data file, and each is graded by the rewards of its type.
+    They are the first of each data file, and each is graded by the rewards of its type, unless its
+    environment grades it.
 
     Every pool is asked: a later overrun is measured by what its pool graded here. A connection
     that fails may be back in time, and a process that was lost is nobody's fault: both are only
@@ -48,6 +50,11 @@ def try_rewards(
     pools: tuple[tuple[WorkerInfo, Any], ...] = cluster.wait(
         controller.receivers.remote(VERIFIER), timeout_s=deadlines.ANSWER_S, who="the controller"
     )
+    questions = [
+        question
+        for question in questions
+        if not grades_itself(config.environment_of(question.dataset_type))
+    ]
     requests = [_request(question, config) for question in questions]
     for info, _ in pools:
         _check_names(info, config)

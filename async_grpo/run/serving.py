@@ -15,8 +15,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from async_grpo.chat.base import ToolSpec
 from async_grpo.chat.dialogue import Dialogue
 from async_grpo.chat.find import find_renderer, find_tokenizer
@@ -30,7 +28,7 @@ from async_grpo.gateway.session import Session
 from async_grpo.gateway.sessions import Limits, Sessions
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.rollout.worker import worker_environment
-from async_grpo.types import GenerationRequest, SamplingContract, Turn
+from async_grpo.types import Turn
 
 if TYPE_CHECKING:
     from async_grpo.rollout.served import ServedEngine
@@ -53,11 +51,8 @@ class EngineSampler:
 
     def sample(self, ask: Ask) -> AsyncIterator[Turn]:
         """See `Sampler`."""
-        longest = ask.max_tokens or self.max_model_len - len(ask.prompt_ids)
-        stop_ids = tuple(dict.fromkeys((*self._stop_ids, *ask.stop_ids)))
-        prompt = np.array(ask.prompt_ids, np.int32)
-        sampling = SamplingContract(ask.temperature, stop_ids, longest)
-        return self._engine.pieces(GenerationRequest(0, 0, prompt, 1, sampling, ask.seed))
+        longest = self.max_model_len - len(ask.prompt_ids)
+        return self._engine.pieces(ask.request(stop_ids=self._stop_ids, longest=longest))
 
 
 def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], object]) -> None:

@@ -84,14 +84,18 @@ def meet_teachers(
     has_heads = algorithm.config.teacher_payload == "hidden"
     teachers = []
     for name in algorithm.config.teacher_names:
-        head = _head(client, name, device) if has_heads else {}
+        head = _head(client, name, device, algorithm.config) if has_heads else {}
         teachers.append(Teacher(widths[name], head.get("weight"), head.get("bias")))
     algorithm.learn_from(teachers)
 
 
-def _head(client: RunClient, name: str, device: torch.device) -> dict[str, torch.Tensor]:
+def _head(
+    client: RunClient, name: str, device: torch.device, config: TrainConfig
+) -> dict[str, torch.Tensor]:
     call = client.teacher_head(teacher(name))
-    references = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=WHO)
+    # The controller itself may wait so long for a teacher to be free.
+    limit_s = config.stall_timeout_s + deadlines.ANSWER_S
+    references = cluster.wait(call, timeout_s=limit_s, who=WHO)
     (arrays,) = cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
     if arrays is None:
         raise DataError(f"the head of teacher {name} did not come: look at its worker's node")

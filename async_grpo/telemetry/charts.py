@@ -10,7 +10,10 @@ GROUPS = (  # the first pattern that a name begins with
     ("run", r"total_|optimizer_|skipped_|failed_checkpoints"),
     ("reward", r"avg_(max_|format_|replaced_)?reward|avg_\w+_penalty|perc_with|perc_unscorable"),
     ("length", r"avg_(output|prompt)_tokens|perc_truncated|perc_masked"),
-    ("ledger", r"fate_|failed_|discarded_|num_replacements|replaced_|\w+_(retries|restarts)"),
+    (
+        "ledger",
+        r"\w*fate_|lost_|failed_|discarded_|num_replacements|replaced_|\w+_(retries|restarts)",
+    ),
     ("lag", r"lag_|avg_lag|avg_token_lag|max_lag"),
     ("engine", r"mismatch_|effective_|corrected_|canary_"),
     ("sync", r"sync_|recomputed_"),

@@ -15,8 +15,9 @@ from async_grpo.types.metrics import Metric
 
 Sums = Mapping[str, float | None]
 Row = dict[str, float | int | None]
+TIMED_OUT = ("generation timeout", "environment: timeout")  # what the user's limits drop
 ENDS = ("trained", "zero_contribution", "failed")  # the fates of samples that are not done again
-LAG_BIN = re.compile(r"lag_\d+_(samples|tokens)")
+COUNTS = re.compile(r"lag_\d+_(samples|tokens)|lost_(turns|tokens)_.+")  # as many as there are
 
 
 def metrics_row(
@@ -24,6 +25,7 @@ def metrics_row(
     *,
     fates: Mapping[str, int],
     reasons: Mapping[str, int],
+    tokens: Mapping[str, int],
     declared: Sequence[Metric] = (),
 ) -> Row:
     """One line of the metrics file: every metric of the schema, those that its algorithm has
@@ -31,17 +33,19 @@ def metrics_row(
 
     `sums`: those of the step's samples, of all ranks, and the facts of `schema.Step`.
     Those of `schema.OF_TYPES` follow for each type, as `avg_reward/TYPE`.
-    The counts are `fate_<name>`, `failed_<why>` and `discarded_<why>` where there are any, and
-    `lag_<n>_samples` and `lag_<n>_tokens`.
+    The counts are `fate_<name>`, `failed_<why>` and `discarded_<why>` where there are any, the same
+    in tokens as `token_fate_<name>` and `token_fate_<name>_<why>`, `lost_turns_<why>`,
+    `lost_tokens_<why>`, `lag_<n>_samples` and `lag_<n>_tokens`.
     A metric without its sums, with a denominator of 0, or that is not finite is None.
     """
     known = {**sums, "effective_tokens": effective_tokens(sums)}
-    if timed_out := reasons.get("failed: generation timeout"):
+    if timed_out := sum(reasons.get(f"failed: {stage}", 0) for stage in TIMED_OUT):
         known["timed_out_samples"] = timed_out
         known["ended_samples"] = sum(fates.get(fate, 0) for fate in ENDS)
     row: Row = {metric.name: _value(metric, known) for metric in (*METRICS, *declared)}
     row |= _of_types(sums)
-    return row | _fate_counts(fates) | _reason_counts(reasons) | _lag_histogram(sums)
+    row |= _counts("fate_", fates) | _counts("", reasons) | _counts("token_fate_", tokens)
+    return row | _found_counts(sums)
 
 
 def _of_types(sums: Sums) -> Row:
@@ -85,28 +89,22 @@ def _value(metric: Metric, known: Mapping[str, float | None]) -> float | int | N
     return int(numerator) if metric.is_count else float(numerator / denominator)
 
 
-def _lag_histogram(sums: Sums) -> dict[str, int]:
-    """Samples and tokens by lag: as many keys as --max-staleness allows.
+def _found_counts(sums: Sums) -> dict[str, int]:
+    """Samples and tokens by lag: as many keys as --max-staleness allows; and what was lost.
 
-    >>> _lag_histogram({"lag_0_samples": 6.0, "lag_1_tokens": 40.0, "lag_sum": 3.0, "lag_max": 1.0})
+    >>> _found_counts({"lag_0_samples": 6.0, "lag_1_tokens": 40.0, "lag_sum": 3.0, "lag_max": 1.0})
     {'lag_0_samples': 6, 'lag_1_tokens': 40}
     """
-    return {key: int(value or 0) for key, value in sums.items() if LAG_BIN.fullmatch(key)}
+    found = {key: int(value or 0) for key, value in sums.items() if COUNTS.fullmatch(key)}
+    return _counts("", found)
 
 
-def _fate_counts(fates: Mapping[str, int]) -> dict[str, int]:
+def _counts(start: str, counts: Mapping[str, int]) -> dict[str, int]:
     """Keys that every tracker accepts as a name.
 
-    >>> _fate_counts({"trained": 6, "zero_contribution": 2})
+    >>> _counts("fate_", {"trained": 6, "zero_contribution": 2})
     {'fate_trained': 6, 'fate_zero_contribution': 2}
-    """
-    return {f"fate_{fate}": count for fate, count in fates.items()}
-
-
-def _reason_counts(reasons: Mapping[str, int]) -> dict[str, int]:
-    """Samples of the fates `failed` and `discarded`, by reason.
-
-    >>> _reason_counts({"discarded: worker died": 8, "failed: verification": 2})
+    >>> _counts("", {"discarded: worker died": 8, "failed: verification": 2})
     {'discarded_worker_died': 8, 'failed_verification': 2}
     """
-    return {re.sub(r"\W+", "_", reason): count for reason, count in reasons.items()}
+    return {start + re.sub(r"\W+", "_", name): count for name, count in counts.items()}

@@ -125,7 +125,8 @@ class Pipeline:
         "timed_out_samples", "ended_samples", "fraction", "Timed-out samples"
     )
     """share (0 to 1) of samples dropped because their group took longer than
-    --generation-timeout-s, of all that ended in the step; null when there are none"""
+    --generation-timeout-s, --turn-timeout-s or --episode-timeout-s, of all that ended in the step;
+    null when there are none"""
     perc_overrun_samples = quotient("overrun_samples", "num_samples", "fraction", "Overruns")
     """share (0 to 1) of samples, unscorable too, on which a reward reached its limit of time or
     memory, twice"""
@@ -248,6 +249,8 @@ class Evaluation:
     """reward of a sample"""
     eval_solved = quotient("num_solved", "num_questions", "fraction", "Held-out questions solved")
     """share of questions with at least one correct sample"""
+    eval_failed = quotient("num_failed", "num_sampled", "fraction", "Held-out samples that failed")
+    """share of samples that could not be played or graded: in no other figure"""
     eval_loss = quotient("loss_sum", "num_tokens", "nats", "Held-out loss")
     """with --algorithm sft: cross-entropy of the held-out pairs, a trained token"""
 

@@ -80,6 +80,12 @@ class RecorderHandle(Protocol):
     until_death: Remote[[], None]
 
 
+class GatewayHandle(Protocol):
+    """The `Gateway` of a run."""
+
+    url: Remote[[], str]
+
+
 class ControllerHandle(Protocol):
     """A `Controller`, whose methods those of a run name it first."""
 

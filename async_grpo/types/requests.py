@@ -6,7 +6,7 @@ Legend: P prompt tokens, L output tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,9 @@ class EpisodesRequest:
     model: str  # whose chat format `services.dialogue` speaks, a folder or a name on a hub
     renderer: str  # of --renderer
     judges: tuple[str, ...] = ()  # of --judges: whom the environment may ask
+    seed: int | None = None  # of which each turn has one of its own; None: the engine's
+    turn_timeout_s: float = 0.0  # 0: a turn, and an episode, may take as long as they move
+    episode_timeout_s: float = 0.0
     lease_id: int = 0  # under which it is played, and asks for turns
 
 
@@ -105,6 +108,8 @@ class PlayedGroup:
     verdicts: tuple[Verdict, ...]
     num_judged: int = 0  # times that several judges were asked the same
     num_disagreed: int = 0  # of these, their verdicts were not all equal
+    # What failed -> the episodes that were played again for it, and the tokens of their turns.
+    again: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

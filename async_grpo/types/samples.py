@@ -122,6 +122,9 @@ class Episode(Message):
     turns: tuple[Turn, ...] = ()  # in order; none where the output was given
     is_cut: bool = False  # there was no room for another turn
     given_text: str = ""  # of an output that was given, for people
+    # Of each turn: the number of its row, and where in its output it begins; none: only one turn.
+    places: tuple[tuple[int, int], ...] = ()
+    verdict: Verdict | None = None  # what played it says of it; None: nothing
 
     @classmethod
     def of_turn(cls, prompt_token_ids: NDArray[np.int32], turn: Turn) -> Episode:

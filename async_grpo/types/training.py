@@ -72,6 +72,8 @@ class EndOfStep(Parcel):
     sent: tuple[Tally, ...] = field(default=(), compare=False)
     fates: Mapping[str, int] = field(default_factory=dict)  # samples by fate, this step
     reasons: Mapping[str, int] = field(default_factory=dict)  # of these, by "fate: reason"
+    # That engines have answered, by fate and by "fate: reason".
+    tokens: Mapping[str, int] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=dict)  # numerators and denominators
     # Seconds by stage, and retries, since the step before: what no two runs share.
     clock: Mapping[str, float] = field(default_factory=dict, compare=False)

@@ -172,6 +172,19 @@ class ExpectedStep:
         )
 
     @property
+    def token_fates(self):
+        """Of what engines answer, but for leases that are lost afterwards."""
+        script, sampled = self.script, {"replaced": 0, "failed": 0}
+        for ordinal, (replaced, _, stage) in self.slots.items():
+            sampled["replaced"] += sum(sum(script.lengths(ordinal, n)) for n in replaced)
+            if stage == "verification":
+                sampled["failed"] += sum(script.lengths(ordinal, len(replaced)))
+        kept = self.sum_over_kept(lambda ordinal, attempt: sum(script.lengths(ordinal, attempt)))
+        slots = self.slots
+        trained = sum(script.lengths(n, slots[n][1])[index] for n, index in self.trained)
+        return Counter(sampled | {"trained": trained, "zero_contribution": kept - trained})
+
+    @property
     def denominators(self):
         """D in samples and in tokens: trained and of zero contribution, nothing else."""
         kept = self._kept()

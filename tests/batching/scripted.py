@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import selectors
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -102,6 +103,9 @@ class Registry:
         finally:
             del self.open[lease_id]
             lease.end()
+
+    def take_lost(self):
+        return Counter()
 
     def revoke(self, lease_id, cause=LossCause.SILENT, reason="no sign of life"):
         self.open[lease_id].end(LeaseLost(cause, f"lease {lease_id} has ended: {reason}"))

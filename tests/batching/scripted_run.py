@@ -47,6 +47,8 @@ class Cluster:
     tries: Counter = field(default_factory=Counter)
     references: list[int] = field(default_factory=list)  # batches in the weights asked for
     scored_tokens: int = 0
+    sampled_tokens: int = 0  # answered by engines, for whatever slot
+    registry: Registry | None = None  # of environments: what `play` asks for is told to its lease
 
     async def generate(self, request):
         script, ordinal, attempt = self.script, request.ordinal, request.attempt
@@ -60,6 +62,7 @@ class Cluster:
         if ordinal in script.dropped or (ordinal in script.flaky and number == 1):
             raise WorkerError("this worker is out of order")
         shapes = script.lengths(ordinal, attempt)[: request.num_samples]
+        self.sampled_tokens += sum(shapes)
         return tuple(self._completion(first, n) for n in shapes)
 
     def _completion(self, first, num_tokens):
@@ -87,6 +90,7 @@ class Cluster:
     async def play(self, request):
         """The same tokens and verdicts, in as many rows as the script says."""
         turns = await self.generate(request)
+        self.registry.open[request.lease_id].received(turns)
         output = SimpleNamespace(ordinal=request.ordinal)
         verdicts = await self.verify(SimpleNamespace(outputs=(output,) * len(turns)))
         episodes = tuple(self._episode(request, *numbered) for numbered in enumerate(turns))
@@ -129,7 +133,7 @@ class Run:
     def __init__(self, script, *, held_out=()):
         self.script, self.config = script, script.config
         self.cluster = Cluster(script)
-        self.generation = Registry(self.cluster, self.cluster)
+        self.generation = self.cluster.registry = Registry(self.cluster, self.cluster)
         if script.loses_a_lease:  # one: with a flaky worker a slot has still a third try
             self.generation.revoked = {2}
         self.plan = BatcherPlan(

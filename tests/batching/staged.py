@@ -10,9 +10,12 @@ from scripted_run import make_config
 from async_grpo import roles
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.admission import StepKey
 from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
+from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
@@ -49,6 +52,13 @@ SCORED = (make_verdict(1.0), make_verdict(0.0))
 SCORES = (np.full(4, -1.0, np.float32), np.full(5, -2.0, np.float32))
 
 
+def make_books(request):
+    """Of a ledger with the slot of this request."""
+    ledger = Ledger()
+    ledger.admit(request.ordinal, num_samples=request.num_samples, step=StepKey(0, 0))
+    return SlotBooks(ledger, request.ordinal)
+
+
 class Stage:
     """A pipeline between scripted services, and what came of one slot."""
 
@@ -78,6 +88,7 @@ class Stage:
             generation_timeout_s=generation_timeout_s,
             **objective,
         )
+        self.books = make_books(REQUEST)
         self.pipeline = SlotPipeline(
             registries.__getitem__,
             config=config,
@@ -90,7 +101,12 @@ class Stage:
         try:
             return run(
                 self.pipeline.run(
-                    QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None
+                    QUESTION,
+                    REQUEST,
+                    oldest=OLDEST,
+                    reference=REFERENCE,
+                    join_step=None,
+                    books=self.books,
                 )
             )
         finally:

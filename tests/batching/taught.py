@@ -15,7 +15,7 @@ from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.teacher_buffer import TeacherBuffer
 from async_grpo.batching.teachers import Teachers
-from async_grpo.roles import teacher
+from async_grpo.roles import GENERATION, teacher
 from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerInfo
 
 VERSION = WeightsVersion(5, 0)
@@ -72,7 +72,7 @@ class School:
         self.workers = {MATH: math or [Teacher(MATH)], CODE: code or [Teacher(CODE)]}
         self.registries = {
             role: TeacherRegistry(*workers, role=role) for role, workers in self.workers.items()
-        }
+        } | {GENERATION: Registry(role=GENERATION)}
         self.config = make_config(**(LEARNS | options))
         self.buffer = TeacherBuffer(limit)
         self.teachers = Teachers(

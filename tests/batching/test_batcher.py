@@ -10,7 +10,8 @@ from scripted import make_completion, make_question, run
 from scripted_run import ATTENTION_RATIO, Run, make_config, split_steps
 
 from async_grpo.batching.batcher import MAX_SEQUENTIAL_FAILURES
-from async_grpo.errors import WorkerError
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.errors import AsyncGrpoError, ConfigError, WorkerError
 from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
 
 
@@ -113,6 +114,33 @@ def test_a_question_that_kills_workers_is_asked_no_more(caplog):
                 for sample in m.samples]  # fmt: skip
     zero = sum(end.fates["zero_contribution"] for end in ends(items[0]))
     assert len(innocent) + zero == (28 - 4) * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            EpisodeFailed(
+                FailureClass.ENVIRONMENT, "environment mine.py:Mine raised KeyError('x')"
+            ),
+            r"none of batch 1 could be: environment mine.py:Mine raised KeyError",
+        ),
+        (
+            ConfigError("/mine.py cannot be imported: correct it"),
+            "^/mine.py cannot be imported: co",
+        ),
+    ],
+)
+def test_an_environment_that_never_works_ends_the_run_with_its_sentence(error, said):
+    running = Run(Script(config=make_config(num_training_batches=100), max_rows=3))
+
+    async def fails(request):
+        raise error
+
+    running.cluster.play = fails
+    with pytest.raises(AsyncGrpoError, match=said):
+        run(running.train())
+    assert len(running.cluster.started) == 0
 
 
 def test_a_run_in_which_nothing_works_is_ended():

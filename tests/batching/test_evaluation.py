@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 from script import Script
 from scripted import make_question, run
-from scripted_run import INCARNATION, Run, make_config
+from scripted_run import INCARNATION, ROWS, Run, make_config
 
 from async_grpo.batching import evaluation as module
 from async_grpo.batching.evaluation import SAMPLES_PER_QUESTION
+from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.errors import NoWorkerError, WorkerError
 from async_grpo.types import WeightsVersion
 
@@ -39,6 +40,30 @@ def test_rewards_and_correct_answers_are_counted():
     assert result.num_correct == sum(group.count(1.0) for group in rewards)
     assert result.num_solved == sum(1.0 in group for group in rewards)
     assert 0 < result.num_solved < 20
+
+
+def test_questions_are_played_in_the_environment_of_their_type():
+    kinds = ("rows", "plain", "rows", "other")
+    questions = [replace(make_question(), dataset_type=kind) for kind in kinds]
+    running = Run(make_script(seed=4), held_out=tuple(questions))
+    environments = {"rows": ROWS, "plain": None}
+    running.plan = replace(running.plan, environment=ROWS, environments=environments)
+    running.batcher, play = running.make_batcher(), running.cluster.play
+    played = []
+
+    async def watched(request):
+        played.append((request.question.dataset_type, request.seed))
+        if request.ordinal == 3:
+            raise EpisodeFailed(FailureClass.TOOL, "the index is down")
+        return await play(request)
+
+    running.cluster.play = watched
+    running.cluster.version = version = WeightsVersion(INCARNATION, 0)
+    result = run(module.evaluate(running.plan, running.batcher._pipeline, version=version))
+    assert sorted(played) == [("other", 3), ("rows", 0), ("rows", 2)]
+    assert (result.num_samples, result.num_failed) == (12, 4)
+    rewards = [running.script.rewards(number) for number in range(3)]
+    assert result.reward_sum == pytest.approx(sum(map(sum, rewards)))
 
 
 def test_questions_that_could_not_be_graded_are_counted_apart():

@@ -186,7 +186,7 @@ def test_a_batch_of_given_samples_alone_is_trained_and_has_no_reward():
     end = split_steps(items[0])[0][1]
     assert not running.cluster.started
     assert (end.num_samples, end.fates["trained"], end.reasons) == (12, 12, {})
-    row = metrics_row(end.sums, fates=end.fates, reasons=end.reasons)
+    row = metrics_row(end.sums, fates=end.fates, reasons=end.reasons, tokens=end.tokens)
     assert (row["given_samples"], row["num_samples"], row["num_groups"]) == (12, 0, 0)
     for name in ("avg_reward", "avg_output_tokens", "avg_lag", "max_lag", "perc_with_0_advantage"):
         assert row[name] is None

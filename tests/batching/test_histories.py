@@ -1,6 +1,7 @@
 """Whole runs of the batcher in a loop whose clock jumps: any latencies, failures and options."""
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -219,6 +220,11 @@ def check_books(running, status, expected):
     assert {fate: ledger.fates.samples[fate] for fate in FATES} == totals
     assert ledger.admitted_samples == sum(totals.values()) == status.done
     assert (ledger.in_flight, len(ledger.open_slots)) == (0, 0)
+    assert ledger.output_tokens == running.cluster.sampled_tokens == ledger.fates.tokens.total()
+    assert ledger.fates.tokens - Counter(discarded=ledger.fates.tokens["discarded"]) == sum(
+        (step.token_fates for step in expected), Counter()
+    )
+    assert bool(ledger.fates.tokens["discarded"]) == bool(lost)
     assert ledger.admitted_slots == sum(len(step.ordinals) for step in expected)
     idle = (status.generating, status.verifying, status.in_reference, status.ready, status.training)
     assert idle == (0, 0, 0, 0, 0)
@@ -253,7 +259,9 @@ def without_lag(end):
     Only the age of the weights may differ, and whose work was lost and done again.
     """
     sums = {k: v for k, v in end.sums.items() if "lag" not in k}
-    return replace(end, sums=sums, fates={**end.fates, "discarded": 0}, reasons={})
+    tokens = {k: v for k, v in end.tokens.items() if not k.startswith("discarded")}
+    fates = {**end.fates, "discarded": 0}
+    return replace(end, sums=sums, fates=fates, reasons={}, tokens=tokens)
 
 
 def ends(ranks):

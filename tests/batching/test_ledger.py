@@ -41,7 +41,7 @@ def test_a_slot_cannot_be_settled_twice():
 def test_more_samples_than_in_flight_cannot_be_settled():
     ledger = ledger_with()
     ledger.settle(0, fate="trained", num_samples=6)
-    with pytest.raises(LedgerError, match="slot 0 has 2 samples in flight, got 3 as trained"):
+    with pytest.raises(LedgerError, match="slot 0 has 2 samples and 0 tokens in flight, got 3 a"):
         ledger.settle(0, fate="trained", num_samples=3)
 
 
@@ -65,7 +65,7 @@ def test_a_reason_is_given_exactly_for_failures_and_discards(fate, reason):
 
 def test_work_done_again_is_discarded_once_and_trained_once():
     ledger = ledger_with()
-    ledger.reissue(0, fate="discarded", num_samples=8, reason="worker died")
+    ledger.reissue(0, fate="discarded", reason="worker died")
     ledger.check()
     ledger.settle(0, fate="trained", num_samples=8)
     assert (ledger.admitted_samples, ledger.admitted_slots) == (16, 1)
@@ -78,11 +78,11 @@ def test_a_step_is_counted_apart_and_forgotten_when_closed():
     later = StepKey(0, 1)
     ledger.admit(1, num_samples=4, step=later)
     ledger.settle(1, fate="trained", num_samples=4)
-    with pytest.raises(LedgerError, match=r"in flight in slots \[0\]"):
+    with pytest.raises(LedgerError, match=r"in flight, by slot: {0: \(4, 0\)}"):
         ledger.close_step(STEP)
     ledger.settle(0, fate="zero_contribution", num_samples=4)
-    assert ledger.close_step(STEP) == (dict.fromkeys(FATES, 0) | {"zero_contribution": 4}, {})
-    assert ledger.close_step(later) == (dict.fromkeys(FATES, 0) | {"trained": 4}, {})
+    assert ledger.close_step(STEP).samples == {"zero_contribution": 4}
+    assert ledger.close_step(later).samples == {"trained": 4}
     assert ledger.state()["steps"] == []
     with pytest.raises(LedgerError, match="not open"):
         ledger.close_step(STEP)
@@ -97,8 +97,46 @@ def test_a_lost_sample_is_told_with_the_numbers():
 
 def test_received_tokens_are_known_to_the_next_ledger():
     ledger = ledger_with()
-    ledger.output_tokens += 123
-    assert Ledger.restore(ledger.state()).output_tokens == 123
+    ledger.receive(0, num_tokens=123)
+    again = Ledger.restore(json.loads(json.dumps(ledger.state())))
+    assert (again.output_tokens, again.tokens_in_flight(0)) == (123, 123)
+
+
+def test_a_checkpoint_that_says_how_many_tokens_there_were_and_no_more_can_be_read():
+    ledger = ledger_with(num_samples=4)
+    ledger.receive(0, num_tokens=9)
+    ledger.settle(0, fate="trained")
+    ledger.close_step(STEP)
+    state = ledger.state()
+    del state["tokens"], state["token_reasons"]
+    assert Ledger.restore(state).fates == ledger.fates
+
+
+def test_a_step_whose_tokens_have_no_fate_cannot_be_closed():
+    ledger = ledger_with(num_samples=2)
+    ledger.receive(0, num_tokens=9)
+    ledger.settle(0, fate="trained", num_samples=2, num_tokens=8)
+    with pytest.raises(LedgerError, match=r"tokens in flight, by slot: {0: \(0, 1\)}"):
+        ledger.close_step(STEP)
+    ledger.settle(0, fate="trained", num_tokens=1, num_samples=0)
+    assert ledger.close_step(STEP).tokens == {"trained": 9}
+
+
+def test_tokens_that_nobody_received_have_no_fate():
+    ledger = ledger_with()
+    ledger.receive(0, num_tokens=9)
+    with pytest.raises(LedgerError, match="8 samples and 9 tokens in flight, got 1 and 10"):
+        ledger.settle(0, fate="trained", num_samples=1, num_tokens=10)
+
+
+def test_episodes_that_are_played_again_count_as_often_as_they_were_played():
+    ledger = ledger_with(num_samples=2)
+    ledger.receive(0, num_tokens=50)
+    ledger.reissue(0, fate="discarded", num_samples=3, num_tokens=30, reason="tool")
+    ledger.settle(0, fate="failed", reason="tool")
+    step = ledger.close_step(STEP)
+    assert (ledger.admitted_samples, step.samples) == (5, {"discarded": 3, "failed": 2})
+    assert step.token_reasons == {"discarded: tool": 30, "failed: tool": 20}
 
 
 def test_earlier_steps_keep_what_they_have_when_later_ones_are_done_again():
@@ -128,14 +166,20 @@ class LedgerMachine(RuleBasedStateMachine):
         self.fates_of = {}  # ordinal -> fates that its samples reached
         self.by_step = {}  # step -> samples by fate
         self.closed = Counter()
+        self.tokens_open = {}  # ordinal -> tokens in flight
+        self.tokens_by_step = {}  # step -> tokens by fate
+        self.closed_tokens = Counter()
         self.admitted = self.tokens = 0
 
     def step_of(self, ordinal):
         return StepKey(*divmod(ordinal // SLOTS_A_STEP, 2))
 
-    def count(self, ordinal, fate, num_samples):
+    def count(self, ordinal, fate, num_samples, num_tokens):
         self.by_step[self.step_of(ordinal)][fate] += num_samples
-        self.fates_of[ordinal].add(fate)
+        self.tokens_by_step[self.step_of(ordinal)][fate] += num_tokens
+        self.tokens_open[ordinal] -= num_tokens
+        if num_samples:
+            self.fates_of[ordinal].add(fate)
 
     @rule(num_samples=st.integers(1, 8))
     def admit(self, num_samples):
@@ -143,35 +187,51 @@ class LedgerMachine(RuleBasedStateMachine):
         step = self.step_of(ordinal)
         self.ledger.admit(ordinal, num_samples=num_samples, step=step)
         self.open[ordinal], self.fates_of[ordinal] = num_samples, set()
-        self.sizes[ordinal] = num_samples
+        self.sizes[ordinal], self.tokens_open[ordinal] = num_samples, 0
         self.by_step.setdefault(step, Counter())
+        self.tokens_by_step.setdefault(step, Counter())
         self.admitted += num_samples
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), fate=st.sampled_from(FATES))
     def settle(self, data, fate):
         ordinal = data.draw(st.sampled_from(sorted(self.open)))
-        num_samples = data.draw(st.integers(1, self.open[ordinal]))
         reason = "broken" if fate in FATES_WITH_REASON else ""
-        self.ledger.settle(ordinal, fate=fate, num_samples=num_samples, reason=reason)
-        self.count(ordinal, fate, num_samples)
+        if data.draw(st.booleans(), label="all"):
+            num_samples, num_tokens = self.open[ordinal], self.tokens_open[ordinal]
+            self.ledger.settle(ordinal, fate=fate, reason=reason)
+        else:
+            num_samples = data.draw(st.integers(0, self.open[ordinal]))
+            num_tokens = data.draw(st.integers(0, self.tokens_open[ordinal]))
+            numbers = {"num_samples": num_samples, "num_tokens": num_tokens}
+            self.ledger.settle(ordinal, fate=fate, reason=reason, **numbers)
+        self.count(ordinal, fate, num_samples, num_tokens)
         self.open[ordinal] -= num_samples
-        if not self.open[ordinal]:
-            del self.open[ordinal]
+        if not self.open[ordinal] and not self.tokens_open[ordinal] and self.fates_of[ordinal]:
+            del self.open[ordinal], self.tokens_open[ordinal]
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), fate=st.sampled_from(["replaced", "discarded"]), new=st.integers(1, 8))
-    def reissue(self, data, fate, new):
+    @rule(data=st.data(), fate=st.sampled_from(["replaced", "discarded"]))
+    def reissue(self, data, fate):
         ordinal = data.draw(st.sampled_from(sorted(self.open)))
         reason = "again" if fate == "discarded" else ""
-        self.ledger.reissue(ordinal, fate=fate, num_samples=new, reason=reason)
-        self.count(ordinal, fate, self.open[ordinal])
-        self.open[ordinal] = self.sizes[ordinal] = new
-        self.admitted += new
+        if data.draw(st.booleans(), label="all"):
+            num_samples, num_tokens = self.open[ordinal], self.tokens_open[ordinal]
+            self.ledger.reissue(ordinal, fate=fate, reason=reason)
+        else:
+            num_samples = data.draw(st.integers(0, 9))
+            num_tokens = data.draw(st.integers(0, self.tokens_open[ordinal]))
+            numbers = {"num_samples": num_samples, "num_tokens": num_tokens}
+            self.ledger.reissue(ordinal, fate=fate, reason=reason, **numbers)
+        self.count(ordinal, fate, num_samples, num_tokens)
+        self.admitted += num_samples
 
-    @rule(num_tokens=st.integers(0, 100))
-    def receive(self, num_tokens):
-        self.ledger.output_tokens += num_tokens
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), num_tokens=st.integers(0, 100))
+    def receive(self, data, num_tokens):
+        ordinal = data.draw(st.sampled_from(sorted(self.open)))
+        self.ledger.receive(ordinal, num_tokens=num_tokens)
+        self.tokens_open[ordinal] += num_tokens
         self.tokens += num_tokens
 
     @precondition(lambda self: self.by_step)
@@ -182,11 +242,13 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="in flight"):
                 self.ledger.close_step(step)
         elif self.step_of(self.next_ordinal) > step:
-            counts = self.by_step.pop(step)
-            fates, reasons = self.ledger.close_step(step)
-            assert fates == {fate: counts[fate] for fate in FATES}
-            assert sum(reasons.values()) == sum(counts[fate] for fate in FATES_WITH_REASON)
+            counts, tokens = self.by_step.pop(step), self.tokens_by_step.pop(step)
+            ended = self.ledger.close_step(step)
+            assert (ended.samples, ended.tokens) == (counts, tokens)
+            for reasons, by_fate in ((ended.reasons, counts), (ended.token_reasons, tokens)):
+                assert reasons.total() == sum(by_fate[fate] for fate in FATES_WITH_REASON)
             self.closed += counts
+            self.closed_tokens += tokens
 
     @precondition(lambda self: self.next_ordinal)
     @rule(data=st.data())
@@ -217,10 +279,16 @@ class LedgerMachine(RuleBasedStateMachine):
             if self.step_of(ordinal) >= first:
                 self.by_step[self.step_of(ordinal)]["discarded"] += self.open.get(ordinal, 0)
                 self.open[ordinal], self.fates_of[ordinal] = self.sizes[ordinal], {"discarded"}
+                self.tokens_by_step[self.step_of(ordinal)]["discarded"] += self.tokens_open.get(
+                    ordinal, 0
+                )
+                self.tokens_open[ordinal] = 0
                 self.admitted += self.sizes[ordinal]
         for step, counts in self.by_step.items():
             if step >= first:
                 self.by_step[step] = Counter(discarded=counts.total())
+                tokens = self.tokens_by_step[step]
+                self.tokens_by_step[step] = Counter(discarded=tokens.total())
 
     @invariant()
     def it_balances_and_agrees_with_the_model(self):
@@ -229,6 +297,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.admitted_samples == self.admitted
         assert self.ledger.in_flight == sum(self.open.values())
         assert self.ledger.output_tokens == self.tokens
+        tokens = sum(self.tokens_by_step.values(), self.closed_tokens)
+        assert self.ledger.fates.tokens == tokens
+        assert self.tokens == tokens.total() + sum(self.tokens_open.values())
         assert tuple(self.ledger.open_slots) == tuple(sorted(self.open))
 
     @invariant()

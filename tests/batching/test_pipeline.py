@@ -63,7 +63,12 @@ def test_the_samples_of_a_slot_are_counted_in_the_stage_they_are_in():
 
     async def scenario():
         slot = stage.pipeline.run(
-            QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None
+            QUESTION,
+            REQUEST,
+            oldest=OLDEST,
+            reference=REFERENCE,
+            join_step=None,
+            books=stage.books,
         )
         await asyncio.gather(slot, look())
 
@@ -136,7 +141,7 @@ def test_the_last_try_waits_until_a_worker_in_trouble_has_been_missed():
 
     async def scenario():
         with pytest.raises(SlotFailed):
-            await stage.pipeline.play(QUESTION, REQUEST, oldest=OLDEST, slot=5)
+            await stage.pipeline.play(QUESTION, REQUEST, oldest=OLDEST, slot=5, books=stage.books)
         clock.append(asyncio.get_running_loop().time())
 
     run(scenario())

@@ -1,15 +1,19 @@
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
+from players import make_turn
 from scripted import Handle, make_sample, make_verdict, run
 
 from async_grpo.batching import sample_log
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.deadlines import RECORDER_FLUSH_S
+from async_grpo.environments.episode import EpisodePolicy
 from async_grpo.errors import ProcessLostError
+from async_grpo.run import recorder
 from async_grpo.run.recorder import RunRecorder
-from async_grpo.types import Group, VersionSpan, WeightsVersion
+from async_grpo.types import Group, SamplingContract, VersionSpan, WeightsVersion
 
 VERSION = WeightsVersion(9, 3)
 
@@ -172,3 +176,37 @@ def test_without_a_recorder_nothing_is_sent():
     write(log, 0)
     run(log.flush())
     assert log.num_lost == 0
+
+
+def test_an_episode_of_many_turns_is_told_turn_by_turn(tmp_path, monkeypatch):
+    class Numbers:
+        decode = staticmethod(lambda ids: " ".join(map(str, ids)))
+
+    monkeypatch.setattr(recorder, "find_tokenizer", lambda model: Numbers)
+    answers = iter([[7, 8], [9], [3]])
+
+    async def generate(history, sampling, prefer):
+        return replace(make_turn(next(answers), version=VERSION), text="said")
+
+    async def scene():
+        policy = EpisodePolicy(generate, sampling=SamplingContract(1.0, (1,), 4), max_row_tokens=99)
+        await policy.sample([5, 6])
+        await policy.sample([5, 6, 7, 8, 60, 61])
+        await policy.sample([6, 6])  # its history is rewritten
+        sample = replace(make_sample(VERSION, ordinal=8), episode=policy.episode())
+        log = SampleLog(Handle(recorder.RunRecorder(str(tmp_path / "samples.jsonl"))))
+        log.write(Group(8, 0, (sample,)), batch=4, fates=("trained",))
+        await log.flush()
+
+    run(scene())
+    (line,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
+    model = {"role": "model", "text": "said", "finish_reason": "stop"}
+    one = [[str(VERSION), 0, 1]]
+    assert line["turns"] == [
+        {"role": "environment", "row": 0, "text": "5 6", "num_tokens": 2},
+        model | {"row": 0, "num_tokens": 2, "weights_versions": [[str(VERSION), 0, 2]]},
+        {"role": "environment", "row": 0, "text": "60 61", "num_tokens": 2},
+        model | {"row": 0, "num_tokens": 1, "weights_versions": one},
+        {"role": "environment", "row": 1, "text": "6 6", "num_tokens": 2},
+        model | {"row": 1, "num_tokens": 1, "weights_versions": one},
+    ]

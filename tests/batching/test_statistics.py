@@ -8,7 +8,7 @@ from scripted import make_completion, make_sample, make_verdict
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.statistics import StalenessError, StepSums, group_sums, tokens_by_lag
-from async_grpo.telemetry.metrics import LAG_BIN
+from async_grpo.telemetry.metrics import COUNTS
 from async_grpo.telemetry.schema import METRICS
 from async_grpo.types import Episode, Group, VersionSpan, WeightsVersion
 
@@ -113,7 +113,7 @@ def test_a_step_whose_slots_failed_after_replacements_knows_these():
 def test_every_sum_has_a_metric_that_uses_it():
     sums = close(group(), group(is_replaced=True, ordinal=1))
     used = {key for metric in METRICS for key in (metric.numerator, metric.denominator)}
-    assert not {key for key in sums.keys() - used if not LAG_BIN.fullmatch(key)}
+    assert not {key for key in sums.keys() - used if not COUNTS.fullmatch(key)}
 
 
 @settings(deadline=None)

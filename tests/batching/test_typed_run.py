@@ -40,7 +40,8 @@ def typed_run(*, held_out=(), **script):
 def rows_of(running):
     items = run(running.train())[0]
     return [
-        metrics_row(end.sums, fates=end.fates, reasons=end.reasons) for _, end in split_steps(items)
+        metrics_row(end.sums, fates=end.fates, reasons=end.reasons, tokens=end.tokens)
+        for _, end in split_steps(items)
     ]
 
 

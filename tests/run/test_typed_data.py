@@ -127,7 +127,7 @@ def test_a_type_s_own_environment_plays_it_and_the_run_s_plays_the_others(files)
     played = [a.environment.name if a else "" for a in asked]
     kinds = [question.dataset_type for question, _ in slots]
     assert played == [name if kind == "products" else "" for kind in kinds]
-    with pytest.raises(ConfigError, match="--environment"):
+    with pytest.raises(ConfigError, match="environment of --data sums must be single_turn"):
         own_environments(typed_config(files, of_sums=",environment=nothing"))
 
 

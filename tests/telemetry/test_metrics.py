@@ -22,7 +22,7 @@ FACTS = {
 
 def row(pipeline_sums=None, trainer_sums=None, fates=None, reasons=None):
     sums = {**(pipeline_sums or {}), **(trainer_sums or {}), **FACTS}
-    return metrics_row(sums, fates=fates or {}, reasons=reasons or {})
+    return metrics_row(sums, fates=fates or {}, reasons=reasons or {}, tokens={})
 
 
 # Sums of one sample: eighths, so that additions are exact in any order; None: key left out.

@@ -1,0 +1,194 @@
+"""The gateway of a run (`--gateway`): the policy behind OpenAI's protocol, while it is trained.
+
+consumes:     requests over HTTP
+produces:     what the policy answers, with the weights of that moment
+waits for:    the controller, which leases the least-loaded engine for each turn
+unblocked by: the turn's end, a client that goes, or the end of the run there
+
+An actor of rank 0's node. Turns that an engine has lost are sampled again by another one; when the
+controller is lost, requests are refused until the run goes on at the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from async_grpo import cluster, deadlines
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.chat.base import ToolSpec
+from async_grpo.chat.dialogue import Dialogue
+from async_grpo.chat.find import find_renderer, find_tokenizer
+from async_grpo.config.serve import TOKEN_VARIABLE
+from async_grpo.config.train import TrainConfig
+from async_grpo.controller.client import WHO, RunClient
+from async_grpo.errors import LeaseLost, ProcessLostError
+from async_grpo.gateway.app import make_app
+from async_grpo.gateway.base import Ask, Refused
+from async_grpo.gateway.server import Server, in_background, listening
+from async_grpo.gateway.session import Session
+from async_grpo.gateway.sessions import Sessions
+from async_grpo.roles import GENERATION
+from async_grpo.types import GenerationRequest, SamplingContract, Turn
+
+if TYPE_CHECKING:
+    from async_grpo.types.handles import ControllerHandle, GatewayHandle
+
+logger = logging.getLogger(__name__)
+ADDRESS_FILE = "gateway.env"
+TRIES = 3  # of a turn whose engine was lost
+MAX_TURNS_AT_A_TIME = 16  # the others wait here: training keeps the engines
+# So small that no lease of training waits for it, and enough to tell equal engines apart. Binary:
+# loads must become 0 again.
+COST = 2.0**-10  # sequences
+NO_RUN = "the run has ended at its controller, or goes on at another one: ask again in a moment"
+
+
+class Gateway:
+    """Wrap with `ray.remote(max_concurrency=...)`; clients come over HTTP alone."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        sampling: SamplingContract,
+        *,
+        incarnation: int,
+        address: tuple[str, int],
+        token: str,
+        max_model_len: int,
+    ) -> None:
+        """`max_model_len`: of every engine, in tokens."""
+        model = config.model_name_or_path
+        tokenizer = find_tokenizer(model)  # seconds, before anybody asks
+        engines = Engines(incarnation)
+
+        async def make_dialogue(tools: Sequence[ToolSpec]) -> Dialogue:
+            return Dialogue(find_renderer(model, config.renderer), tools=tools)
+
+        def make_session() -> Session:
+            policy = RunPolicy(engines, sampling, max_model_len=max_model_len)
+            return Session(policy, tokenizer=tokenizer, make_dialogue=make_dialogue)
+
+        app = make_app(Sessions(token=token, make_session=make_session))
+        self._server = Server(app, host=address[0], port=address[1])
+        self._serving = in_background(self._server)
+
+    async def url(self) -> str:
+        """Where it listens."""
+        return self._server.url
+
+
+class RunPolicy:
+    """See `Sampler`: the policy of a run, for one session."""
+
+    name = ""
+    decides_sampling = False
+
+    def __init__(self, engines: Engines, sampling: SamplingContract, *, max_model_len: int) -> None:
+        self._engines = engines
+        self._sampling = sampling
+        self._worker_id = ""  # of the latest turn, whose engine holds its prefix
+        self.max_model_len = max_model_len
+
+    async def sample(self, ask: Ask) -> AsyncIterator[Turn]:
+        """See `Sampler`; whole, and no longer than the run's outputs unless it says so."""
+        longest = min(self._sampling.max_tokens, self.max_model_len - len(ask.prompt_ids))
+        request = ask.request(stop_ids=self._sampling.stop_token_ids, longest=longest)
+        turn = await self._engines.turn(request, prefer=self._worker_id or None)
+        self._worker_id = turn.worker_id
+        yield turn
+
+
+class Engines:
+    """Those of a run, asked through its controller."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._client: RunClient | None = None
+        self._places = asyncio.Semaphore(MAX_TURNS_AT_A_TIME)
+
+    async def turn(self, request: GenerationRequest, *, prefer: str | None) -> Turn:
+        """One turn, of another engine where the first was lost.
+
+        Raises `Refused` while the run has no controller, and what the last engine raised.
+        """
+        async with self._places:
+            for _ in range(TRIES - 1):
+                try:
+                    return await self._asked(request, prefer)
+                except LeaseLost as error:
+                    logger.warning("a turn of the gateway is sampled again: %s", error)
+            return await self._asked(request, prefer)
+
+    async def _asked(self, request: GenerationRequest, prefer: str | None) -> Turn:
+        try:
+            self._client = client = self._client or await self._find_run()
+            answer = client.controller.ask.remote(
+                client.run, GENERATION, "generate", request, cost=COST, prefer=prefer
+            )
+            # The controller ends what stalls, and with it this call.
+            turns: tuple[Turn, ...] = await cluster.work(answer, timeout_s=None, who=WHO)
+            return turns[0]
+        except ProcessLostError as error:
+            self._client = None
+            raise Refused(NO_RUN, status=503) from error
+
+    async def _find_run(self) -> RunClient:
+        controller = cluster.find_actor(cluster.CONTROLLER)
+        if controller is not None:
+            asked = controller.current_run.remote()
+            run = await cluster.call(asked, timeout_s=deadlines.STATUS_S, who=WHO)
+            if run is not None and run.incarnation == self._incarnation:
+                return RunClient(controller, run)
+        raise ProcessLostError(NO_RUN)
+
+
+def free_address(config: TrainConfig) -> tuple[str, int] | None:
+    """Of `--gateway`, if it is given, with a port that is free now; raises `ConfigError`."""
+    if not config.gateway:
+        return None
+    host, port = config.gateway_place
+    with listening(host, port) as found:
+        return host, found.getsockname()[1]
+
+
+def start_gateway(
+    plan: BatcherPlan, controller: ControllerHandle, address: tuple[str, int]
+) -> GatewayHandle:
+    """An actor that listens, and ends with this process; the token lies in the output folder."""
+    engines = cluster.wait(
+        controller.members.remote(GENERATION), timeout_s=deadlines.ANSWER_S, who=WHO
+    )
+    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    gateway: GatewayHandle = (
+        ray.remote(Gateway)
+        .options(
+            num_cpus=0,
+            max_concurrency=1000,
+            max_restarts=-1,  # at the same address; clients open their sessions again
+            enable_task_events=False,
+            scheduling_strategy=cluster.on_this_node(),
+        )
+        .remote(
+            plan.config,
+            plan.sampling,
+            incarnation=plan.incarnation,
+            address=address,
+            token=token,
+            max_model_len=min(info.max_model_len for info in engines),
+        )
+    )
+    url = cluster.wait(gateway.url.remote(), timeout_s=deadlines.ANSWER_S, who="the gateway")
+    file = Path(plan.config.output_dir, ADDRESS_FILE)
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600)
+    file.write_text(f"OPENAI_BASE_URL={url}/v1\nOPENAI_API_KEY={token}\n")
+    logger.info("the policy is served at %s/v1; the token lies in %s", url, file)
+    return gateway
