@@ -73,6 +73,10 @@ TOOL_SERVER_S = 30.0  # of a server of tools that is started or called up
 GATEWAY_ENDED_S = 5.0  # of requests that run when it ends
 AGENT_SAID_S = 2.0  # of the last words of an agent that was killed
 
+# Other people's environments.
+BRIDGE_READY_S = 180.0  # of a process that imports them, which may be large
+OPENENV_ANSWER_S = 60.0  # of a server, to one action
+
 # Judges.
 JUDGE_ANSWER_S = 120.0  # of one at an address, with the tries that its client makes
 

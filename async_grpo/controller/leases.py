@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo import cluster
 from async_grpo.controller.heartbeat import in_ticks
 from async_grpo.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
-from async_grpo.types import WeightsVersion, WorkerInfo
+from async_grpo.types import Turn, WeightsVersion, WorkerInfo
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle
@@ -38,6 +38,9 @@ class Lease:
         self.worker_id = info.worker_id
         self.handle = handle
         self.cost = cost
+        self.num_tokens = 0  # that its worker has told of, for an answer that has not come
+        # Gets the turns that the worker itself asks for under this lease.
+        self.received: Callable[[Sequence[Turn]], None] = lambda turns: None
         # What the lease was lost to; None when it was returned.
         self.ended: asyncio.Future[LeaseLost | None] = asyncio.get_running_loop().create_future()
         self._who = f"{info.role} worker {info.worker_id}"

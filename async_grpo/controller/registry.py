@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,13 @@ from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.history import History
 from async_grpo.controller.leases import Lease, WaitingLine
 from async_grpo.controller.updates import Member, Updates
-from async_grpo.errors import AsyncGrpoError, LeaseLost, LossCause, NoWorkerError
+from async_grpo.errors import (
+    AsyncGrpoError,
+    DeadlineError,
+    LeaseLost,
+    LossCause,
+    NoWorkerError,
+)
 from async_grpo.roles import Role
 from async_grpo.types import (
     PublishReport,
@@ -62,6 +69,7 @@ class WorkerRegistry:
         self._line = WaitingLine(try_acquire=self._try_acquire, release=self._release)
         self._members: dict[str, Member] = {}
         self.num_tokens = 0  # that workers have made, by their pulses
+        self._lost = Counter[str]()
         self._updates = Updates(role.name, serves=self._serves, fence=self._fence)
         self.history = History()
         self._aborting: set[asyncio.Task[None]] = set()
@@ -103,6 +111,12 @@ class WorkerRegistry:
         try:
             yield lease
             lease.check()
+        except (LeaseLost, DeadlineError, asyncio.CancelledError) as error:
+            is_late = isinstance(error, DeadlineError)
+            cause = getattr(error, "cause", "timed out" if is_late else LossCause.OWNER)
+            self._lost[f"lost_turns_{cause}"] += round(cost)
+            self._lost[f"lost_tokens_{cause}"] += lease.num_tokens
+            raise
         finally:
             self._release(lease)
 
@@ -158,6 +172,11 @@ class WorkerRegistry:
             num_leases = len(member.leases) if member else 0
             standing[name] = Standing(member is not None, num_leases, excluded, run)
         return standing
+
+    def take_lost(self) -> Counter[str]:
+        """Answers that never came since the last call, by cause, and what workers told of them."""
+        lost, self._lost = self._lost, Counter()
+        return lost
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -260,6 +279,9 @@ class WorkerRegistry:
             return
         member.watch.keep(member.leases)
         self.num_tokens += member.watch.heard(pulse, seconds=self._ping_interval_s)
+        for lease_id, request in (pulse.requests or {}).items():
+            if lease_id in member.leases:
+                member.leases[lease_id].num_tokens = request.num_tokens
         for lease_id, reason in member.watch.dead().items():
             reason = f"stalled: {reason} (--stall-timeout-s)"
             self._end_leases(member, (lease_id,), LossCause.STALLED, reason)

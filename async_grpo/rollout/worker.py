@@ -20,7 +20,7 @@ import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import WeightSyncError, WorkerError
+from async_grpo.errors import ConfigError, WeightSyncError
 from async_grpo.imports import without_collection
 from async_grpo.roles import GENERATION
 from async_grpo.types import (
@@ -132,11 +132,12 @@ class GenerationWorker:
         """Sample one group.
 
         Raises:
+            ConfigError: it wants another temperature than the worker's own.
             WorkerError: the request cannot be served, or its answer cannot be trained on.
         """
         wanted = request.sampling.temperature
         if self._temperature is not None and wanted != self._temperature:
-            raise WorkerError(
+            raise ConfigError(
                 f"worker {self._worker_id} serves the temperature {self._temperature} only, got "
                 f"{wanted}: give worker and trainer the same --temperature"
             )

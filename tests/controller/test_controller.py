@@ -1,6 +1,7 @@
 """The controller without Ray: runs that begin, end, are silent or die, and work that is asked."""
 
 import asyncio
+import gc
 
 import pytest
 from faulty_workers import FOREVER_S, Worker, now_s
@@ -100,6 +101,8 @@ def without_ray(monkeypatch):
 
     monkeypatch.setattr(module, "trainer_of", trainer_of)
     monkeypatch.setattr(module, "own_handle", lambda: "the controller")
+    yield
+    gc.enable()  # most of the runs here have no end
 
 
 async def lives(house, run_id, seconds):
@@ -173,6 +176,24 @@ def test_who_waits_for_an_item_an_evaluation_or_an_answer_hears_of_the_runs_end(
         assert engine.num_aborts == 1
         assert house.num_leases(GENERATION) == 0
         assert house.controller.registry_of(GENERATION)._updates.snapshot is None
+
+    run(scenario())
+
+
+def test_garbage_is_looked_for_every_ten_minutes_of_a_run_and_as_ever_without_one(monkeypatch):
+    looks = []
+    monkeypatch.setattr(module.gc, "collect", lambda: looks.append(now_s()))
+
+    async def scenario():
+        house = House()
+        begun_s, run_id = now_s(), await house.begin()
+        assert not gc.isenabled()
+        for _ in range(1_250):
+            await asyncio.sleep(1)
+            await house.controller.heard(run_id)
+        assert [look - begun_s for look in looks] == pytest.approx([600, 1_200], abs=2)
+        await house.controller.end_run(run_id)
+        assert gc.isenabled()
 
     run(scenario())
 

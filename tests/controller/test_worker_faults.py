@@ -10,6 +10,7 @@ from scripted import run
 from async_grpo import deadlines
 from async_grpo.controller.heartbeat import TICKS
 from async_grpo.errors import LeaseLost, LossCause, NoWorkerError, ProcessLostError, WorkerError
+from async_grpo.types import Pulse, RequestPulse
 
 INTERVAL_S, LEASE_S = 5.0, 30.0
 KINDS = ("raises", "stalls", "dies")
@@ -61,6 +62,28 @@ def test_the_holders_of_leases_on_a_dead_worker_hear_of_it_at_once_and_it_gets_n
         assert {lease.worker_id for lease in taken} == {"second"}
         assert not await scene.give_back(idle)
         assert scene.counts == {"registered": 2, "fenced: died": 1, "revoked: died": 3}
+
+    run(scenario())
+
+
+def test_what_a_worker_told_of_answers_that_never_came_is_counted_by_cause():
+    async def scenario():
+        scene, first, _ = await two_workers()
+        asked = asyncio.create_task(call(scene, "first", seconds=100.0))
+        given_up = asyncio.create_task(call(scene, "second", seconds=100.0))
+        await asyncio.sleep(0)
+        ((lease_id, _),) = scene.registry._members["first"].leases.items()
+        first.pulse = lambda now: Pulse("1.0", 17, {lease_id: RequestPulse(17, False)})
+        await asyncio.sleep(3 * INTERVAL_S)
+        given_up.cancel()
+        first.die()
+        await lost(asked)
+        assert scene.registry.take_lost() == {
+            "lost_turns_owner lost": 1, "lost_tokens_owner lost": 0,
+            "lost_turns_died": 1, "lost_tokens_died": 17,
+        }  # fmt: skip
+        await call(scene, "second")
+        assert not scene.registry.take_lost()
 
     run(scenario())
 

@@ -22,7 +22,11 @@ def untied_model_folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
-@pytest.fixture(scope="session", params=["tied", "untied"])
+# In `make test`, test_lifecycle.py holds an engine to an untied model after every update.
+UNTIED = pytest.param("untied", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", params=["tied", UNTIED])
 def stack(request):
     """Of all files that tests/conftest.py gives to one process: an engine starts in 13 s."""
     folder = "model_folder" if request.param == "tied" else "untied_model_folder"

@@ -7,9 +7,10 @@ from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.rollout.judge import JudgeWorker
 from async_grpo.rollout.remote_judge import RemoteJudge
 from async_grpo.rollout.worker import GenerationWorker
+from async_grpo.run.gateway import Gateway
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.scoring.worker import LogprobWorker
-from async_grpo.types.handles import ControllerHandle, RecorderHandle, WorkerHandle
+from async_grpo.types.handles import ControllerHandle, GatewayHandle, RecorderHandle, WorkerHandle
 from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}
@@ -24,6 +25,7 @@ OF_ROLE = {
 }
 ACTORS = [
     (Controller, ControllerHandle, set(ControllerHandle.__annotations__)),
+    (Gateway, GatewayHandle, set(GatewayHandle.__annotations__)),
     (RunRecorder, RecorderHandle, set(RecorderHandle.__annotations__)),
     *((actor, WorkerHandle, EVERY_WORKER | methods) for actor, methods in OF_ROLE.items()),
 ]
