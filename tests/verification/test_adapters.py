@@ -100,7 +100,7 @@ def test_what_the_dispatcher_has_read_grades_although_the_file_was_edited(
         (
             "nope",
             "reward_registry",
-            "choose from code_execution, countdown, majority, math_verify, mathd, sympy, or give",
+            "choose from code_execution, countdown, majority, math_verify, mathd, reasoning_gym",
         ),
         ("nope.py:grade", "reward_registry", "must name a file that exists, got 'nope.py'"),
         ("no_such_module:grade", "reward_registry", "ModuleNotFoundError"),

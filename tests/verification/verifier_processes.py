@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.fork_server import children, descendants
+from async_grpo.verification.processes import children, descendants
 from async_grpo.verification.sandbox import Sandbox
 
 REPOSITORY = str(Path(__file__).parents[2])

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from async_grpo.errors import ConfigError
 from async_grpo.verification.graders.answers import without_prompt
 from async_grpo.verification.graders.boxed import UnscorableError
 from async_grpo.verification.graders.countdown import grade_countdown
@@ -65,6 +66,15 @@ def majority(samples: list[dict[str, Any]], **kwargs: Any) -> list[Any]:
     return majority_rewards([_said(sample) for sample in samples])
 
 
+def reasoning_gym(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+    """What the scorer of a task of reasoning-gym says: docs/environments.md."""
+    from async_grpo.verification.graders.reasoning_gym import reasoning_gym_reward
+
+    given = sample["reasoning_gym"]
+    reward = reasoning_gym_reward(_said(sample), given["entry"], config=given["config"])
+    return {"reward": reward}
+
+
 @functools.cache
 def warm_up(grade: Callable[[str, str], Any]) -> None:
     """Have a parser of mathematics build its tables, which forked requests then share.
@@ -100,12 +110,26 @@ def _prepare_code_execution() -> None:
     require_jail()
 
 
+def _prepare_reasoning_gym() -> None:
+    """Raise `ConfigError` where the package is not installed."""
+    from async_grpo.verification.graders.reasoning_gym import library
+
+    try:
+        library()
+    except ImportError as error:
+        raise ConfigError(
+            f"--reward-fns reasoning_gym needs the package reasoning-gym, got {error}: "
+            "pip install -r requirements/reasoning-gym.txt"
+        ) from error
+
+
 for _adapter in (mathd, math_verify, sympy):
     _adapter.prepare = functools.partial(_prepare_mathematics, _adapter)  # type: ignore[attr-defined]
 majority.groupwise = True  # type: ignore[attr-defined]
 majority.prepare = lambda: majority([])  # type: ignore[attr-defined]
 countdown.prepare = _prepare_countdown  # type: ignore[attr-defined]
 code_execution.prepare = _prepare_code_execution  # type: ignore[attr-defined]
+reasoning_gym.prepare = _prepare_reasoning_gym  # type: ignore[attr-defined]
 
 SHIPPED = {
     "mathd": mathd,
@@ -114,4 +138,5 @@ SHIPPED = {
     "math_verify": math_verify,
     "code_execution": code_execution,
     "majority": majority,
+    "reasoning_gym": reasoning_gym,
 }

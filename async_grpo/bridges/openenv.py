@@ -1,0 +1,273 @@
+"""The environment of an OpenEnv server, asked over its WebSocket.
+
+    --environment openenv:http://127.0.0.1:8000
+
+consumes:     questions, whose column `reset` holds what the server's reset takes (a seed)
+produces:     episodes of one WebSocket session each, with the sum of the server's rewards
+waits for:    the server's answers, and its free sessions
+unblocked by: these, their deadline, or the end of the connection
+
+An action of one text is what the model says. Any other is a call of a tool: of those that the
+server lists, where its actions are calls, else of one tool with the fields of an action.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal, cast
+from urllib.parse import urlsplit
+
+from async_grpo.chat.base import Reply, ToolSpec
+from async_grpo.deadlines import OPENENV_ANSWER_S
+from async_grpo.environments.base import (
+    Environment,
+    EpisodeFailed,
+    FailureClass,
+    Policy,
+    Services,
+)
+from async_grpo.environments.episode import NoRoom
+from async_grpo.tools.base import ToolMistake
+from async_grpo.tools.toolbox import Toolbox
+from async_grpo.types import Episode, Question, Verdict
+
+MAX_BYTES = 16 << 20  # of one answer
+CAPACITY_INTERVAL_S = 1.0  # at a server whose sessions are all taken
+CALLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers of tools
+NOT_SHOWN = ("done", "reward", "metadata")
+
+
+class OpenEnvEnvironment(Environment):
+    """One worker's episodes on one server."""
+
+    url = ""
+    max_turns = 64
+
+    def __init__(self, words: Sequence[str] = ()) -> None:
+        """`words`: the URL."""
+        self.url = " ".join(words) or self.url
+
+    def first(self, question: Question, seen: str) -> str:
+        """What the model reads first: the question, and what the reset has shown."""
+        return "\n\n".join(filter(None, [question.input, seen]))
+
+    async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
+        """Turns of the model, each an action, until the server says that it is done."""
+        is_cut = False
+        async with opened(self.url, question.columns.get("reset") or {}) as session:
+            toolbox = Toolbox(await session.tools())
+            dialogue = await services.dialogue(tools=toolbox.specs)
+            messages: list[Any] = [{"role": "user", "content": self.first(question, session.seen)}]
+            try:
+                for _ in range(self.max_turns):
+                    reply = await dialogue.reply(policy, messages)
+                    heard = await _acted(session, toolbox, reply)
+                    if session.is_done or not heard:
+                        break
+                    messages += [reply.message(), *heard]
+            except NoRoom:
+                is_cut = True
+            return replace(policy.episode(is_cut=is_cut), verdict=session.verdict())
+
+
+class Session:
+    """One connection, which is one environment of the server."""
+
+    def __init__(self, url: str, socket: Any, schema: Mapping[str, Any]) -> None:
+        self.seen = ""  # what the last answer has shown
+        self.is_done = False
+        self._url = url
+        self._socket = socket
+        self._schema = schema
+        self._rewards: list[float | None] = []
+
+    @property
+    def text_field(self) -> str:
+        """The field of an action that is one text; empty: it is called as a tool."""
+        required = self._schema.get("required", [])
+        kinds = [self._schema["properties"][name].get("type") for name in required]
+        return required[0] if kinds == ["string"] and not self._has_calls else ""
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._schema.get("title") in CALLS
+
+    async def reset(self, given: Mapping[str, Any]) -> None:
+        """Begin an episode."""
+        self._read(await self.ask("reset", given))
+
+    async def step(self, action: Mapping[str, Any]) -> str:
+        """What the server shows of one action; raises `ToolMistake` for one that it refuses."""
+        if self.is_done:
+            raise ToolMistake("the episode has ended")
+        answer = await self.ask("step", action)
+        self._rewards.append(answer.get("reward"))
+        self._read(answer)
+        return self.seen
+
+    async def tools(self) -> list[ServerTool]:
+        """How the model acts; none where it acts by what it says."""
+        if self.text_field:
+            return []
+        if not self._has_calls:
+            properties = dict(self._schema.get("properties", {}))
+            properties.pop("metadata", None)
+            return [
+                ServerTool(self, "act", "One action.", {**self._schema, "properties": properties})
+            ]
+        listed = await self.ask("step", {"type": "list_tools"})
+        return [
+            ServerTool(self, tool["name"], tool["description"], tool["input_schema"], is_call=True)
+            for tool in listed["observation"]["tools"]
+        ]
+
+    def verdict(self) -> Verdict:
+        """The sum of the rewards; a model that never acted has none."""
+        rewards = [float(reward) for reward in self._rewards if reward is not None]
+        if not self._rewards:
+            return Verdict("unscorable", 0.0, None, "openenv", "no action", 0.0)
+        if not rewards or not math.isfinite(sum(rewards)):
+            raise self._failed(f"must give finite rewards, it gave {self._rewards}")
+        return Verdict("scored", sum(rewards), None, "openenv", "", 0.0)
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The server's answer; raises `ToolMistake` for an action that is none."""
+        from websockets.exceptions import WebSocketException
+
+        try:
+            async with asyncio.timeout(OPENENV_ANSWER_S):
+                await self._socket.send(json.dumps({"type": kind, "data": data}))
+                answer = json.loads(await self._socket.recv())
+            found: Mapping[str, Any] = answer["data"]
+        except (OSError, TimeoutError, ValueError, KeyError, WebSocketException) as error:
+            raise self._failed(f"failed at {kind}: {error!r}") from error
+        if answer.get("type") != "error":
+            return found
+        if found.get("code") == "CAPACITY_REACHED":
+            raise _NoSession
+        if found.get("code") == "VALIDATION_ERROR" and kind == "step":
+            raise ToolMistake(f"{found.get('message')}: {json.dumps(found.get('errors'))}")
+        raise self._failed(f"failed at {kind}: {found.get('message')}")
+
+    def _read(self, answer: Mapping[str, Any]) -> None:
+        self.is_done = bool(answer.get("done"))
+        self.seen = shown(answer.get("observation") or {})
+
+    def _failed(self, what: str) -> EpisodeFailed:
+        return EpisodeFailed(FailureClass.ENVIRONMENT, f"OpenEnv server {self._url} {what}")
+
+
+class ServerTool:
+    """See `Tool`: an action of one episode."""
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        description: str,
+        parameters: Mapping[str, Any],
+        *,
+        is_call: bool = False,
+    ) -> None:
+        """`is_call`: the server's actions are calls of tools that it names itself."""
+        function = {"name": name, "description": description, "parameters": parameters}
+        self.spec: ToolSpec = {"type": "function", "function": function}
+        self._session = session
+        self._is_call = is_call
+        self._name = name
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        """See `Tool`."""
+        call = {"type": "call_tool", "tool_name": self._name, "arguments": arguments}
+        return await self._session.step(call if self._is_call else arguments)
+
+
+class _NoSession(Exception):
+    """All that the server has are taken."""
+
+
+@asynccontextmanager
+async def opened(url: str, given: Mapping[str, Any]) -> AsyncIterator[Session]:
+    """A session that has been reset; waits for one that is free."""
+    schema = await action_schema(url)
+    while True:
+        async with _connected(url) as socket:
+            session = Session(url, socket, schema)
+            try:
+                await session.reset(given)
+            except _NoSession:
+                await asyncio.sleep(CAPACITY_INTERVAL_S)
+                continue
+            yield session
+            return
+
+
+async def action_schema(url: str) -> Mapping[str, Any]:
+    """The JSON schema of the server's actions."""
+    import httpx2
+
+    try:
+        async with httpx2.AsyncClient(
+            timeout=OPENENV_ANSWER_S, trust_env=not _is_here(url)
+        ) as http:
+            answer = await http.get(f"{url.rstrip('/')}/schema")
+            return cast("Mapping[str, Any]", answer.raise_for_status().json()["action"])
+    except (httpx2.HTTPError, ValueError, KeyError) as error:
+        what = f"OpenEnv server {url} has no schema of its actions: {error!r}"
+        raise EpisodeFailed(FailureClass.ENVIRONMENT, what) from error
+
+
+@asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[Any]:
+    from websockets.asyncio.client import connect
+    from websockets.exceptions import WebSocketException
+
+    address = f"ws{url.rstrip('/').removeprefix('http')}/ws"
+    proxy: Literal[True] | None = None if _is_here(url) else True
+    try:
+        socket = await connect(
+            address, open_timeout=OPENENV_ANSWER_S, max_size=MAX_BYTES, proxy=proxy
+        )
+    except (OSError, TimeoutError, ValueError, WebSocketException) as error:
+        what = f"OpenEnv server {url} cannot be reached: {error!r}"
+        raise EpisodeFailed(FailureClass.ENVIRONMENT, what) from error
+    async with socket:
+        yield socket
+
+
+def _is_here(url: str) -> bool:
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
+async def _acted(session: Session, toolbox: Toolbox, reply: Reply) -> list[dict[str, Any]]:
+    """What the model reads of its turn; nothing: it has called no tool."""
+    if not session.text_field:
+        return [result.message() for result in await toolbox.answer(reply.tool_calls)]
+    try:
+        seen = await session.step({session.text_field: reply.content})
+    except ToolMistake as mistake:
+        seen = str(mistake)
+    return [{"role": "user", "content": seen}]
+
+
+def shown(observation: Mapping[str, Any]) -> str:
+    """An observation as the model reads it: its only text, or JSON.
+
+    >>> shown({"prompt": "Guess.", "done": False, "reward": None}), shown({"x": 1, "y": 2})
+    ('Guess.', '{"x": 1, "y": 2}')
+    >>> shown({"tool_name": "add", "result": {"content": [{"type": "text", "text": "3"}]}})
+    '3'
+    """
+    parts = {name: value for name, value in observation.items() if name not in NOT_SHOWN}
+    if "tool_name" in parts:
+        result = parts.get("error") or parts.get("result")
+        content = result.get("content") if isinstance(result, Mapping) else None
+        texts = [part["text"] for part in content or [] if part.get("type") == "text"]
+        return "\n".join(texts) if texts else json.dumps(result)
+    (only,) = parts.values() if len(parts) == 1 else ({},)
+    return only if isinstance(only, str) else json.dumps(parts) if parts else ""

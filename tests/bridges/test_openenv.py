@@ -1,0 +1,187 @@
+"""Servers that speak as OpenEnv's do; a real one where its address is given."""
+
+import asyncio
+import json
+import os
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+import pytest
+from gateways import RENDERER, TOKENIZER, said
+from players import Scripted, make_request, play
+from websockets.asyncio.server import serve
+
+from async_grpo.bridges import openenv
+from async_grpo.bridges.openenv import OpenEnvEnvironment
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.find import make_environment, users_environment
+from async_grpo.types import Question
+
+TEXT = {"title": "Guess", "required": ["text"], "properties": {"text": {"type": "string"}}}
+FIELDS = {
+    "title": "Move",
+    "required": ["x", "y"],
+    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}, "metadata": {}},
+}
+CALLS = {"title": "CallToolAction", "required": ["tool_name"], "properties": {"tool_name": {}}}
+ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
+
+
+@asynccontextmanager
+async def server(schema, *answers, asked=None, sessions=99):
+    """The address of one whose sessions give these answers to what follows the reset."""
+    num_open = 0
+
+    def schema_of(connection, request):
+        if request.path == "/schema":
+            return connection.respond(HTTPStatus.OK, json.dumps({"action": schema}))
+        return None
+
+    async def handle(socket):
+        nonlocal num_open
+        if num_open >= sessions:
+            full = {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}
+            await socket.send(json.dumps(full))
+            return
+        num_open += 1
+        left = [observed({"text": "Guess a number."}, reward=None), *answers]
+        try:
+            async for message in socket:
+                (asked if asked is not None else []).append(json.loads(message))
+                if left[0] is None:
+                    return
+                await socket.send(json.dumps(left.pop(0)))
+        finally:
+            num_open -= 1
+
+    async with serve(handle, "127.0.0.1", 0, process_request=schema_of) as listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+def observed(observation, *, reward=0.0, done=False):
+    data = {"observation": observation, "reward": reward, "done": done}
+    return {"type": "observation", "data": data}
+
+
+def failed(code):
+    return {"type": "error", "data": {"code": code, "message": "not so", "errors": []}}
+
+
+def played(schema, turns, *answers, sessions=99, **fields):
+    """The group, what the engine was asked, and what the server was."""
+    asked, ask = [], Scripted(*turns)
+    question = Question([5], "A game.", None, {"reset": {"seed": 7}})
+    given = {"question": question, "num_samples": 1, "max_row_tokens": 4000} | fields
+
+    async def run():
+        async with server(schema, *answers, asked=asked, sessions=sessions) as url:
+            environment = make_environment(users_environment(f"openenv:{url}"))
+            return await play(environment, ask, make_request(**given), RENDERER)
+
+    return asyncio.run(run()), ask.asked, asked
+
+
+def call(name, **arguments):
+    return said(f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>")
+
+
+def test_what_the_model_says_is_the_action_and_the_rewards_are_summed():
+    turns = [said("4"), said("5")]
+    group, history, asked = played(
+        TEXT,
+        turns,
+        observed({"text": "Higher."}, reward=0.25),
+        observed({"text": "Yes."}, reward=1, done=True),
+    )
+    (row,) = group.episodes[0].rows
+    assert row.token_ids[row.loss_mask].tolist() == [*turns[0], *turns[1]]
+    assert "A game.\n\nGuess a number." in TOKENIZER.decode(history[0][0])
+    assert "Higher." in TOKENIZER.decode(history[1][0])
+    assert asked == [
+        {"type": "reset", "data": {"seed": 7}},
+        {"type": "step", "data": {"text": "4"}},
+        {"type": "step", "data": {"text": "5"}},
+    ]
+    assert (group.verdicts[0].status, group.verdicts[0].reward) == ("scored", 1.25)
+
+
+def test_an_action_of_several_fields_is_a_tool_and_one_that_is_none_is_told():
+    turns = [call("act", x=1), call("act", x=1, y=2)]
+    group, history, asked = played(
+        FIELDS, turns, failed("VALIDATION_ERROR"), observed({"x": 1}, reward=1.0, done=True)
+    )
+    assert "metadata" not in TOKENIZER.decode(history[0][0])
+    assert "not so" in TOKENIZER.decode(history[1][0])
+    assert asked[-1] == {"type": "step", "data": {"x": 1, "y": 2}}
+    assert group.verdicts[0].reward == 1.0
+
+
+def test_tools_of_a_server_are_listed_and_called_until_the_model_calls_none():
+    result = {"tool_name": "add", "result": {"content": [{"type": "text", "text": "five"}]}}
+    group, history, asked = played(
+        CALLS,
+        [call("add", a=2, b=3), said("It is five.")],
+        observed({"tools": [ADD]}),
+        observed(result, reward=0.5),
+    )
+    assert asked[2]["data"] == {
+        "type": "call_tool", "tool_name": "add", "arguments": {"a": 2, "b": 3},
+    }  # fmt: skip
+    assert "five" in TOKENIZER.decode(history[1][0])
+    assert (group.verdicts[0].reward, len(group.episodes[0].turns)) == (0.5, 2)
+
+
+def test_a_model_that_never_acts_has_no_answer():
+    group, _, _ = played(CALLS, [said("No.")], observed({"tools": [ADD]}))
+    assert (group.verdicts[0].status, group.verdicts[0].reason) == ("unscorable", "no action")
+
+
+def test_an_episode_without_room_keeps_the_rewards_until_there():
+    turns = [said("4")] * 9
+    answers = [observed({"text": "Higher."}, reward=0.25)] * 9
+    group, _, _ = played(TEXT, turns, *answers, max_row_tokens=140)
+    (episode,) = group.episodes
+    assert (episode.is_cut, group.verdicts[0].reward) == (True, 0.25 * len(episode.turns))
+
+
+def test_members_wait_for_the_sessions_of_a_server(monkeypatch):
+    monkeypatch.setattr(openenv, "CAPACITY_INTERVAL_S", 0.01)
+    done = observed({"text": "Yes."}, reward=1.0, done=True)
+    group, _, _ = played(TEXT, [said("4")] * 3, done, sessions=1, num_samples=3)
+    assert [verdict.reward for verdict in group.verdicts] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (None, "failed at step: ConnectionClosed"),
+        (failed("EXECUTION_ERROR"), "failed at step: not so"),
+        ({"type": "observation"}, "failed at step: KeyError"),
+        (observed({"text": "Yes."}, reward=None, done=True), "must give finite rewards"),
+    ],
+)
+def test_a_server_that_fails_is_an_error_and_no_reward(answer, sentence):
+    with pytest.raises(EpisodeFailed, match=sentence) as caught:
+        played(TEXT, [said("4")] * 3, answer)
+    assert caught.value.failure == FailureClass.ENVIRONMENT
+
+
+def test_a_server_that_is_not_there_is_named():
+    environment = OpenEnvEnvironment(["http://127.0.0.1:9"])
+    with pytest.raises(EpisodeFailed, match="has no schema of its actions"):
+        asyncio.run(play(environment, Scripted(), make_request(), RENDERER))
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(
+    "ASYNC_GRPO_OPENENV_URL" not in os.environ,
+    reason="ASYNC_GRPO_OPENENV_URL must name a server of tests/bridges/tasksets/oe_higher.py",
+)
+def test_a_server_of_openenv_itself_plays_a_group():
+    environment = OpenEnvEnvironment([os.environ["ASYNC_GRPO_OPENENV_URL"]])
+    question = Question([5], "A game.", None, {"reset": {"seed": 7}})
+    request = make_request(question=question, num_samples=2, max_row_tokens=4000)
+    ask = Scripted(*[said("0"), said("9")] * 2)  # one session after the other
+    group = asyncio.run(play(environment, ask, request, RENDERER))
+    assert [verdict.reward for verdict in group.verdicts] == [0.5, 0.5]
+    assert "Higher." in TOKENIZER.decode(ask.asked[-1][0])
