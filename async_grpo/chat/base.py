@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from async_grpo.errors import AsyncGrpoError
 
+MAX_DEPTH = 64  # of a call's arguments: templates and JSON write what is nested by recursion
 Message = Mapping[str, Any]
 ToolSpec = Mapping[str, Any]
 
@@ -31,6 +32,26 @@ class ToolCall:
     problem: str = ""  # why it cannot be called, in words for the model; empty: it can
     text: str = ""  # what the model wrote, of one that cannot
     id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex[:16]}")
+
+
+def wrong_arguments(arguments: Any) -> str:
+    """What is wrong with the arguments of a call, in words for the model; empty: nothing.
+
+    >>> wrong_arguments({"x": [1]}), wrong_arguments([1])
+    ('', 'the arguments of a call must be a JSON object')
+    """
+    if not isinstance(arguments, Mapping):
+        return "the arguments of a call must be a JSON object"
+    if _is_deeper(arguments, MAX_DEPTH):
+        return f"the arguments of a call must not be nested more than {MAX_DEPTH} deep"
+    return ""
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, Mapping | list):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return not levels or any(_is_deeper(each, levels - 1) for each in inner)
 
 
 @dataclass(frozen=True, slots=True)

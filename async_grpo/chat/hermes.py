@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_grpo.chat.base import Reply, ToolCall
+from async_grpo.chat.base import Reply, ToolCall, wrong_arguments
 
 BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 HOW_TO_CALL = (
@@ -71,8 +71,8 @@ def _read_call(found: re.Match[str]) -> ToolCall:
     if not isinstance(name, str):
         return ToolCall("", {}, "a call must be a JSON object with a name", text)
     arguments = call.get("arguments", {})
-    if not isinstance(arguments, Mapping):
-        return ToolCall(name, {}, "the arguments of a call must be a JSON object", text)
+    if problem := wrong_arguments(arguments):
+        return ToolCall(name, {}, problem, text)
     if not end:
         return ToolCall(name, arguments, "the call does not end with </tool_call>", text)
     return ToolCall(name, arguments)

@@ -7,10 +7,10 @@ of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from async_grpo.chat.base import Message, Renderer, Reply, ToolCall, ToolSpec
+from async_grpo.chat.base import Message, Renderer, Reply, ToolCall, ToolSpec, wrong_arguments
 from async_grpo.chat.messages import Cleaner
 from async_grpo.errors import ConfigError, ModelError
 
@@ -122,14 +122,12 @@ class LibraryRenderer:
 def _call(parsed: Any) -> ToolCall:
     """A call as we know it; one of an undeclared tool is refused where it would be called."""
     problem = PROBLEMS.get(str(parsed.status), "")
-    arguments = parsed.arguments
+    arguments = {} if parsed.arguments is None else parsed.arguments
     if not problem and not isinstance(parsed.name, str):
         problem = PROBLEMS["missing_name"]
-    if not problem and not isinstance(arguments, Mapping | None):
-        problem = "the arguments of a call must be a JSON object"
-    if problem:
+    if problem := problem or wrong_arguments(arguments):
         return ToolCall(parsed.name or "", {}, problem, parsed.raw)
-    return ToolCall(parsed.name, arguments or {}, **({"id": parsed.id} if parsed.id else {}))
+    return ToolCall(parsed.name, arguments, **({"id": parsed.id} if parsed.id else {}))
 
 
 def _checked(token_ids: Sequence[int | None]) -> list[int]:

@@ -41,9 +41,10 @@ class Cleaner:
         return [self._broken(tool) for tool in tools]
 
     def _broken(self, value: Any) -> Any:
-        """The same with a space in every control token that a text spells."""
+        """The same with a space in every control token that a text spells, and all of it UTF-8."""
         if isinstance(value, str):
-            return self._spelt.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+            text = value.encode("utf-8", "replace").decode()  # halves of surrogates have none
+            return self._spelt.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
         if isinstance(value, Mapping):
             return {self._broken(key): self._broken(each) for key, each in value.items()}
         if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ What the model samples is trained; what `history` holds beside is only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
@@ -35,18 +35,26 @@ class FailureClass(StrEnum):
     ENVIRONMENT = "environment"
     TOOL = "tool infrastructure"
     JUDGE = "judge"
-    DEADLINE = "deadline"
+    DEADLINE = "deadline"  # nothing moved for too long
+    TIMEOUT = "timeout"  # of --turn-timeout-s or --episode-timeout-s: it is not played again
 
 
 class EpisodeFailed(WorkerError):
     """An episode that could not be played, or graded: an error, never a reward of 0."""
 
-    def __init__(self, failure: FailureClass, message: str) -> None:
+    def __init__(
+        self,
+        failure: FailureClass,
+        message: str,
+        again: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        """`again`: of the group that is lost with it, see `PlayedGroup`."""
         super().__init__(message)
         self.failure = failure
+        self.again = again or {}
 
-    def __reduce__(self) -> tuple[type[EpisodeFailed], tuple[FailureClass, str]]:
-        return type(self), (self.failure, str(self))
+    def __reduce__(self) -> tuple[type[EpisodeFailed], tuple[Any, ...]]:
+        return type(self), (self.failure, str(self), self.again)
 
 
 class Policy(Protocol):
@@ -67,8 +75,8 @@ class Policy(Protocol):
         A turn that may not fit into a row is not asked for: the episode ends, with `length`.
         """
 
-    def episode(self) -> Episode:
-        """The rows of all turns until now: what `play` returns."""
+    def episode(self, *, is_cut: bool = False) -> Episode:
+        """The rows of all turns until now, what `play` returns; `is_cut`: the next had no room."""
 
 
 class Services(Protocol):
@@ -126,5 +134,10 @@ class Environment:
     async def grade(
         self, question: Question, episodes: Sequence[Episode], services: Services
     ) -> Sequence[Verdict]:
-        """A verdict for each episode of a group, when all have ended: by default, the rewards'."""
-        return await services.verify(question, episodes)
+        """A verdict for each episode of a group, when all have ended.
+
+        By default the one that an episode has (`replace(policy.episode(), verdict=...)`), else the
+        rewards'.
+        """
+        own = [episode.verdict for episode in episodes if episode.verdict]
+        return own if len(own) == len(episodes) else await services.verify(question, episodes)

@@ -8,60 +8,87 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import traceback
+from pathlib import Path
 
 from async_grpo.environments.base import Environment
 from async_grpo.environments.single_turn import SingleTurn
-from async_grpo.errors import ConfigError, WorkerError
+from async_grpo.errors import ConfigError
 from async_grpo.user_code import UserCode, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
-AGENT = "agent:"  # and a command: see gateway/agent.py
+AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
+# Names with words behind them, an example of these, and what plays them, in rooms above this one.
+HOSTED = {
+    AGENT: ("python my_agent.py", "async_grpo.gateway.agent", "AgentEnvironment"),
+    VERIFIERS: (
+        "/path/to/its/python TASKSET",
+        "async_grpo.bridges.verifiers",
+        "VerifiersEnvironment",
+    ),
+    OPENENV: ("http://127.0.0.1:8000", "async_grpo.bridges.openenv", "OpenEnvEnvironment"),
+}
 
 
-def users_environment(name: str) -> UserCode | None:
-    """The text of the environment of that name; None for a shipped one.
+def users_environment(name: str, *, option: str = "--environment") -> UserCode | None:
+    """The text of the environment that `option` names; None for a shipped one.
 
     Raises `ConfigError` for a name that is none.
     """
     if name in SHIPPED:
         return None
-    if name.startswith(AGENT):
-        return _agent(name)
-    return UserCode.read(name, option="--environment", shipped=SHIPPED)
+    if prefix := _prefix(name):
+        return _hosted(name, prefix)
+    return UserCode.read(name, option=option, shipped=(*SHIPPED, *HOSTED))
+
+
+def grades_itself(name: str) -> bool:
+    """Whether the environment of that name asks no reward of the run's."""
+    return _prefix(name) in (VERIFIERS, OPENENV)
 
 
 def make_environment(code: UserCode) -> Environment:
     """Import and make it: in the processes of environment workers only.
 
-    Raises `ConfigError` for what is no environment, `WorkerError` for one that fails to be made.
+    Raises `ConfigError` for what is no environment, or one that fails to be made.
     """
-    if code.name.startswith(AGENT):
-        code.require_same(_agent(code.name))
-        room = importlib.import_module("async_grpo.gateway.agent")  # which is above this one
-        made: Environment = room.AgentEnvironment(_words(code.name))
+    if prefix := _prefix(code.name):
+        code.require_same(_hosted(code.name, prefix))
+        _, module, kind = HOSTED[prefix]
+        made: Environment = getattr(importlib.import_module(module), kind)(_words(code.name))
         return made
     environment = code.load(Environment)
     try:
         return environment()
     except Exception as error:  # the user's own code may raise anything
-        raise WorkerError(f"environment {code.name} cannot be made: {error!r}") from error
+        line = code.line_in(traceback.extract_tb(error.__traceback__))
+        raise ConfigError(
+            f"environment {code.name} cannot be made, {error!r} at {line}: correct it"
+        ) from error
 
 
-def _agent(name: str) -> UserCode:
-    """A command with the texts of its Python files, which must be there wherever it is run."""
+def _prefix(name: str) -> str:
+    """Of `HOSTED`; empty for other names."""
+    return next(filter(name.startswith, HOSTED), "")
+
+
+def _hosted(name: str, prefix: str) -> UserCode:
+    """The words with the texts of those that are files, which must be there wherever it is used."""
     try:
         words = [os.path.abspath(word) if os.path.isfile(word) else word for word in _words(name)]
         texts = [text_of(word) for word in words if word.endswith(".py")]
+        texts += [Path(word).read_text("utf-8") for word in words if word.endswith(".toml")]
     except (OSError, SyntaxError, ValueError) as error:
+        example = prefix + HOSTED[prefix][0]
         raise ConfigError(
-            f'--environment {AGENT} must name a command, for example "{AGENT}python my_agent.py", '
-            f"got {name!r}: {error}"
+            f'--environment {prefix} must be followed by words as in "{example}", got {name!r}: '
+            f"{error}"
         ) from error
-    return UserCode(AGENT + shlex.join(words), "\n".join(texts))
+    return UserCode(prefix + shlex.join(words), "\n".join(texts))
 
 
 def _words(name: str) -> list[str]:
-    words = shlex.split(name.removeprefix(AGENT))
+    words = shlex.split(name[len(_prefix(name)) :])
     if not words:
         raise ValueError("there is none")
     return words

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-_LINE = re.compile(r"^VERDICT:[ \t]*(.*?)[ \t]*$", re.MULTILINE)
+_LINE = re.compile(r"^VERDICT:(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class VerdictForm(Generic[T]):
         lines = _LINE.findall(answer)
         if len(lines) != 1:
             raise ValueError(f"{len(lines)} lines begin with VERDICT:, and one must")
-        return self.read(lines[0])
+        return self.read(lines[0].strip(" \t"))
 
 
 def choice(*words: str) -> VerdictForm[str]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,12 @@ from async_grpo.environments.base import Environment, EpisodeFailed, FailureClas
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.errors import AsyncGrpoError, DeadlineError
-from async_grpo.roles import GENERATION, VERIFIER, judge
+from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.together import together
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
+    FailureCause,
     GenerationRequest,
     GradingRequest,
     JudgeAnswer,
@@ -40,6 +42,7 @@ from async_grpo.types import (
     SamplingContract,
     Turn,
     Verdict,
+    VerdictStatus,
     VerificationRequest,
 )
 
@@ -63,6 +66,7 @@ class GroupPlay:
         self._find_renderer = find_renderer
         self._policies: list[EpisodePolicy] = []
         self._members: list[_Member] = []
+        self._again: dict[str, tuple[int, int]] = {}
         self._pings = 0
 
     def pulse(self, *, is_held: bool = False) -> RequestPulse:
@@ -77,41 +81,63 @@ class GroupPlay:
 
     async def run(self, environment: Environment) -> PlayedGroup:
         """Play and grade; the first failure that stays ends the group."""
-        work = (self._episode(environment) for _ in range(self.request.num_samples))
-        episodes = tuple(await together(work, name=f"episode-{self.request.ordinal}"))
-        verdicts = await self._verdicts(environment, episodes)
+        work = (self._episode(environment, index) for index in range(self.request.num_samples))
+        try:
+            episodes = tuple(await together(work, name=f"episode-{self.request.ordinal}"))
+            verdicts = await self._verdicts(environment, episodes)
+        except EpisodeFailed as error:
+            error.again = self._again
+            raise
         judged = [verdicts for member in self._members for verdicts in member.judged]
         disagreed = sum(any(other != first for other in rest) for first, *rest in judged)
-        return PlayedGroup(episodes, verdicts, len(judged), disagreed)
+        return PlayedGroup(episodes, verdicts, len(judged), disagreed, self._again)
 
-    async def _episode(self, environment: Environment) -> Episode:
+    async def _episode(self, environment: Environment, index: int) -> Episode:
         """One episode; what failed is played again, from its question."""
         for _ in range(TRIES - 1):
+            member = self._joined(index)
             try:
-                return await self._played(environment)
+                return await self._played(environment, member)
             except EpisodeFailed as error:
+                if error.failure is FailureClass.TIMEOUT:
+                    raise
                 logger.warning("an episode of question %d: %s", self.request.ordinal, error)
-        return await self._played(environment)
+                reason = f"{ENVIRONMENT}: {error.failure}"
+                number, num_tokens = self._again.get(reason, (0, 0))
+                self._again[reason] = number + 1, num_tokens + member.num_tokens
+        return await self._played(environment, self._joined(index))
 
-    async def _played(self, environment: Environment) -> Episode:
-        request, member = self.request, self._joined()
+    async def _played(self, environment: Environment, member: _Member) -> Episode:
+        request = self.request
         policy = EpisodePolicy(
             member.turn, sampling=request.sampling, max_row_tokens=request.max_row_tokens
         )
         self._policies.append(policy)
         play = environment.play(request.question, policy, member)
+        limit = asyncio.timeout(request.episode_timeout_s or None)
         try:
-            episode = await self._unless_idle(play, member)
+            async with limit:
+                returned = await self._unless_idle(play, member)
+            return self._accepted(returned, policy)
         except NoRoom as error:
             episode = policy.episode(is_cut=True)
             if not episode.turns:
                 raise self._failed(FailureClass.ENVIRONMENT, f"has no room: {error}") from error
+            return episode
         except Exception as error:  # the user's own code may raise anything
+            if limit.expired():
+                what = f"took longer than --episode-timeout-s {request.episode_timeout_s:g}"
+                raise self._failed(FailureClass.TIMEOUT, what) from error
             raise self._classified(FailureClass.ENVIRONMENT, error) from error
-        if not isinstance(episode, Episode) or not episode.turns:
-            what = f"must sample a turn and return policy.episode(), it returned {episode!r}"
+
+    def _accepted(self, returned: object, policy: EpisodePolicy) -> Episode:
+        if not isinstance(returned, Episode) or not returned.turns:
+            what = f"must sample a turn and return policy.episode(), it returned {returned!r}"
             raise self._failed(FailureClass.ENVIRONMENT, what)
-        return episode
+        if problem := policy.complaint(returned):
+            what = f"must return policy.episode(), whose rows are what was sampled: {problem}"
+            raise self._failed(FailureClass.ENVIRONMENT, what)
+        return policy.masked_as(returned)
 
     async def _verdicts(
         self, environment: Environment, episodes: tuple[Episode, ...]
@@ -119,36 +145,41 @@ class GroupPlay:
         member = self._joined()
         grade = environment.grade(self.request.question, episodes, member)
         try:
-            verdicts = tuple(await self._unless_idle(grade, member))
+            verdicts = tuple(map(_plain, await self._unless_idle(grade, member)))
         except Exception as error:  # the user's own code may raise anything
             raise self._classified(FailureClass.JUDGE, error) from error
-        if len(verdicts) != len(episodes) or not all(isinstance(v, Verdict) for v in verdicts):
+        if len(verdicts) != len(episodes):
             what = f"must return {len(episodes)} verdicts, it returned {verdicts!r}"
             raise self._failed(FailureClass.JUDGE, what)
         return verdicts
 
-    def _joined(self) -> _Member:
-        self._members.append(_Member(self.request, self._ask, self._find_renderer))
+    def _joined(self, index: int = 0) -> _Member:
+        self._members.append(_Member(self.request, self._ask, self._find_renderer, index))
         return self._members[-1]
 
     async def _unless_idle(self, work: Coroutine[Any, Any, T], member: _Member) -> T:
         """What the user's `work` returns, however long it takes, while it asks for anything."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(_never_exiting(work))
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_INTERVAL_S))[0]:
                 if member.idle_s > self.request.idle_timeout_s:
-                    stack = ((frame, frame.f_lineno) for frame in task.get_stack())
+                    frame = getattr(work, "cr_frame", None)  # where it waits
+                    stack = [(frame, frame.f_lineno)] if frame else []
                     line = self.request.environment.line_in(traceback.StackSummary.extract(stack))
                     what = f"has asked for nothing for {member.idle_s:.0f} s, in {line}"
                     raise self._failed(FailureClass.DEADLINE, what)
+            if task.cancelled():
+                raise self._failed(FailureClass.ENVIRONMENT, "has cancelled itself")
             return task.result()
         finally:
             task.cancel()
 
     def _classified(self, failure: FailureClass, error: Exception) -> EpisodeFailed:
         """The error with the user's own line, as far down as it goes."""
-        if isinstance(error, EpisodeFailed):
-            return error
+        if isinstance(error, EpisodeFailed):  # or the user's own kind of it, of any class
+            known = error.failure in list(FailureClass)
+            failure = FailureClass(error.failure) if known else failure
+            return EpisodeFailed(failure, str(error)[:MAX_REASON_CHARACTERS])
         line = self.request.environment.line_in(traceback.extract_tb(error.__traceback__))
         return self._failed(failure, f"raised {error!r} at {line}")
 
@@ -158,14 +189,48 @@ class GroupPlay:
         return EpisodeFailed(failure, f"environment {who} {what}")
 
 
+def _plain(verdict: object) -> Verdict:
+    """A copy that every process can read, for what user code makes may be anything.
+
+    Raises `ValueError` for what is no verdict.
+    """
+    if not isinstance(verdict, Verdict) or verdict.status not in get_args(VerdictStatus):
+        raise ValueError(f"a verdict must be a Verdict of a known status, got {verdict!r}")
+    if not math.isfinite(verdict.reward):
+        raise ValueError(f"a reward must be finite, got {verdict.reward!r}")
+    return Verdict(
+        verdict.status,
+        float(verdict.reward),
+        None if verdict.format_reward is None else float(verdict.format_reward),
+        str(verdict.adapter)[:MAX_REASON_CHARACTERS],
+        str(verdict.reason)[:MAX_REASON_CHARACTERS],
+        float(verdict.seconds),
+        verdict.cause if verdict.cause in get_args(FailureCause) else "exception",
+        str(verdict.place)[:MAX_REASON_CHARACTERS],
+    )
+
+
+async def _never_exiting(work: Coroutine[Any, Any, T]) -> T:
+    """These two of a task would end the loop of all episodes."""
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"it has called for the end of its process: {error!r}") from error
+
+
 class _Member:
     """The services as one episode, or the grading, sees them; knows when it waits for none."""
 
-    def __init__(self, request: EpisodesRequest, ask: Ask, find_renderer: FindRenderer) -> None:
+    def __init__(
+        self, request: EpisodesRequest, ask: Ask, find_renderer: FindRenderer, index: int
+    ) -> None:
         self._request = request
         self._ask = ask
         self._find_renderer = find_renderer
+        self._index = index  # of the episode in its group
+        self._num_turns = 0
         self.asks = 0  # unanswered
+        self.num_tokens = 0  # of the turns that have come
         self._idle_since_s = time.monotonic()
         self.judged: list[tuple[Any, ...]] = []  # the verdicts of several judges on one thing
 
@@ -213,17 +278,27 @@ class _Member:
     ) -> Turn:
         """A turn, if possible by the worker `prefer`; one that was lost is sampled again."""
         request = self._request
-        asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling)
+        seed = None
+        if request.seed is not None:  # numpy's own way from several numbers to one
+            words = np.random.SeedSequence((request.seed, self._index, self._num_turns))
+            seed = int(words.generate_state(1, np.uint64)[0]) >> 1
+        self._num_turns += 1
+        asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling, seed)
         try:
-            turns: tuple[Turn, ...] = await self._asked_again(
-                GENERATION, "generate", asked, version=request.oldest, prefer=prefer or None
-            )
+            async with asyncio.timeout(request.turn_timeout_s or None):
+                turns: tuple[Turn, ...] = await self._asked_again(
+                    GENERATION, "generate", asked, version=request.oldest, prefer=prefer or None
+                )
+            self.num_tokens += sum(len(turn.token_ids) for turn in turns)
             return turns[0]
         except AsyncGrpoError as error:
             is_late = isinstance(error, DeadlineError)
             failure = FailureClass.DEADLINE if is_late else FailureClass.ENGINE
             message = f"a turn failed {TRIES} times, the last time: {error}"
             raise EpisodeFailed(failure, message) from error
+        except TimeoutError as error:
+            message = f"a turn took longer than --turn-timeout-s {request.turn_timeout_s:g}"
+            raise EpisodeFailed(FailureClass.TIMEOUT, message) from error
 
     async def judge(
         self,
@@ -272,7 +347,7 @@ class _Member:
         known = self._request.judges
         if name not in known:
             message = f"judge {name!r} must be one of --judges {','.join(known)!r}: name it there"
-            raise EpisodeFailed(FailureClass.JUDGE, message)
+            raise EpisodeFailed(FailureClass.ENVIRONMENT, message)
         try:
             answer: JudgeAnswer = await self._asked_again(judge(name), "judge", request)
         except AsyncGrpoError as error:

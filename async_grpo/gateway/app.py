@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.gateway import replies
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.plan import Plan, chat_plan, completion_plan, generation
@@ -103,7 +103,9 @@ class _Endpoints:
 
     def _find(self, request: Request) -> Session:
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return self._sessions.find(request.path_params.get("session"), token=token)
+        header = request.headers.get("x-session-id", "")
+        name = request.path_params.get("session")
+        return self._sessions.find(name, token=token, header=header)
 
     async def _read(self, request: Request, kind: Any) -> tuple[Session, Any]:
         session, longest = self._find(request), self._sessions.limits.body_bytes
@@ -224,5 +226,6 @@ def _http_refusal(request: Request, error: Exception) -> Response:
 
 
 def _as_refused(error: Exception) -> Refused:
-    """What has failed behind the gateway may serve the next time."""
-    return error if isinstance(error, Refused) else Refused(str(error), status=503)
+    """What has failed behind the gateway may serve the next time, but for what is never served."""
+    status = 400 if isinstance(error, ConfigError) else 503
+    return error if isinstance(error, Refused) else Refused(str(error), status=status)

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.types import Turn
+from async_grpo.types import GenerationRequest, SamplingContract, Turn
 
 Cut = Callable[[Turn], Turn]  # a turn without what comes after its end; itself: it may go on
 
@@ -22,6 +24,12 @@ class Ask:
     stop_ids: tuple[int, ...] = ()
     seed: int | None = None
     cut: Cut = lambda turn: turn
+
+    def request(self, *, stop_ids: Sequence[int], longest: int) -> GenerationRequest:
+        """For an engine: `stop_ids` are the model's own, `longest` is for who names no length."""
+        stop_ids = tuple(dict.fromkeys((*stop_ids, *self.stop_ids)))
+        sampling = SamplingContract(self.temperature, stop_ids, self.max_tokens or longest)
+        return GenerationRequest(0, 0, np.array(self.prompt_ids, np.int32), 1, sampling, self.seed)
 
 
 class Sampler(Protocol):

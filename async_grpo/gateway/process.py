@@ -10,37 +10,38 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from async_grpo.deadlines import AGENT_SAID_S
-from async_grpo.environments.base import EpisodeFailed, FailureClass
 
 KEPT_BYTES = 1000  # of what an agent says, the last ones
+# The shell becomes the agent. What it leaves beside it waits for the end of this process, which
+# alone can write to the pipe, and ends the group: nobody else would, when this one is killed.
+WATCHED = 'exec 3<&0; (read _ <&3; kill -KILL 0) & exec "$@" 3<&- <"/dev/fd/$0"'
 
 
 async def run_process(
     command: Sequence[str], *, text: str, variables: Mapping[str, str]
 ) -> tuple[int, str]:
-    """Its exit code, and the end of what it said; `text` is its stdin.
-
-    Raises `EpisodeFailed` where it cannot be started.
-    """
-    reads, writes = os.pipe()
-    with tempfile.TemporaryFile() as stdin, os.fdopen(reads, "rb", 0) as output:
+    """Its exit code, and the end of what it said; `text` is its stdin."""
+    (reads, writes), (lives, life) = os.pipe(), os.pipe()
+    with (
+        tempfile.TemporaryFile() as stdin,
+        os.fdopen(reads, "rb", 0) as output,
+        os.fdopen(life, "wb", 0),
+    ):
         stdin.write(text.encode())
-        stdin.seek(0)
+        stdin.flush()
         try:
             process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=stdin,
+                *("sh", "-c", WATCHED, str(stdin.fileno()), *command),
+                stdin=lives,
                 stdout=writes,
                 stderr=writes,
+                pass_fds=(stdin.fileno(),),
                 env=dict(variables),
                 start_new_session=True,
             )
-        except OSError as error:
-            raise EpisodeFailed(
-                FailureClass.ENVIRONMENT, f"agent {' '.join(command)} cannot be started: {error}"
-            ) from error
         finally:
             os.close(writes)
+            os.close(lives)
         said = Said()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: said, output)
         try:

@@ -19,14 +19,7 @@ class Server:
 
     def __init__(self, app: ASGIApp, *, host: str = LOOPBACK, port: int = 0) -> None:
         """Port 0: any that is free."""
-        try:
-            # uvicorn would end the process where it cannot listen.
-            self._socket = socket.create_server((host, port), backlog=1024)
-        except OSError as error:
-            raise ConfigError(
-                f"--host and --port must be an address of this machine that is free, got "
-                f"{host}:{port} ({error.strerror or error}): choose another"
-            ) from error
+        self._socket = listening(host, port)
         # asyncio does so for sockets that name their protocol only; without it, 40 ms a request.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
@@ -48,6 +41,17 @@ class Server:
     def stop(self) -> None:
         """Take no more requests; those that run have a little while."""
         self._server.should_exit = True
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket there; raises `ConfigError`, where uvicorn would end the process."""
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            "a gateway must listen at an address of this machine that is free, got "
+            f"{host}:{port} ({error.strerror or error}): choose another"
+        ) from error
 
 
 def in_background(server: Server) -> asyncio.Task[None]:

@@ -38,9 +38,9 @@ class Sessions:
         self._make_session = make_session
         self._sessions: dict[str, tuple[Session, str]] = {}  # with their tokens
 
-    def open(self, session: Session) -> tuple[str, str]:
-        """Its name and its token, until it is closed."""
-        name, token = secrets.token_urlsafe(12), secrets.token_urlsafe(24)
+    def open(self, session: Session, *, token: str = "") -> tuple[str, str]:
+        """Its name and its token, by default one of its own, until it is closed."""
+        name, token = secrets.token_urlsafe(12), token or secrets.token_urlsafe(24)
         self._sessions[name] = session, token
         return name, token
 
@@ -48,9 +48,12 @@ class Sessions:
         """Forget a session, and whatever was said in it."""
         self._sessions.pop(name, None)
 
-    def find(self, name: str | None, *, token: str) -> Session:
-        """The session `name`; None: one for this request alone. Raises `Refused`."""
-        found = self._sessions.get(name or "")
+    def find(self, name: str | None, *, token: str, header: str = "") -> Session:
+        """The session `name`; None: one for this request alone. Raises `Refused`.
+
+        `header` names one too, of those that are open: clients send it that route by it.
+        """
+        found = self._sessions.get(name or header)
         expected = found[1] if found else self._token
         if not expected or not secrets.compare_digest(expected.encode(), token.encode()):
             raise Refused(

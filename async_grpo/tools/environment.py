@@ -9,6 +9,7 @@ The rewards see its last turn.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class ToolEnvironment(Environment):
 
     def __init__(self) -> None:
         self._toolbox: Toolbox | None = None
+        self._opening = asyncio.Lock()  # many episodes begin at once
 
     def messages(self, question: Question) -> list[Message]:
         """What the model is asked."""
@@ -38,7 +40,8 @@ class ToolEnvironment(Environment):
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
         """Turns of the model with the results of its calls between them, until it calls nothing."""
-        self._toolbox = toolbox = self._toolbox or await self.open()
+        async with self._opening:
+            self._toolbox = toolbox = self._toolbox or await self.open()
         dialogue = await services.dialogue(tools=toolbox.specs)
         messages: list[Any] = self.messages(question)
         for _ in range(self.max_turns):

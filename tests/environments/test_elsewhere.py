@@ -7,7 +7,7 @@ import pytest
 from players import Scripted, make_turn
 from scripted import Registry
 from scripted_run import make_config
-from staged import OLDEST, QUESTION, REFERENCE, REQUEST
+from staged import OLDEST, QUESTION, REFERENCE, REQUEST, make_books
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
@@ -19,9 +19,9 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.environments import play
 from async_grpo.environments.find import users_environment
 from async_grpo.environments.worker import EnvironmentWorker
-from async_grpo.errors import ProcessLostError
+from async_grpo.errors import LossCause, ProcessLostError, WorkerError
 from async_grpo.roles import ENVIRONMENT
-from async_grpo.types import RunId, WeightsVersion
+from async_grpo.types import Episode, PlayedGroup, RunId, WeightsVersion
 
 HERE = Path(__file__).parent
 CONFIG = make_config(max_generation_tokens=8, max_tokens_per_gpu=64)
@@ -43,7 +43,7 @@ class Engine(Scripted):
         return [make_turn(turn.token_ids, version=self.version)]
 
 
-def run_slot(engine):
+def run_slot(engine, environment=f"{HERE}/two_turns.py:TwoTurns", books=None, dies_after=0):
     """(the finished group, the registry of environments, what the worker was asked)."""
     plan = BatcherPlan(
         config=CONFIG,
@@ -56,7 +56,7 @@ def run_slot(engine):
         num_ranks=1,
         incarnation=OLDEST.incarnation,
         rules=LocalRules(find_algorithm(CONFIG)),
-        environment=users_environment(f"{HERE}/two_turns.py:TwoTurns"),
+        environment=users_environment(environment),
         max_positions=40,
         epoch=3,
     )
@@ -64,7 +64,14 @@ def run_slot(engine):
 
     async def ask(played, *request, **where):
         asked[played.lease_id] = played
-        return await engine(*request, **where)
+        if dies_after and played.lease_id == 0 and len(engine.asked) >= dies_after:
+            await asyncio.Future()
+        turns = await engine(*request, **where)
+        registry.open[played.lease_id].received(turns)
+        if len(engine.asked) == dies_after:
+            loop.call_soon_threadsafe(registry.lose, registry.name(0), LossCause.DIED, "killed")
+            await asyncio.Future()
+        return turns
 
     worker = EnvironmentWorker(ask, worker_id="e0", capacity=4)
     registry = Registry(worker, role=ENVIRONMENT)
@@ -75,8 +82,13 @@ def run_slot(engine):
         quarantine=Quarantine(),
         episodes_request=plan.episodes_request,
     )
-    playing = pipeline.run(QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None)
-    group = asyncio.run(playing)  # by the clock of the world: the worker has a thread of its own
+    books = books or make_books(REQUEST)
+    playing = pipeline.run(
+        QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None, books=books
+    )
+    with asyncio.Runner() as runner:  # by the clock of the world: the worker has its own thread
+        loop = runner.get_loop()
+        group = runner.run(playing)
     assert not registry.open
     return group, registry, asked.values()
 
@@ -103,3 +115,90 @@ def test_turns_of_older_weights_than_the_slot_may_have_are_refused():
     with pytest.raises(SlotFailed, match="or later were asked") as caught:
         run_slot(Late(*[[4]] * 40))
     assert caught.value.stage == "environment"
+
+
+def test_every_token_of_a_group_is_in_its_episodes():
+    books = make_books(REQUEST)
+    group, *_ = run_slot(Engine([4], [9], [2]), books=books)
+    assert sum(sample.episode.num_sampled_tokens for sample in group.samples) == 3
+    assert (books.ledger.tokens_in_flight(REQUEST.ordinal), books.ledger.output_tokens) == (3, 3)
+
+
+BREAKS = """
+from two_turns import TwoTurns
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+class Breaks(TwoTurns):
+    num_broken = 0
+    async def play(self, question, policy, services):
+        episode = await super().play(question, policy, services)
+        if self.num_broken < TIMES:
+            self.num_broken += 1
+            raise EpisodeFailed(FailureClass.TOOL, "the index is down")
+        return episode
+"""
+
+
+@pytest.fixture
+def breaking(tmp_path):
+    def write(times):
+        path = tmp_path / "breaks.py"
+        path.write_text(BREAKS.replace("TIMES", str(times)))
+        return f"{path}:Breaks"
+
+    return write
+
+
+def test_an_episode_that_is_played_again_is_counted_with_the_tokens_of_its_turns(breaking):
+    books = make_books(REQUEST)
+    run_slot(Engine([4, 4], [4, 4], [4, 4], [4, 4]), breaking(2), books)
+    fates = books.ledger.fates
+    assert fates.reasons == {"discarded: environment: tool infrastructure": 2}
+    assert fates.token_reasons == {"discarded: environment: tool infrastructure": 4}
+    assert books.ledger.tokens_in_flight(REQUEST.ordinal) == 4
+
+
+def test_the_tokens_of_a_worker_that_dies_are_discarded_and_sampled_again(monkeypatch):
+    monkeypatch.setattr(leased_work, "AFTER_LOSS_S", 0.0)
+    books = make_books(REQUEST)
+    engine = Engine([9, 9], [9, 9, 9], [4], [4, 4], [4, 4])
+    group, registry, _ = run_slot(engine, books=books, dies_after=2)
+    assert len(registry.asked) == 2
+    assert books.ledger.fates.reasons == {"discarded: worker died": 2}
+    assert books.ledger.fates.token_reasons == {"discarded: worker died": 5}
+    kept = sum(sample.episode.num_sampled_tokens for sample in group.samples)
+    assert books.ledger.tokens_in_flight(REQUEST.ordinal) == kept
+    assert books.ledger.output_tokens == kept + 5
+
+
+def test_a_group_that_fails_has_tried_before_what_it_has_tried(breaking):
+    books = make_books(REQUEST)
+    with pytest.raises(SlotFailed):
+        run_slot(Engine(*[[4]] * 9), breaking(9), books)
+    assert sum(books.ledger.fates.samples.values()) in (2, 3, 4)  # until one has failed 3 times
+    books.ledger.settle(REQUEST.ordinal, fate="failed", reason="tool")
+    books.ledger.check()
+    assert not books.ledger.open_slots
+
+
+def test_a_turn_that_is_in_no_episode_is_counted(tmp_path):
+    path = tmp_path / "aside.py"
+    path.write_text(
+        "from two_turns import TwoTurns\n"
+        "class Aside(TwoTurns):\n"
+        "    async def play(self, question, policy, services):\n"
+        "        cut = lambda turn: turn.stopped(1, text='')\n"
+        "        await policy.sample(question.input_token_ids, cut=cut)\n"
+        "        return policy.episode()\n"
+    )
+    books = make_books(REQUEST)
+    run_slot(Engine([4, 4, 4], [9, 9]), f"{path}:Aside", books)
+    assert books.ledger.fates.token_reasons == {"discarded: unused": 3}
+    assert books.ledger.fates.samples == {}
+
+
+def test_episodes_with_more_tokens_than_were_sampled_for_them_are_refused():
+    books = make_books(REQUEST)
+    books.received([make_turn([4])])
+    episode = Episode.of_turn(QUESTION.input_token_ids, make_turn([4, 5]))
+    with pytest.raises(WorkerError, match=r"2 tokens came .* engines have sampled 1 for them"):
+        books.played(PlayedGroup((episode,), ()))

@@ -69,7 +69,7 @@ def test_a_module_that_is_another_here_than_the_trainer_s_is_refused_naming_both
     [
         ("Other", "must be a class derived from Environment"),
         ("Missing", "must be a class derived from Environment, got None"),
-        ("Broken", r"cannot be made: OSError\('no index'\)"),
+        ("Broken", r"cannot be made, OSError\('no index'\) at .*mine.py:\d+"),
     ],
 )
 def test_what_cannot_be_played_is_refused_by_the_worker(attribute, reason):

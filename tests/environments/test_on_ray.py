@@ -14,11 +14,13 @@ from scripted_run import make_config
 from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.ledger import FATES
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.environments.find import users_environment
+from async_grpo.errors import AsyncGrpoError
 from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     EndOfStep,
@@ -37,7 +39,6 @@ from async_grpo.types import (
 
 pytestmark = pytest.mark.integration
 HERE = Path(__file__).parent
-VERSION = WeightsVersion(7, 0)
 CONFIG = make_config(
     batch_size=4, num_training_batches=1, samples_per_question=4, max_tokens_per_gpu=64
 )
@@ -102,31 +103,57 @@ def start_environment_worker(controller):
     return worker
 
 
-def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its_prefix():
-    controller = find_or_make_controller()
-    plan = BatcherPlan(
+def make_plan(environment, *, incarnation, **options):
+    return BatcherPlan(
         config=CONFIG,
         questions=tuple(make_question(3) for _ in range(4)),
-        held_out=(),
+        held_out=(make_question(3), make_question(4)),
         order=abs,  # functions that every process knows
         replacement=max,
         seed_of=None,
         sampling=SamplingContract(1.0, (1,), 12),
         num_ranks=1,
-        incarnation=7,
+        incarnation=incarnation,
         rules=LocalRules(find_algorithm(CONFIG)),
-        environment=users_environment(f"{HERE}/two_turns.py:TwoTurns"),
+        environment=users_environment(environment),
         max_positions=64,
+        **options,
     )
-    run = RunId(7, get(controller.begin_run.remote(plan, make(recorder_class()))))
-    engines = {name: make(engine_class(), name) for name in ("one", "two")}
+
+
+def begin(controller, plan):
+    """The run, with weights to sample from."""
+    recorder = make(recorder_class())
+    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, recorder)))
+    version = WeightsVersion(plan.incarnation, 0)
+    snapshot = WeightsSnapshot(version, (WeightsBucket((), ray.put(0), 0, 0),))
+    get(controller.publish.remote(run, snapshot, (GENERATION,), 30.0))
+    get(controller.published.remote(run, version))
+    return run, recorder
+
+
+@pytest.fixture
+def engines():
+    return {name: make(engine_class(), name) for name in ("one", "two")}
+
+
+@pytest.fixture
+def controller(engines):
+    controller = find_or_make_controller()
     for name, engine in engines.items():
         info = WorkerInfo(name, GENERATION, "node", 1, "model", 64, 64.0, 0.0, 512)
         get(controller.register.remote(info, engine))
     environment = start_environment_worker(controller)
-    snapshot = WeightsSnapshot(VERSION, (WeightsBucket((), ray.put(0), 0, 0),))
-    get(controller.publish.remote(run, snapshot, (GENERATION,), 30.0))
-    get(controller.published.remote(run, VERSION))
+    yield controller
+    for actor in (environment, *engines.values(), controller):
+        ray.kill(actor)
+
+
+def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its_prefix(
+    controller, engines
+):
+    plan = make_plan(f"{HERE}/two_turns.py:TwoTurns", incarnation=7)
+    run, _recorder = begin(controller, plan)
     parts, deadline = [], time.monotonic() + 60
     for index in range(100):
         assert time.monotonic() < deadline
@@ -141,10 +168,72 @@ def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its
         assert row.num_sampled_tokens == row.num_trained_tokens in (3, 6)
         sampled[part.ordinal, part.index] = row
     histories = {name: get(engine.histories.remote()) for name, engine in engines.items()}
+    num_sampled = 3 * sum(map(len, histories.values()))
+    tokens = dict(items[-1].tokens)
+    assert tokens.pop("trained") + tokens.pop("zero_contribution") == num_sampled
+    assert not any(tokens.values()) and tokens.keys() < {*FATES}
+    for _ in range(2):
+        held_out = get(controller.evaluate.remote(run))
+        assert (held_out.num_samples, held_out.num_failed) == (8, 0)
+        assert held_out.reward_sum != held_out.num_correct  # by the environment's own verdicts
     for row in sampled.values():
         if row.num_trained_tokens == 6:
             whole = [*row.prompt_token_ids.tolist(), *row.token_ids.tolist()]
             first = [name for name, asked in histories.items() if whole[:3] in asked]
             assert any(whole[:-3] in histories[name] for name in first)
-    for actor in (environment, *engines.values(), controller):
-        ray.kill(actor)
+
+
+START = """
+from dataclasses import replace
+import numpy as np
+from two_turns import TwoTurns
+class Bad(TwoTurns):
+    async def play(self, question, policy, services):
+        turn = await policy.sample(question.input_token_ids, max_tokens=4)
+        await policy.sample([*question.input_token_ids, *turn.token_ids, 60], max_tokens=4)
+        episode = policy.episode()
+        (row,) = episode.rows
+"""
+BAD = {
+    "import no_such_module\n": r"bad.py cannot be imported: ModuleNotFoundError\(",
+    "Bad = 3\n": "bad.py:Bad must be a class derived from Environment, got 3",
+    START + "    def __init__(self): open('/no/such/index')\n": (
+        r"bad.py:Bad cannot be made, FileNotFoundError\(.*/bad.py:\d+, def __init__"
+    ),
+    START + "        raise KeyError('colour')\n": (
+        r"none of batch 1 could be: environment .*bad.py:Bad of question \d raised "
+        r"KeyError\('colour'\) at .*bad.py:\d+, raise KeyError"
+    ),
+    START
+    + "        return replace(episode, rows=(replace(row, token_ids=row.token_ids + 1),))\n": (
+        r"policy.episode\(\).*the tokens of row 0 are others, or do not extend its prompt"
+    ),
+    START + "        mask = np.ones(len(row.token_ids), bool)\n"
+    "        return replace(episode, rows=(replace(row, loss_mask=mask),))\n": (
+        "row 0 would train 1 tokens that the model only read"
+    ),
+    START + "        return await services.ask('sandbox', 'run', None)\n": (
+        "a role must be one of generation, .*, got 'sandbox'"
+    ),
+    START + "        return await services.ask_judge('strict', [])\n": (
+        "judge 'strict' must be one of --judges '': name it there"
+    ),
+    START + "        import sys; sys.exit(3)\n": (
+        r"none of batch 1 could be: .*end of its process: SystemExit\(3\)"
+    ),
+}
+
+
+def test_an_environment_that_cannot_work_ends_its_run_in_a_sentence_and_nothing_else(
+    controller, tmp_path
+):
+    path = tmp_path / "bad.py"
+    (tmp_path / "two_turns.py").write_text((HERE / "two_turns.py").read_text())
+    for number, (text, said) in enumerate(BAD.items(), start=8):
+        path.write_text(text)
+        run, recorder = begin(controller, make_plan(f"{path}:Bad", incarnation=number))
+        with pytest.raises(AsyncGrpoError, match=said) as caught:
+            get(controller.next_items.remote(run, 0, 0))
+        assert "Traceback" not in str(caught.value) and len(str(caught.value)) < 1500
+        get(controller.end_run.remote(run))
+        ray.kill(recorder)

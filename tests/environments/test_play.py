@@ -3,7 +3,9 @@
 import asyncio
 import pickle
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from players import Scripted, make_request, play
 from two_turns import TwoTurns
@@ -94,7 +96,16 @@ def test_an_environment_may_say_which_part_has_failed():
 
 @pytest.mark.parametrize(
     ("verdicts", "said"),
-    [(ValueError("no judge"), "raised ValueError"), ([0.5], "must return 1 verdicts")],
+    [
+        (ValueError("no judge"), "raised ValueError"),
+        ([0.5], "a verdict must be a Verdict"),
+        (
+            [Verdict("good", 0.5, None, "", "", 0.0)],
+            "a verdict must be a Verdict of",
+        ),
+        ([Verdict("scored", float("nan"), None, "", "", 0.0)], "a reward must be finite, got nan"),
+        ([Verdict("scored", 0.5, None, "", "", 0.0)] * 2, "must return 1 verdicts"),
+    ],
 )
 def test_a_group_that_cannot_be_graded_fails_as_the_judge_s(verdicts, said):
     found = failure_of(Guess(verdicts=verdicts), Scripted([20]))
@@ -146,6 +157,98 @@ def test_what_is_no_episode_is_refused():
             return None
 
     assert "must sample a turn and return policy.episode()" in str(failure_of(Wrong(), Scripted()))
+
+
+class Slow(Scripted):
+    async def __call__(self, *asked, **where):
+        await asyncio.sleep(0.2)
+        return await super().__call__(*asked, **where)
+
+
+@pytest.mark.parametrize("name", ["turn_timeout_s", "episode_timeout_s"])
+def test_what_takes_longer_than_the_user_wants_is_dropped_without_another_try(name):
+    services = Slow(*[[9]] * 9)
+    found = failure_of(Guess(), services, make_request(num_samples=1, **{name: 0.05}))
+    assert found.failure is FailureClass.TIMEOUT
+    assert f"took longer than --{name.replace('_', '-')} 0.05" in str(found)
+    assert len(services.asked) == 0 == len(found.again)
+    played = asyncio.run(play(Guess(), Slow([20]), make_request(num_samples=1, **{name: 60.0})))
+    assert len(played.episodes) == 1
+
+
+class Own(EpisodeFailed):
+    """Whoever gets it may not know this class."""
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (Own("my failure", "x" * 10_000), FailureClass.ENVIRONMENT),
+        (Own(FailureClass.TOOL, "gone"), FailureClass.TOOL),
+        (SystemExit(3), FailureClass.ENVIRONMENT),
+        (TimeoutError("mine"), FailureClass.ENVIRONMENT),
+    ],
+)
+def test_whatever_an_environment_raises_leaves_its_process_as_a_failure_of_a_known_class(
+    error, failure
+):
+    found = failure_of(Guess(times=3, error=error), Scripted())
+    assert (type(found), found.failure) == (EpisodeFailed, failure)
+    assert len(str(found)) < 1000
+
+
+def test_turns_of_a_seeded_group_have_seeds_of_their_own_that_are_always_the_same():
+    class Seeded(Scripted):
+        async def __call__(self, role, method, request, **where):
+            seeds.append(request.seed)
+            return await super().__call__(role, method, request, **where)
+
+    found = []
+    for _ in range(2):
+        seeds = []
+        request = make_request(num_samples=2, seed=5)
+        asyncio.run(play(Guess(), Seeded([9], [9], [8], [8]), request))
+        found.append(seeds)
+    assert found[0] == found[1] and len(set(found[0])) == 4
+
+
+def changed(change):
+    class Changed(TwoTurns):
+        async def play(self, question, policy, services):
+            turn = await policy.sample(question.input_token_ids)
+            await policy.sample([*question.input_token_ids, *turn.token_ids, 60])
+            episode = policy.episode()
+            (row,) = episode.rows
+            return replace(episode, rows=change(row))
+
+    return Changed()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: (), "there are 1 rows, it returned 0"),
+        (
+            lambda row: (replace(row, token_ids=row.token_ids + 1),),
+            "the tokens of row 0 are others, or do not extend its prompt",
+        ),
+        (
+            lambda row: (replace(row, loss_mask=np.ones(3, bool)),),
+            "row 0 would train 1 tokens that the model only read",
+        ),
+    ],
+)
+def test_rows_that_are_not_what_was_sampled_fail_the_environment(change, said):
+    found = failure_of(changed(change), Scripted(*[[9]] * 6))
+    assert found.failure is FailureClass.ENVIRONMENT
+    assert f"must return policy.episode(), whose rows are what was sampled: {said}" in str(found)
+    assert found.again == {"environment: environment": (2, 4)}
+
+
+def test_an_environment_may_mask_what_it_does_not_want_trained():
+    masked = changed(lambda row: (replace(row, loss_mask=row.loss_mask & False),))
+    (episode,) = asyncio.run(play(masked, Scripted([9], [20]), ONE)).episodes
+    assert episode.rows[0].num_trained_tokens == 0 < episode.num_sampled_tokens
 
 
 def worker(ask):

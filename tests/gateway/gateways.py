@@ -10,10 +10,11 @@ from families import tokenizer_of
 
 from async_grpo.chat.dialogue import Dialogue
 from async_grpo.chat.template import TemplateRenderer
+from async_grpo.gateway.app import make_app
+from async_grpo.gateway.server import Server
 from async_grpo.gateway.session import Session
 from async_grpo.gateway.sessions import Sessions
 from async_grpo.types import Turn, VersionSpan, WeightsVersion
-from benchmarks import gateway
 
 TOKENIZER = tokenizer_of("qwen2_5")
 RENDERER = TemplateRenderer(TOKENIZER)
@@ -80,8 +81,15 @@ def make_session(sampler):
 def listening(sampler, **limits):
     """The URL of a gateway, in a thread of its own."""
     sessions = Sessions(token=TOKEN, make_session=lambda: make_session(sampler), **limits)
-    with gateway.listening(sessions) as url:
-        yield url
+    server = Server(make_app(sessions))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
+    thread.start()
+    try:
+        yield server.url
+    finally:
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def client_of(url, *, session="", token=TOKEN):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from players import Scripted, make_request, play
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.find import make_environment, users_environment
 from async_grpo.errors import ConfigError
-from async_grpo.gateway import agent
+from async_grpo.gateway import agent, hosted
 from async_grpo.types import Question, Verdict
 
 pytestmark = pytest.mark.integration
@@ -36,7 +37,7 @@ task = [{"role": "user", "content": sys.stdin.read()}]
 
 @pytest.fixture(autouse=True)
 def _tokenizer(monkeypatch):
-    monkeypatch.setattr(agent, "find_tokenizer", lambda model: TOKENIZER)
+    monkeypatch.setattr(hosted, "find_tokenizer", lambda model: TOKENIZER)
 
 
 @pytest.fixture
@@ -173,6 +174,21 @@ chat(task)
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
+def test_an_agent_ends_with_all_that_it_has_started_when_its_worker_is_killed(tmp_path):
+    pids = tmp_path / "pids"
+    agent = f"sleep 60 & echo $$ $! > {pids}; wait"
+    run = f"run_process(['sh', '-c', {agent!r}], text='', variables=dict(os.environ))"
+    worker = "import asyncio, os\nfrom async_grpo.gateway.process import run_process\nasyncio.run"
+    process = subprocess.Popen([sys.executable, "-c", f"{worker}({run})"])
+    deadline = time.monotonic() + 30
+    while not (pids.exists() and pids.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert all(is_gone(int(pid)) for pid in pids.read_text().split())
+
+
 def is_gone(pid):
     """Whether it has ended, be it reaped or not."""
     deadline = time.monotonic() + 5
@@ -199,7 +215,10 @@ def test_a_command_is_named_with_whole_paths_and_the_texts_of_its_files(tmp_path
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("agent:", "must name a command, for example"), ("agent: 'a", "No closing quotation")],
+    [
+        ("agent:", 'must be followed by words as in "agent:python'),
+        ("agent: 'a", "No closing quotation"),
+    ],
 )
 def test_what_is_no_command_is_refused(name, sentence):
     with pytest.raises(ConfigError, match=sentence):
@@ -208,6 +227,7 @@ def test_what_is_no_command_is_refused(name, sentence):
 
 def test_a_proxy_of_the_user_s_does_not_stand_between(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "internal")
-    found = agent.agent_variables("http://127.0.0.1:1/s/a/v1", "t")
+    found = agent.agent_variables(hosted.Address("http://127.0.0.1:1", "a", "t"))
+    assert found["OPENAI_BASE_URL"] == "http://127.0.0.1:1/s/a/v1"
     assert found["NO_PROXY"] == "internal,127.0.0.1"
     assert found["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)

@@ -5,7 +5,7 @@ import openai
 import pytest
 from gateways import TOKEN, Scripted, client_of, ids_of, listening, said
 
-from async_grpo.errors import WorkerError
+from async_grpo.errors import ConfigError, WorkerError
 from async_grpo.gateway.sessions import Limits
 
 ASKED = [{"role": "user", "content": "What is 2+3?"}]
@@ -190,4 +190,10 @@ def test_sessions_and_requests_beyond_the_limits_are_refused():
 def test_a_model_that_fails_is_an_error_of_the_server():
     dead = Scripted(WorkerError("the engine died"))
     with listening(dead) as url, pytest.raises(openai.InternalServerError, match="engine died"):
+        chat(client_of(url))
+
+
+def test_what_no_worker_serves_is_an_error_of_the_client():
+    pinned = Scripted(ConfigError("worker w-1 serves the temperature 1.0 only, got 0.7"))
+    with listening(pinned) as url, pytest.raises(openai.BadRequestError, match=r"only, got 0\.7"):
         chat(client_of(url))

@@ -12,6 +12,7 @@ from async_grpo.chat.template import TemplateRenderer
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.tools.environment import ToolEnvironment
 from async_grpo.tools.function import tool
+from async_grpo.tools.toolbox import Toolbox
 from async_grpo.types import Question, SamplingContract, Verdict
 from async_grpo.user_code import UserCode
 
@@ -94,3 +95,16 @@ def test_a_tool_that_fails_is_an_error_of_the_episode_and_no_reward():
     with pytest.raises(EpisodeFailed, match="broken") as caught:
         played(Broken(), *[call("broken", "{}")] * 9)
     assert caught.value.failure is FailureClass.TOOL
+
+
+def test_tools_are_opened_once_for_all_episodes_that_begin_together():
+    opened = []
+
+    class Slow(ToolEnvironment):
+        async def open(self):
+            opened.append(self)
+            await asyncio.sleep(0.01)
+            return Toolbox(())
+
+    played(Slow(), *[said("5")] * 3, num_samples=3)
+    assert len(opened) == 1
