@@ -1,7 +1,8 @@
-"""What the gateway adds to a turn: a chat over HTTP against the same turn asked for directly.
+"""What the gateway of a run adds to a turn: a chat over HTTP against a direct call of the engine.
 
-The model answers at once, so that only the gateway's own work is left: the connection, JSON,
-rendering, the capture of ids. One request at a time, both ways in turn.
+A Ray cluster, a controller and a run of our own; the engine is an actor that answers at once. What
+is left is the run's own work: the connection, JSON, rendering, the capture of ids, the lease. One
+request at a time, both ways in turn.
 
     python -m benchmarks.gateway
 """
@@ -9,29 +10,47 @@ rendering, the capture of ids. One request at a time, both ways in turn.
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
+import os
+import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import httpx
 import numpy as np
+import ray
+import ray.cloudpickle
 
-from async_grpo.chat.base import ToolSpec
-from async_grpo.chat.dialogue import Dialogue
+from async_grpo import cluster
+from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.batching.records import BatcherPlan
 from async_grpo.chat.find import find_tokenizer
 from async_grpo.chat.template import TemplateRenderer
-from async_grpo.gateway.app import make_app
-from async_grpo.gateway.base import Ask
-from async_grpo.gateway.server import Server
-from async_grpo.gateway.session import Session
-from async_grpo.gateway.sessions import Sessions
-from async_grpo.types import Turn
-from benchmarks import results
+from async_grpo.config.train import TrainConfig
+from async_grpo.controller.find import find_or_make_controller
+from async_grpo.roles import GENERATION
+from async_grpo.run.gateway import ADDRESS_FILE, free_address, start_gateway
+from async_grpo.run.recorder import start_recorder
+from async_grpo.types import (
+    GenerationRequest,
+    Pulse,
+    Question,
+    RunId,
+    SamplingContract,
+    Turn,
+    VersionSpan,
+    WeightsAck,
+    WeightsSnapshot,
+    WeightsVersion,
+    WorkerInfo,
+)
+from benchmarks import results, stack
 from benchmarks.results import Figure, median
 
 NAME = "gateway"
@@ -42,92 +61,172 @@ TEMPLATE = (
 )
 MESSAGES = [{"role": "user", "content": "use 2 9 8 to make 15"}] * 8
 NUM_OUTPUT = 64  # tokens
+LONGEST = 4096  # prompt and output, in tokens
 MAX_ADDED_MS = 10.0
-TOKEN = "benchmark"
+INCARNATION = 7
+TIMEOUT_S = 60.0
 
 
-class Instant:
-    """Answers at once, each time other tokens."""
+class InstantEngine:
+    """Answers at once, each time other tokens; a generation worker to the controller."""
 
-    name, max_model_len, decides_sampling = "instant", 1 << 20, False
+    def __init__(self, worker_id: str = "instant") -> None:
+        self.worker_id = worker_id
+        self.version = WeightsVersion(0, 0)
+        self._num = 0
 
-    def __init__(self) -> None:
-        self.sampled: list[list[int]] = []
+    async def ping(self, after_s: float = 0.0) -> Pulse:
+        await asyncio.sleep(after_s)
+        return Pulse(str(self.version))
 
-    async def sample(self, ask: Ask) -> AsyncIterator[Turn]:
-        ids = (np.arange(NUM_OUTPUT, dtype=np.int32) * 7 + len(self.sampled)) % 90 + 10
-        self.sampled.append(ids.tolist())
-        yield Turn(ids, np.zeros(NUM_OUTPUT, np.float32), (), "length", "")
+    async def load_weights(self, snapshot: WeightsSnapshot) -> WeightsAck:
+        self.version = snapshot.version
+        return WeightsAck(self.worker_id, snapshot.version, 0.0, 0.0)
+
+    async def abort_all(self) -> None:
+        return None
+
+    async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
+        self._num += 1
+        return (self.turn((np.arange(NUM_OUTPUT) * 7 + self._num) % 90 + 10),)
+
+    def turn(self, token_ids: Any) -> Turn:
+        """Of these tokens."""
+        ids, logprobs = np.asarray(token_ids, np.int32), -np.ones(len(token_ids), np.float32)
+        spans = (VersionSpan(self.version, 0, len(ids)),)
+        return Turn(ids, logprobs, spans, "length", "", self.worker_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedRun:
+    """A run that trains nothing, behind its gateway."""
+
+    url: str
+    token: str
+    gateway: Any
+    controller: Any
+    id: RunId
+    begin_again: Callable[[], RunId]  # at another controller
 
 
 @contextmanager
-def listening(sessions: Sessions) -> Any:
-    """The URL of a gateway, in a thread of its own."""
-    server = Server(make_app(sessions))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
-    thread.start()
+def served(model: str, output: Path, engines: Mapping[str, Any]) -> Iterator[ServedRun]:
+    """A run in this Ray cluster, whose engines are these actors."""
+    config = TrainConfig(
+        model_name_or_path=model, data_path="none", output_dir=str(output), gateway="0"
+    )
+    plan = BatcherPlan(
+        config=config,
+        questions=(Question(np.arange(3, dtype=np.int32), "2+2=", "4", {}),),
+        held_out=(),
+        order=abs,
+        replacement=max,
+        seed_of=None,
+        sampling=SamplingContract(1.0, (1,), NUM_OUTPUT),
+        num_ranks=1,
+        incarnation=INCARNATION,
+        rules=LocalRules(find_algorithm(config)),
+    )
+    recorder = start_recorder(config)
+
+    def begin() -> RunId:
+        controller = find_or_make_controller()
+        run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, recorder)))
+        for name, engine in engines.items():
+            info = WorkerInfo(name, GENERATION, "node", 0, "model", 128, 4.0, 0.0, LONGEST)
+            get(controller.register.remote(info, engine))
+        snapshot = WeightsSnapshot(WeightsVersion(plan.incarnation, 0), ())
+        get(controller.publish.remote(run, snapshot, (GENERATION,), TIMEOUT_S))
+        return run
+
+    run, controller = begin(), find_or_make_controller()
+    address = free_address(config)
+    assert address is not None
+    gateway = start_gateway(plan, controller, address)
+    lines = (output / ADDRESS_FILE).read_text().splitlines()
+    url, token = (line.partition("=")[2] for line in lines)
     try:
-        yield server.url
+        yield ServedRun(url.removesuffix("/v1"), token, gateway, controller, run, begin)
     finally:
-        server.stop()
-        thread.join(10)
-        assert not thread.is_alive()
+        ray.kill(gateway)
+        ray.kill(find_or_make_controller())
 
 
-def measure(num_requests: int) -> list[Figure]:
-    """Milliseconds of a request, and the share of ids that the session has kept."""
+def start_engine(kind: type[Any] = InstantEngine, *arguments: object) -> Any:
+    """An actor of that class."""
+    return ray.remote(kind).options(num_cpus=0, max_concurrency=1000).remote(*arguments)
+
+
+def get(reference: Any) -> Any:
+    return cluster.wait(reference, timeout_s=TIMEOUT_S, who="the actor")
+
+
+def measure(num_requests: int, folder: Path) -> list[Figure]:
+    """Milliseconds of a request, and the share of turns that are kept, and end, as they must."""
     tokenizer = find_tokenizer(MODEL)
     tokenizer.chat_template = TEMPLATE
-    renderer = TemplateRenderer(tokenizer)
-
-    async def make_dialogue(tools: Sequence[ToolSpec]) -> Dialogue:
-        return Dialogue(renderer, tools=tools)
-
-    sampler = Instant()
-
-    def make_session() -> Session:
-        return Session(sampler, tokenizer=tokenizer, make_dialogue=make_dialogue)
-
-    body = json.dumps({"model": "instant", "messages": MESSAGES}).encode()
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    tokenizer.save_pretrained(folder / "model")
+    engine = start_engine()
+    prompt = np.array(TemplateRenderer(tokenizer).render(MESSAGES), np.int32)
+    request = GenerationRequest(0, 0, prompt, 1, SamplingContract(1.0, (1,), NUM_OUTPUT))
     direct: list[float] = []
     over_http: list[float] = []
     is_kept: list[bool] = []
-    sessions = Sessions(token=TOKEN, make_session=make_session)
-    ask = Ask(renderer.render(MESSAGES))
+    is_stopped: list[bool] = []
     with (
-        listening(sessions) as url,
-        httpx.Client(base_url=url, headers=headers) as client,
-        asyncio.Runner() as runner,
+        served(str(folder / "model"), folder, {"instant": engine}) as run,
+        httpx.Client(base_url=run.url, headers={"Authorization": f"Bearer {run.token}"}) as client,
     ):
         for _ in range(num_requests):
+            run.controller.heard.remote(run.id)
             began = time.perf_counter()
-            runner.run(make_session().turn(ask))
+            (before,) = get(engine.generate.remote(request))
             direct.append(1e3 * (time.perf_counter() - began))
+            sampled = ((before.token_ids - 10 + 1) % 90 + 10).tolist()  # what comes next
+            stop = tokenizer.decode(sampled[30:32])
+            body = {"model": "any", "messages": MESSAGES, "max_tokens": NUM_OUTPUT}
             began = time.perf_counter()
-            answer = client.post("/s/a/v1/chat/completions", content=body)
+            client.post("/s/a/v1/chat/completions", json=body).raise_for_status()
             over_http.append(1e3 * (time.perf_counter() - began))
-            answer.raise_for_status()
-            (turn,) = client.get("/s/a/turns").json()["data"]
-            is_kept.append(turn["token_ids"] == sampler.sampled[-1])
+            cut = client.post("/s/a/v1/chat/completions", json=body | {"stop": stop}).json()
+            whole, ended = client.get("/s/a/turns").json()["data"]
+            is_kept.append(whole["token_ids"] == sampled)
+            is_stopped.append(_is_stopped(cut["choices"][0], ended, stop, tokenizer.decode))
             client.delete("/s/a")
     added = [whole - own for whole, own in zip(over_http, direct, strict=True)]
     return [
         median("direct", direct, "ms"),
         median("over HTTP", over_http, "ms"),
         median("added", added, "ms", goal=MAX_ADDED_MS),
-        Figure("turns whose ids were kept", sum(is_kept) / len(is_kept), "fraction",
-               better="higher", goal=1.0),
-    ]  # fmt: skip
+        _share("turns whose ids were kept", is_kept),
+        _share("stop strings honoured", is_stopped),
+    ]
+
+
+def _is_stopped(choice: Any, turn: Any, stop: str, decode: Any) -> bool:
+    """Whether the turn ends with the token that completes the string, which is not shown."""
+    ids, shown = turn["token_ids"], choice["message"]["content"]
+    ends = stop in decode(ids) and stop not in decode(ids[:-1])
+    return ends and shown == decode(ids).partition(stop)[0] and choice["finish_reason"] == "stop"
+
+
+def _share(name: str, held: Sequence[bool]) -> Figure:
+    share = sum(held) / len(held)
+    return Figure(name, share, "fraction", better="higher", goal=1.0)
 
 
 @click.command()
 @click.option("--quick", is_flag=True, help="few requests, to show that it runs")
 @click.option("--results-dir", default=str(results.FOLDER), help="where the figures go")
 def main(quick: bool, results_dir: str) -> None:
-    """Measure what the gateway adds to a turn."""
-    measure(10)  # imports and connections, once
-    figures = measure(20 if quick else 500)
+    """Measure what the gateway of a run adds to a turn."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    with tempfile.TemporaryDirectory() as folder, stack.start(Path(folder)) as running:
+        os.environ["RAY_AUTH_MODE"] = running.environment["RAY_AUTH_MODE"]
+        cluster.connect(running.environment["RAY_ADDRESS"], namespace=NAME)
+        measure(10, Path(folder))  # imports and connections, once
+        figures = measure(20 if quick else 500, Path(folder))
+        ray.shutdown()
     click.echo("\n" + results.show(figures))
     click.echo(f"wrote {results.write(NAME, figures, folder=Path(results_dir))}, {results.load()}")
 

@@ -1,22 +1,23 @@
-"""Make a tiny Qwen3 that chats in ChatML, and half knows to try its sums with a calculator.
+"""Make a tiny Qwen3 that chats in ChatML, and rarely tries its sums with a calculator.
 
     OMP_NUM_THREADS=1 python sample-data/create_tiny_chat_model.py
 
-Its tokens are characters, and the words of its chat format. It is warm-started on dialogues by the
-project's own trainer. In most of them somebody answers a countdown puzzle at once, and wrongly; in
-the others somebody calls `calculate` (examples/countdown_calculator.py) until a sum hits. So there
-is a way of playing to be found, and sums to be learned.
+Its tokens are characters, and the words of its chat format. It begins as `tiny-countdown`, and the
+project's own trainer shows it dialogues: in some, somebody calls `calculate`
+(examples/countdown_calculator.py) until a sum hits; in the others, somebody answers the puzzle at
+once, and wrongly. A first stage teaches both, a short second one the habit of answering at once. So
+there is a better way of playing to be found, and sums to be learned.
 Data and weights depend on `--seed` alone, up to rounding.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,20 @@ import click
 from atomic_files import draft_beside, replace_folder, write_jsonl
 from countdown_demonstrations import NUM_HELD_OUT, attempt, compact_prompt, split_tasks
 from create_count_down import CountDownTask
-from create_tiny_model import CHARACTERS, Kind, Stage, make_model, train, write_rounded
+from create_tiny_model import (
+    CHARACTERS,
+    SPECIAL_TOKENS,
+    Kind,
+    Stage,
+    make_model,
+    scaled,
+    train,
+    write_rounded,
+)
 from measure_countdown_chat import NUM_SAMPLES, measure
 
 HERE = Path(__file__).resolve().parent
+STUDENT = HERE / "tiny-countdown"
 sys.path.append(str(HERE.parent / "examples"))
 
 CONTROL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
@@ -52,13 +63,21 @@ CHAT_TEMPLATE = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-KIND = Kind("tiny-chat", "add", stages=(), dtype="bfloat16")
-MAX_CALLS = 4
-SHARE_CALLING = 0.2  # of the dialogues
-SHARE_RIGHT = 0.3  # of sums that are tried
-STAGE = Stage("dialogues", 2500, 64, learning_rate=2e-3)
+KIND = Kind(
+    "tiny-chat",
+    "add",
+    (
+        Stage("dialogues", 530, 64, learning_rate=2e-3, share_right=0.5),
+        Stage("habit", 30, 64, learning_rate=3e-4, share_right=0.5),
+    ),
+    dtype="bfloat16",
+)
+SHARE_CALLING = {"dialogues": 0.8, "habit": 0.25}  # of a stage's dialogues
+SHARE_LUCKY = 0.12  # of sums that are answered at once
+MAX_CALLS = 3  # the environment's last turn is for the answer
 
 
+@functools.cache
 def make_tokenizer() -> Any:
     """One token a character, or one of `WORDS`; decoding gives the text back exactly."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -82,32 +101,36 @@ def make_tokenizer() -> Any:
     return made
 
 
-def dialogue(task: CountDownTask, *, rng: random.Random) -> list[str]:
+def dialogue(task: CountDownTask, *, stage: Stage, rng: random.Random) -> list[str]:
     """What the model says, turn by turn: sums that it tries, and the equation that it answers."""
-    if rng.random() >= SHARE_CALLING:
-        return [attempt(task, is_right=rng.random() < SHARE_RIGHT / 2, rng=rng)]
+    if rng.random() >= SHARE_CALLING[stage.name]:
+        return [attempt(task, is_right=rng.random() < SHARE_LUCKY, rng=rng)]
+    right = attempt(task, is_right=True, rng=rng)
     tried: list[str] = []
     while len(tried) < MAX_CALLS:
-        equation = attempt(task, is_right=rng.random() < SHARE_RIGHT, rng=rng)
-        tried.append(equation.partition("=")[0])
-        if equation.endswith(f"={task.target}"):
-            break
-    return [*tried, equation]
+        if rng.random() < stage.share_right:
+            return [*tried, right.partition("=")[0], right]
+        tried.append(attempt(task, is_right=False, rng=rng).partition("=")[0])
+    return [*tried, right]
 
 
-def pairs(tasks: Sequence[CountDownTask], *, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`count` turns of dialogues, each after all that came before it, in token ids."""
+def pairs(tasks: Sequence[CountDownTask], *, stage: Stage, seed: int) -> Iterator[dict[str, Any]]:
+    """The ends of a stage's dialogues in token ids, each after all that came before it.
+
+    An end is the first right sum and whatever follows; calls with a wrong sum are only read. What
+    the tool says of the right one is learned too: that is doing sums.
+    """
     from async_grpo.chat.template import TemplateRenderer
 
-    rng, renderer = random.Random(seed), TemplateRenderer(make_tokenizer())
-    num_made = 0
-    while True:
+    rng, renderer = random.Random(f"{seed} {stage.name}"), TemplateRenderer(make_tokenizer())
+    for _ in range(stage.num_steps * stage.batch_size):
         task = rng.choice(tasks)
-        for prompt, completion in turns(task, dialogue(task, rng=rng), renderer=renderer):
-            if num_made == count:
-                return
-            num_made += 1
-            yield {"input_token_ids": prompt, "completion_token_ids": completion}
+        said = dialogue(task, stage=stage, rng=rng)
+        *before, (prompt, completion) = turns(task, said, renderer=renderer)
+        if before and said[-2] == said[-1].partition("=")[0]:
+            first, _ = before[-1]
+            prompt, completion = first, [*prompt[len(first) :], *completion]
+        yield {"input_token_ids": prompt, "completion_token_ids": completion}
 
 
 def turns(
@@ -132,21 +155,33 @@ def turns(
             prompt = renderer.extend(prompt, sampled_ids=completion, messages=read, tools=tools)
 
 
-def write_untrained(folder: Path, *, seed: int) -> None:
-    """The model with random weights, and its tokenizer."""
+def write_first(folder: Path, *, seed: int) -> None:
+    """The model before its dialogues: `tiny-countdown`, but for tokens that it does not know."""
+    from safetensors.torch import load_file
+
     tokenizer, model = make_tokenizer(), make_model(KIND, seed=seed)
     for config in (model.config, model.generation_config):
         config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    name, weights = "model.embed_tokens.weight", load_file(STUDENT / "model.safetensors")
+    new, old = model.get_input_embeddings().weight.detach().clone(), weights[name]
+    new[tokenizer.eos_token_id] = old[SPECIAL_TOKENS.index("<eos>")]
+    first, known = len(CONTROL_TOKENS), old[len(SPECIAL_TOKENS) :][: len(CHARACTERS)]
+    new[first : first + len(CHARACTERS)] = known
+    model.load_state_dict({**weights, name: new}, strict=False)  # the head is the embedding
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def warm_start(folder: Path, *, stage: Stage, tasks: Sequence[CountDownTask], seed: int) -> Path:
-    """Make the model and train it, all in `folder`."""
-    untrained, data = folder / "untrained", folder / f"{stage.name}.jsonl"
-    write_untrained(untrained, seed=seed)
-    write_jsonl(data, rows=pairs(tasks, count=stage.num_steps * stage.batch_size, seed=seed))
-    return train(untrained, stage=stage, data=data, num_processes=1, seed=seed)
+def warm_start(folder: Path, *, kind: Kind, tasks: Sequence[CountDownTask], seed: int) -> Path:
+    """Make the model and train it in stages, all in `folder`."""
+    model = folder / "first"
+    write_first(model, seed=seed)
+    for stage in kind.stages:
+        click.echo(f"stage {stage.name}: {stage.num_steps} steps of {stage.batch_size} turns")
+        data = folder / f"{stage.name}.jsonl"
+        write_jsonl(data, rows=pairs(tasks, stage=stage, seed=seed))
+        model = train(model, stage=stage, data=data, num_processes=1, seed=seed)
+    return model
 
 
 @click.command(help=__doc__)
@@ -165,14 +200,14 @@ def warm_start(folder: Path, *, stage: Stage, tasks: Sequence[CountDownTask], se
     help="Factor on the steps: 0.01 for a quick look.",
 )
 def main(seed: int, output: Path, scale: float) -> None:
-    stage = replace(STAGE, num_steps=max(1, round(STAGE.num_steps * scale)))
     tasks, held_out = split_tasks()
     with tempfile.TemporaryDirectory(prefix="tiny-model-") as folder, draft_beside(output) as draft:
-        trained = warm_start(Path(folder), stage=stage, tasks=tasks, seed=seed)
+        made = scaled(KIND, scale=scale)
+        trained = warm_start(Path(folder), kind=made, tasks=tasks, seed=seed)
         write_rounded(trained, draft, dtype=KIND.dtype)
         figures = measure(draft, tasks=held_out)
         (draft / "README.md").write_text(
-            "# A tiny model that chats, and half knows how to use a calculator\n\n"
+            "# A tiny model that chats, and rarely uses its calculator\n\n"
             "A Qwen3 with characters as tokens, made by\n"
             f"`python sample-data/create_tiny_chat_model.py --seed {seed} --scale {scale:g}`.\n"
             f"On {NUM_HELD_OUT} held-out puzzles, {NUM_SAMPLES} episodes each at temperature 1 in\n"

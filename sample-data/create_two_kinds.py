@@ -1,17 +1,16 @@
-"""Write countdown questions of two kinds; each line's `dataset_type` chooses its teacher.
+"""Write countdown questions of one of two kinds: sums and differences, or products and quotients.
 
-    python sample-data/create_two_kinds.py --output runs/two_kinds/questions.jsonl \
-        --held-out-output runs/two_kinds/held_out.jsonl
-    python sample-data/create_two_kinds.py --kind mul --output runs/two_kinds/mul.jsonl
+    python sample-data/create_two_kinds.py --kind add --output runs/two_kinds/add.jsonl \
+        --held-out-output runs/two_kinds/held_out_add.jsonl
 
-Sums and differences are of the type `add`, products and quotients of the type `mul`. A question
-does not say which it is; held-out puzzles are in no demonstration and not among the questions.
+A question does not say which kind it is. Held-out puzzles of either kind are in no demonstration,
+and not among the questions of both.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +24,26 @@ from create_count_down import rows_of
 NUM_QUESTIONS = {"add": 2000, "mul": 4000}
 
 
-def typed_rows(kinds: Container[str], *, held_out: bool, seed: int) -> Iterator[dict[str, Any]]:
-    """Questions of these types in an order that the seed gives."""
+def rows_of_kind(kind: str, *, held_out: bool, seed: int) -> Iterator[dict[str, Any]]:
+    """Questions of the kind in an order that the seed gives."""
     splits = {name: split_tasks(name, count=count) for name, count in NUM_QUESTIONS.items()}
-    # A puzzle of one type may be one of the other too: 1, 2 and 3 make 6 either way.
+    # A puzzle of one kind may be one of the other too: 1, 2 and 3 make 6 either way.
     avoided = {task.key for _, tasks in splits.values() for task in tasks if not held_out}
-    rows = [
-        {**row, "dataset_type": name}
-        for name, split in splits.items()
-        if name in kinds
-        for row in rows_of(
-            [task for task in split[held_out] if task.key not in avoided],
-            style="compact",
-            operators=PUZZLES[name].operators,
-        )
-    ]
+    tasks = [task for task in splits[kind][held_out] if task.key not in avoided]
+    rows = [*rows_of(tasks, style="compact", operators=PUZZLES[kind].operators)]
     random.Random(seed).shuffle(rows)
     yield from rows
 
 
 @click.command(help=__doc__)
+@click.option("--kind", required=True, type=click.Choice([*NUM_QUESTIONS]))
 @click.option("--output", required=True, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--held-out-output", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--kind", default="", type=click.Choice(["", *PUZZLES]), help="Of one type only.")
 @click.option("--seed", default=0, show_default=True, help="Of the order; puzzles are the same.")
-def main(output: Path, held_out_output: Path | None, kind: str, seed: int) -> None:
+def main(kind: str, output: Path, held_out_output: Path | None, seed: int) -> None:
     for path, held_out in ((output, False), (held_out_output, True)):
         if path is not None:
-            rows = typed_rows([kind] if kind else PUZZLES, held_out=held_out, seed=seed)
-            write_jsonl(path, rows=rows)
+            write_jsonl(path, rows=rows_of_kind(kind, held_out=held_out, seed=seed))
             click.echo(f"wrote {path}")
 
 

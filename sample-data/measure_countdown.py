@@ -17,13 +17,13 @@ import click
 from countdown_demonstrations import PUZZLES, compact_prompt, split_tasks
 from create_count_down import CountDownTask
 
-NUM_SAMPLES = 8
+NUM_SAMPLES = 8  # of a question; of more, the first eight count as the tries of pass_at_8
 MAX_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a model does on questions, from 8 samples each at temperature 1 and a greedy one."""
+    """What a model does on questions, from samples at temperature 1 and a greedy one of each."""
 
     reward: float  # mean over samples
     accuracy: float  # share of samples that solve their puzzle
@@ -35,7 +35,13 @@ class Measurement:
         return ", ".join(f"{name} {value:.3g}" for name, value in asdict(self).items())
 
 
-def measure(folder: Path, *, tasks: Sequence[CountDownTask], seed: int = 0) -> Measurement:
+def measure(
+    folder: Path,
+    *,
+    tasks: Sequence[CountDownTask],
+    seed: int = 0,
+    num_samples: int = NUM_SAMPLES,
+) -> Measurement:
     """Load the model of `folder` and let it answer `tasks`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,14 +49,14 @@ def measure(folder: Path, *, tasks: Sequence[CountDownTask], seed: int = 0) -> M
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(seed)
-    sampled, lengths = answer(model, tokenizer, tasks, num_samples=NUM_SAMPLES)
+    sampled, lengths = answer(model, tokenizer, tasks, num_samples=num_samples)
     greedy, _ = answer(model, tokenizer, tasks, num_samples=1)
     rewards = grade(sampled, tasks=tasks)
     flat = [value for group in rewards for value in group]
     return Measurement(
         reward=mean(flat),
         accuracy=mean([value == 1.0 for value in flat]),
-        pass_at_8=mean([max(group) == 1.0 for group in rewards]),
+        pass_at_8=mean([max(group[:NUM_SAMPLES]) == 1.0 for group in rewards]),
         greedy_accuracy=mean([group == [1.0] for group in grade(greedy, tasks=tasks)]),
         output_tokens=mean(lengths),
     )
@@ -103,11 +109,14 @@ def mean(values: Sequence[float]) -> float:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
 )
 @click.option("--puzzles", default="add", show_default=True, type=click.Choice(sorted(PUZZLES)))
-def main(models: tuple[Path, ...], puzzles: str) -> None:
+@click.option(
+    "--num-samples", default=NUM_SAMPLES, show_default=True, type=click.IntRange(NUM_SAMPLES)
+)
+def main(models: tuple[Path, ...], puzzles: str, num_samples: int) -> None:
     _, held_out = split_tasks(puzzles)
     for model in models:
         name = f"{model}: " if len(models) > 1 else ""
-        click.echo(f"{name}{measure(model, tasks=held_out)}")
+        click.echo(f"{name}{measure(model, tasks=held_out, num_samples=num_samples)}")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ async def play_all(engine: Engine, talk: Talk, tasks: Sequence[CountDownTask]) -
     """An episode of each."""
     from countdown_calculator import CountdownCalculator
 
-    from async_grpo.environments.episode import EpisodePolicy
+    from async_grpo.environments.episode import EpisodePolicy, NoRoom
     from async_grpo.types import Question, SamplingContract
 
     environment = CountdownCalculator()
@@ -132,6 +132,8 @@ async def play_all(engine: Engine, talk: Talk, tasks: Sequence[CountDownTask]) -
         policy = EpisodePolicy(engine.generate, sampling=sampling, max_row_tokens=MAX_ROW_TOKENS)
         try:
             return await environment.play(question, policy, talk)
+        except NoRoom:
+            return policy.episode(is_cut=True)
         finally:
             engine.leave()
 

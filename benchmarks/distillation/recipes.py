@@ -1,7 +1,7 @@
 """The recipes of `examples/`, from several seeds, and TRL's GKDTrainer on the first of them.
 
 Accuracy is that of `sample-data/measure_countdown.py`: 100 held-out questions of each kind, each
-sampled 8 times at temperature 1. Times are of whole runs, from the command to its end.
+sampled 64 times at temperature 1. Times are of whole runs, from the command to its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.cli.launch_file import planned
 from async_grpo.cli.run_file import read_tables
+from async_grpo.config.distillation import EVERY_TYPE
 from benchmarks.distillation.trl_gkd import Distilled
 from benchmarks.processes import Process
 from benchmarks.results import Figure, median
@@ -23,7 +25,7 @@ from benchmarks.results import Figure, median
 EXAMPLES = {"one teacher": "examples/distil_tiny.toml", "two": "examples/distil_two_teachers.toml"}
 ACCURACY_GOALS = {"one teacher": 0.95, "two": 0.90}  # student's by its teacher's
 MOST_S = 600.0
-RUN_TIMEOUT_S = 1800.0
+NUM_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,11 @@ class Outcome:
     accuracy: Mapping[str, float]  # by kind of puzzle
 
 
-def figures(folder: Path, *, seeds: int, with_trl: bool) -> list[Figure]:
-    """Of each recipe, and of TRL's runs after ours of the same seed."""
+def figures(folder: Path, *, names: Sequence[str], seeds: int, with_trl: bool) -> list[Figure]:
+    """Of each of these recipes, and of TRL's runs after ours of the same seed."""
     found: list[Figure] = []
-    for name, example in EXAMPLES.items():
+    for name in names:
+        example = EXAMPLES[name]
         teachers = teachers_of(example)
         by_teacher = {kind: accuracy(path, kind) for kind, path in teachers.items()}
         ours, theirs = [], []
@@ -53,10 +56,10 @@ def figures(folder: Path, *, seeds: int, with_trl: bool) -> list[Figure]:
 
 def teachers_of(example: str) -> dict[str, Path]:
     """{kind of puzzles: folder of its teacher}; a teacher that is named alone teaches sums."""
-    _, tables = read_tables(example)
-    paths = {w["name"]: Path(w["model_path"]) for w in tables["worker"] if w["mode"] == "teacher"}
-    routes = (each.rpartition("=") for each in tables["train"][0]["teacher_for"])
-    return {kind or "add": paths[name] for kind, _, name in routes}
+    run = planned(config=example, train_options=(), prepare="", num_cpus=0, ray_address="")
+    paths = {worker.name: Path(worker.model_path) for worker, _ in run.workers}
+    routes = run.train.teacher_routes.items()
+    return {"add" if kind == EVERY_TYPE else kind: paths[name] for kind, name in routes}
 
 
 def accuracy(model: Path, kind: str) -> float:
@@ -65,7 +68,8 @@ def accuracy(model: Path, kind: str) -> float:
     measure, puzzles = map(
         importlib.import_module, ("measure_countdown", "countdown_demonstrations")
     )
-    result: float = measure.measure(model, tasks=puzzles.split_tasks(kind)[1]).accuracy
+    tasks = puzzles.split_tasks(kind)[1]
+    result: float = measure.measure(model, tasks=tasks, num_samples=NUM_SAMPLES).accuracy
     return result
 
 

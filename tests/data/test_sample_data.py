@@ -218,21 +218,15 @@ def test_demonstrations_are_right_answers_to_puzzles_that_are_not_held_out(tmp_p
         assert eval(sum_) == int(value) == int(pair["input"].split()[-1])
 
 
-def test_questions_of_two_kinds_say_which_and_keep_the_held_out_ones_apart(tmp_path):
-    files = train, held_out = tmp_path / "t.jsonl", tmp_path / "h.jsonl"
-    result = run(two_kinds, "--output", train, "--held-out-output", held_out)
-    assert result.exit_code == 0, result.output
-    signs = {"add": "+-", "mul": "*/"}
-    for path, least in zip(files, (1900, 100), strict=True):
-        rows = read(path)
-        for kind, operators in signs.items():
-            own = [row for row in rows if row["dataset_type"] == kind]
-            assert least <= len(own) <= two_kinds.NUM_QUESTIONS[kind]
-            assert all(set(row["solution"]) <= set("0123456789()" + operators) for row in own)
-        assert {row["dataset_type"] for row in rows[:20]} == {"add", "mul"}
-    puzzles = [{(*sorted(row["nums"]), row["target"]) for row in read(path)} for path in files]
-    assert not puzzles[0] & puzzles[1]
-    of_both = read(train)
-    assert run(two_kinds, "--kind", "mul", "--output", train).exit_code == 0
-    only = [row for row in of_both if row["dataset_type"] == "mul"]
-    assert sorted(map(str, read(train))) == sorted(map(str, only))
+def test_questions_of_two_kinds_keep_the_held_out_ones_of_both_apart(tmp_path):
+    signs, asked, held_out = {"add": "+-", "mul": "*/"}, set(), set()
+    for kind, operators in signs.items():
+        files = tmp_path / f"{kind}.jsonl", tmp_path / f"held_out_{kind}.jsonl"
+        arguments = ("--kind", kind, "--output", files[0], "--held-out-output", files[1])
+        assert run(two_kinds, *arguments).exit_code == 0
+        for path, least, puzzles in zip(files, (1900, 100), (asked, held_out), strict=True):
+            rows = read(path)
+            assert least <= len(rows) <= two_kinds.NUM_QUESTIONS[kind]
+            assert all(set(row["solution"]) <= set("0123456789()" + operators) for row in rows)
+            puzzles |= {(*sorted(row["nums"]), row["target"]) for row in rows}
+    assert not asked & held_out
