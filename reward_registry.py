@@ -39,6 +39,7 @@ class RewardType(StrEnum):
     MATH_VERIFY = "math_verify"
     CODE_EXECUTION = "code_execution"
     MAJORITY = "majority"
+    REASONING_GYM = "reasoning_gym"
 
 
 REWARD_ADAPTERS: dict[RewardType, Callable[..., float | dict[str, float]]] = {

@@ -17,6 +17,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
       one turn       ─▶ rollout/worker.generate, then verification/pool.verify
       or more        ─▶ environments/worker.play, which asks for each turn and for the verdicts by
                      environments/services.ask ─▶ controller/controller.ask
+    a visitor      ─▶ run/gateway.sample ─▶ controller/controller.ask, beside all this (--gateway)
     advantages     ─▶ algorithms/base.finish_group; of a whole step batching/step_groups.join
     scores         ─▶ scoring/worker.logprobs: the reference's, a teacher's
     rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds
@@ -50,8 +51,9 @@ ranks, and run/main_rank.recover begins the run again at the last whole gradient
 anybody waits stands in deadlines.py.
 
 `types/` and `config/` are what rooms exchange; `algorithms/` and `environments/` are the seams for
-code of yours, `roles.py` names the roles. `data/` reads questions, `checkpoint/` saves and resumes,
-`telemetry/` watches, `cli/` and `dispatcher/` start things.
+code of yours, `bridges/` plays other people's environments, `roles.py` names the roles. `data/`
+reads questions, `checkpoint/` saves and resumes, `telemetry/` watches, `cli/` and `dispatcher/`
+start things.
 """
 
 __version__ = "0.1.0"

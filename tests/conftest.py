@@ -12,8 +12,9 @@ from xdist.scheduler import LoadFileScheduling
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in the home folder
 HERE = Path(__file__).parent
+collect_ignore = ["bridges/tasksets"]  # of packages that are not installed here
 ONE_ENGINE = ("tests/rollout/test_engine.py", "tests/rollout/test_updates_in_flight.py")
-ROOMS = ("training", "batching", "algorithms", "environments", "chat")
+ROOMS = ("training", "batching", "algorithms", "environments", "chat", "gateway")
 sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 
 gc.disable()  # until all is imported: a third of the time that collecting the tests takes
@@ -42,10 +43,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start clusters and engines come first: those of seconds fill up the end.
 
-    Of several that run at a time the last one would otherwise be a long one, alone.
+    Of several that run at a time the last one would otherwise be a long one, alone. Those of
+    tests/integration share a cluster, which ends with the last of them.
     """
     long = {item.path for item in items if item.get_closest_marker("integration")}
-    items.sort(key=lambda item: item.path not in long)
+    shared = HERE / "integration"
+    items.sort(key=lambda item: (shared not in item.path.parents, item.path not in long))
     if needy := [item for item in items if item.get_closest_marker("gpu")]:
         import torch
 

@@ -36,6 +36,8 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
         raise config.refusal(
             "data", "needs an algorithm that samples outputs", "join the files to one --data-path"
         )
+    if config.gateway and (found.learns_from_pairs or not config.asks_questions):
+        raise config.refusal("gateway", "needs a run that samples outputs", "leave it out")
     return found(config)
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,13 @@ from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.plot import plot
 from async_grpo.cli.processes import Process, free_port
 from async_grpo.cli.run_file import flags_of, read_tables, values_of
-from async_grpo.cli.train import config_of
+from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.errors import ConfigError, DeadlineError, WorkerError
+from async_grpo.roles import GENERATION, VERIFIER
 
 logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
@@ -102,6 +103,10 @@ def planned(
     values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
     flags = [*flags_of(values, command=train), *train_options]
     trained = config_of(train.make_context("train", list(flags)))
+    check_algorithm(trained)
+    _check_environments(trained)
+    if workers and not ray_address:
+        _check_roles(trained, {each.role for each, _ in workers}, file=config)
     picture = values_of(tables.get("plot", [{}])[0], command=plot, where=f"{config}: [plot]")
     if picture:
         own = {"paths": [trained.output_dir], "output": f"{trained.output_dir}/reward.svg"}
@@ -115,6 +120,23 @@ def planned(
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each, _ in workers)),
         ray_address=ray_address,
     )
+
+
+def _check_environments(config: TrainConfig) -> None:
+    from async_grpo.environments.find import users_environment  # imports numpy: not for --help
+
+    for name in sorted(config.environments):
+        users_environment(name)
+
+
+def _check_roles(config: TrainConfig, roles: Collection[str], *, file: str) -> None:
+    """Nobody else can join the cluster of a file that starts its own."""
+    from async_grpo.run.recruitment import needed_roles  # imports Ray: not for --help
+
+    found = {*roles, VERIFIER} if GENERATION in roles else roles  # it starts one beside it
+    for role, why in needed_roles(config).items():
+        if role not in found:
+            raise ConfigError(f"{file} needs a [[worker]] for the role {role}{why}: add one")
 
 
 def _commands(text: str) -> Iterator[tuple[str, ...]]:
@@ -201,6 +223,7 @@ def _cluster(run: LocalRun) -> Iterator[dict[str, str]]:
             *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
             *("--num-cpus", str(run.num_cpus), "--ray-client-server-port", str(free_port())),
             *("--include-dashboard=false", "--disable-usage-stats"),
+            "--include-log-monitor=false",  # nobody listens, and it takes 3 % of a core
         ]
         logger.info("starting Ray ...")
         ray_head = Process(
@@ -255,5 +278,7 @@ def _finish(*command: str) -> None:
         )
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"{command[1]} was not done within {deadlines.SCRIPT_S:g} s") from None
+    except OSError as error:
+        raise ConfigError(f"[launch] prepare must name a program that is there: {error}") from None
     if done.returncode:
         raise WorkerError(f"{command[1]} failed: {done.stderr.strip() or done.stdout.strip()}")

@@ -69,7 +69,7 @@ def main(*, nproc_per_node: int, **_: Any) -> None:
     e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
     """
     config = config_of(click.get_current_context())
-    _check_algorithm(config)
+    check_algorithm(config)
     if "RANK" not in os.environ and nproc_per_node > 1:
         sys.exit(run_ranks(nproc_per_node))
     _check_started(nproc_per_node)
@@ -104,7 +104,7 @@ def config_of(context: click.Context) -> TrainConfig:
     return TrainConfig.from_options(given)
 
 
-def _check_algorithm(config: TrainConfig) -> None:
+def check_algorithm(config: TrainConfig) -> None:
     """With every reason that it has against these options."""
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 

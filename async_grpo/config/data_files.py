@@ -23,7 +23,8 @@ OUR_COLUMNS = (
     "dataset_type",
 )
 KEYS = ("weight", "environment", "rewards", "teacher", "eval_path", "split", "config")
-BETWEEN_FILES, BETWEEN_REWARDS = ";", "+"
+BETWEEN_FILES, BETWEEN_PARTS, BETWEEN_REWARDS = ";", ",", "+"
+QUOTED = r"""'[^']*'|"[^"]*\""""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +43,13 @@ class DataFile:
 
 @functools.cache
 def parse_data_files(text: str) -> tuple[DataFile, ...]:
-    """The files of `--data`; raises `ConfigError`.
+    """The files of `--data`; raises `ConfigError`. Between quotes, commas are none of ours.
 
     >>> [file] = parse_data_files("sums=s.jsonl,weight=2,rewards=countdown+mathd,input=question")
     >>> file.type, file.source.path, file.weight, file.rewards, file.columns
     ('sums', 's.jsonl', 2.0, ('countdown', 'mathd'), {'input': 'question'})
     """
-    files = tuple(_parse(each) for each in text.split(BETWEEN_FILES) if each.strip())
+    files = tuple(_parse(each) for each in _split(text, BETWEEN_FILES) if each.strip())
     types = [file.type for file in files]
     for kind in types:
         rule = "must have one file for each type"
@@ -71,13 +72,14 @@ def as_text(table: Mapping[str, Any]) -> str:
     rewards = rest.get("rewards")
     if isinstance(rewards, list):
         rest["rewards"] = BETWEEN_REWARDS.join(rewards)
-    parts = [f"{table['type']}={table['path']}", *(f"{key}={rest[key]}" for key in rest)]
+    named = {table["type"]: table["path"], **rest}
+    parts = [f"{key}={_quoted(str(value))}" for key, value in named.items()]
     return ",".join([*parts, mapping] if mapping else parts)
 
 
 def _parse(text: str) -> DataFile:
-    parts = text.split(",")
-    pairs = [(key.strip(), value.strip()) for key, _, value in (p.partition("=") for p in parts)]
+    parts = (part.partition("=") for part in _split(text, BETWEEN_PARTS))
+    pairs = [(key.strip(), _unquoted(value.strip())) for key, _, value in parts]
     rule, remedy = "must be TYPE=PATH,key=value,...", "for example sums=sums.jsonl,weight=2"
     require(all(key and value for key, value in pairs), "data", rule, text, remedy)
     (kind, path), *rest = pairs
@@ -103,6 +105,33 @@ def _parse(text: str) -> DataFile:
         held_out=DataSource(held_out, split, config) if held_out else None,
         columns=columns,
     )
+
+
+def _split(text: str, between: str) -> list[str]:
+    """The parts, at separators that do not stand between quotes.
+
+    >>> _split("a=b,environment=agent:python agent.py '1,2',c=d", ",")
+    ['a=b', "environment=agent:python agent.py '1,2'", 'c=d']
+    """
+    return re.findall(rf"(?:{QUOTED}|[^{between}])+", text)
+
+
+def _quoted(value: str) -> str:
+    """For `_split` and `_unquoted`, where it holds a separator."""
+    if not re.search(f"[{BETWEEN_FILES}{BETWEEN_PARTS}]", value):
+        return value
+    return "'" + value.replace("'", "'\"'\"'") + "'"
+
+
+def _unquoted(value: str) -> str:
+    """What stands in quotes as a whole.
+
+    >>> _unquoted(_quoted("agent:python agent.py '1,2'"))
+    "agent:python agent.py '1,2'"
+    """
+    if not re.fullmatch(rf"(?:{QUOTED})+", value):
+        return value
+    return "".join(part[1:-1] for part in re.findall(QUOTED, value))
 
 
 def _weight(text: str, kind: str) -> float:

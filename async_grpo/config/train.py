@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,7 +10,15 @@ from typing import Any, Self
 from async_grpo import deadlines
 from async_grpo.config.data_files import DataFile, parse_data_files
 from async_grpo.config.distillation import DistillationConfig
-from async_grpo.config.option import LOG_LEVELS, POSITIVE, Change, names_in, option, required
+from async_grpo.config.option import (
+    LOG_LEVELS,
+    POSITIVE,
+    Change,
+    flag,
+    names_in,
+    option,
+    required,
+)
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
 from async_grpo.config.source import DataSource
@@ -49,12 +58,16 @@ class TrainConfig(DistillationConfig):
     path/to/file.py:Name"""
     environment: str = option("single_turn", change=Change.FIXED)
     """how questions are played: single_turn, or on workers of --mode environment: your own,
-    package.module:Name, path/to/file.py:Name, or an agent of OpenAI's protocol, agent:COMMAND"""
+    package.module:Name, path/to/file.py:Name; an agent of OpenAI's protocol, agent:COMMAND; a
+    taskset of verifiers, "verifiers:PYTHON TASKSET"; or an OpenEnv server, openenv:URL"""
     judges: str = option("", change=Change.FIXED)
     """comma-separated names of the judges that environments ask: workers of --mode judge"""
     renderer: str = option("auto", change=Change.FIXED)
     """how environments write messages as tokens: auto; template, by the model's chat template; or
     a family of models of the package renderers"""
+    gateway: str = option("", none="", change=Change.INCIDENTAL)
+    """PORT, or HOST:PORT, of a gateway on the policy while it is trained, in OpenAI's protocol: on
+    loopback unless HOST says otherwise; 0: any free port; empty: none"""
     resume: str = option("auto", change=Change.PLACE | Change.INCIDENTAL)
     """auto: go on from the newest good checkpoint of the output folder, if there is one; never; or
     the folder of a checkpoint, or of a run"""
@@ -172,6 +185,11 @@ class TrainConfig(DistillationConfig):
     the whole run, after which it ends; tokens are progress: no output takes too long"""
     generation_timeout_s: float = option(0.0)
     """seconds after which a group's outputs are dropped, which favours short ones; 0: never"""
+    turn_timeout_s: float = option(0.0)
+    """seconds that a turn may take in an environment, with its wait for an engine, before its group
+    is dropped, which favours short ones; 0: any number"""
+    episode_timeout_s: float = option(0.0)
+    """the same of a whole episode"""
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self:
@@ -205,6 +223,10 @@ class TrainConfig(DistillationConfig):
                 f"every {deadlines.PING_S:g} s",
                 "900 is usual",
             )
+        is_place = re.fullmatch(r"([\w.-]+:)?\d{1,5}", self.gateway)
+        if self.gateway and not (is_place and self.gateway_place[1] < 1 << 16):
+            rule = "must be PORT or HOST:PORT, of a port below 65536"
+            raise self.refusal("gateway", rule, "8000 is usual, and 0 takes any free port")
         check_schedule(self)
         if self.batch_size % self.questions_per_step:
             raise self.refusal(
@@ -213,8 +235,20 @@ class TrainConfig(DistillationConfig):
                 "choose a divisor, or 0 for one gradient step a batch",
             )
 
+    @property
+    def timeouts(self) -> str:
+        """Those that drop what takes long, as they were given."""
+        names = ("generation_timeout_s", "turn_timeout_s", "episode_timeout_s")
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        return ", ".join(f"{flag(name)} {seconds:g}" for name, seconds in given.items())
+
     def check_sampling(self) -> None:
         """Raise `ConfigError` for options with which questions cannot be sampled to learn."""
+        for name in ("turn_timeout_s", "episode_timeout_s"):
+            if getattr(self, name) and self.environments == {"single_turn"}:
+                raise self.refusal(
+                    name, "needs an --environment of turns", "--generation-timeout-s limits outputs"
+                )
         if not self.temperature:
             raise self.refusal(
                 "temperature",
@@ -260,6 +294,10 @@ class TrainConfig(DistillationConfig):
         """The rewards that grade the questions of a type; none: all that the verifiers have."""
         return self.file_of(dataset_type).rewards
 
+    def environment_of(self, dataset_type: str) -> str:
+        """The name of the environment that plays the questions of a type."""
+        return self.file_of(dataset_type).environment or self.environment
+
     @property
     def environments(self) -> set[str]:
         """Names of those that play any question."""
@@ -269,6 +307,12 @@ class TrainConfig(DistillationConfig):
     def judge_names(self) -> tuple[str, ...]:
         """Of --judges."""
         return names_in(self.judges)
+
+    @property
+    def gateway_place(self) -> tuple[str, int]:
+        """Host and port of --gateway, where it is given."""
+        host, _, port = self.gateway.rpartition(":")
+        return host or "127.0.0.1", int(port)
 
     @property
     def file_teachers(self) -> dict[str, str]:

@@ -65,7 +65,8 @@ def test_distillation_of_one_file_trains_as_the_oracle_does():
         optimizer.step()
         assert result.metrics["loss_sum"] / len(samples) == pytest.approx(loss.item(), rel=1e-6)
         assert_same_parameters(learner, model)
-        row = metrics_row(result.metrics, fates={}, reasons={}, declared=learner.algorithm.metrics)
+        counts = {name: {} for name in ("fates", "reasons", "tokens")}
+        row = metrics_row(result.metrics, declared=learner.algorithm.metrics, **counts)
         gaps = [s.scores[TEACHER][mask] - lp.numpy() for s, mask, lp in seen]
         assert row["teacher_gap"] == pytest.approx(np.concatenate(gaps).mean(), rel=1e-5)
     assert learner.step.clocks.steps == NUM_STEPS

@@ -51,6 +51,8 @@ if command == "train":
     exec(open("trainer.py").read())
 elif command == "worker" and not os.path.exists("no_workers"):
     time.sleep(600)
+while "train" not in open("notes").read():  # so that there is a trainer to be ended
+    time.sleep(0.1)
 """
 
 
@@ -97,6 +99,13 @@ def test_options_behind_the_file_go_before_those_in_it(file):
         ((), "[plot]\nvariables = []\n", "[plot] variables is no option of `async-grpo plot`"),
         ((), "[[worker]]\nmodel_path = 'm'\nnum_workers = 0\n", "--num-workers must be at least"),
         ((), "batch_size = 0\n", "--batch-size must be positive"),
+        (("--environment", "none.py:Mine"), "", "--environment must be single_turn, agent:"),
+        (("--gkd-alpha", "1.5"), "gkd_coefficient = 1\nteacher_for = ['x']\n", "must be in [0, 1]"),
+        (
+            ("--ray-address", ""),
+            "gkd_coefficient = 1\nteacher_for = ['x']\n",
+            "needs a [[worker]] for the role teacher:x (--teacher-for x): add one",
+        ),
     ],
 )  # fmt: skip
 def test_what_a_command_would_refuse_is_refused_before_anything_starts(
@@ -118,10 +127,46 @@ def test_the_quick_start_s_file_is_a_run(monkeypatch):
     assert f"--output={run.folder}/reward.svg" in run.plot_options
 
 
+EXAMPLES = [
+    str(path.relative_to(REPOSITORY))
+    for path in sorted(REPOSITORY.glob("examples/**/*.toml"))
+    if path.name != "pyproject.toml"
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_is_a_run_on_what_it_prepares(example, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    run = plan(example)
+    words = [word for command in run.prepare for word in command]
+    assert run.workers and run.folder.parts[0] == "runs"
+    assert {file.source.path for file in run.train.data_files} <= set(words)
+
+
+def test_environment_and_agent_train_the_same_model_on_the_same_questions(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    files = ("examples/countdown_tool.toml", "examples/black_box_agent/run.toml")
+    runs = [plan(file) for file in files]
+    assert {run.train.model_name_or_path for run in runs} == {"sample-data/tiny-chat"}
+    made = []
+    for run in runs:
+        [command] = run.prepare
+        assert run.train.data_path in command
+        made.append([word.replace(run.train.output_dir, "OUTPUT") for word in command])
+    assert made[0] == made[1]
+
+
 def test_several_commands_prepare_a_run_one_after_the_other(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     run = plan("examples/quickstart.toml", "--prepare", "python a.py --x 1 && async-grpo generate")
     assert run.prepare == (("python", "a.py", "--x", "1"), ("async-grpo", "generate"))
+
+
+def test_a_program_that_is_not_there_is_named_before_anything_starts(file, tmp_path):
+    result = CliRunner().invoke(launch, [file, "--prepare", "/no/python make.py"])
+    assert (result.exit_code, (tmp_path / "run" / "logs" / "ray.log").exists()) == (1, False)
+    assert "prepare must name a program that is there" in result.stderr
+    assert "/no/python" in result.stderr
 
 
 def test_options_of_the_quick_start_reach_the_data_and_the_trainer(monkeypatch, tmp_path):

@@ -31,6 +31,18 @@ def test_what_is_typed_and_what_a_table_says_are_the_same():
     assert file.columns == {"input": "question"}
 
 
+@pytest.mark.parametrize("option", ["1,2", "'1;2, 3'", 'it"s;', "plain"])
+def test_the_command_of_an_agent_may_hold_what_parts_are_told_apart_by(option):
+    command = f"agent:python agent.py --option={option}"
+    table = {"type": "sums", "path": "a,b.jsonl", "environment": command, "weight": 2}
+    other = {"type": "odes", "path": "o.jsonl"}
+    sums, odes = parse_data_files(";".join(map(as_text, (table, other))))
+    assert (sums.environment, sums.source.path, sums.weight) == (command, "a,b.jsonl", 2.0)
+    assert (odes.type, odes.environment) == ("odes", "")
+    typed = parse_data_files("sums=s.jsonl,environment=agent:python agent.py '1,2',weight=2")
+    assert (typed[0].environment, typed[0].weight) == ("agent:python agent.py '1,2'", 2.0)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -28,6 +28,14 @@ def config(**options):
         ({"generation_timeout_s": -1.0}, "--generation-timeout-s must not be negative, got -1.0"),
         ({"temperature": 0.0}, "--temperature must be positive for training, got 0.0"),
         ({"learning_rate": 3.0}, r"--learning-rate must be at most 0.01, .* got 3.0: 1e-6 to 1e-5"),
+        *(
+            (
+                {"gateway": place},
+                f"--gateway must be PORT or HOST:PORT, of a port .*, got '{place}'",
+            )
+            for place in ("x", "host:", "99999", ":80", "1:2:3")
+        ),
+        ({"gateway": "0", "algorithm": "sft"}, "--gateway needs a run that samples outputs"),
         ({"samples_per_question": 1}, "--samples-per-question must be at least 2"),
         ({"batch_size": 6, "train_minibatch_size": 4}, r"must divide --batch-size \(6\), got 4"),
         ({"aggregation": "constant"}, "--constant-length-samples goes with"),
@@ -85,6 +93,11 @@ def config(**options):
 def test_combinations_that_cannot_work_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         find_algorithm(config(**options))
+
+
+def test_a_gateway_is_on_loopback_unless_a_host_is_named():
+    assert config(gateway="0").gateway_place == ("127.0.0.1", 0)
+    assert config(gateway="0.0.0.0:8000").gateway_place == ("0.0.0.0", 8000)
 
 
 def test_a_high_learning_rate_is_taken_from_who_says_so():

@@ -63,7 +63,8 @@ def test_it_trains_and_measures_as_the_oracle_does(kind):
         result = train(learner, samples, batch=batch)
         optimizer.step()
         assert_same_parameters(learner, model)
-        row = metrics_row(result.metrics, fates={}, reasons={}, declared=learner.algorithm.metrics)
+        counts = {name: {} for name in ("fates", "reasons", "tokens")}
+        row = metrics_row(result.metrics, declared=learner.algorithm.metrics, **counts)
         assert row["teacher_gap"] == pytest.approx(of_trained(gaps, sampled).mean(), rel=1e-5)
         mean = of_trained(of_all, samples).mean()
         assert row["gkd_divergence"] == pytest.approx(mean, rel=1e-5)

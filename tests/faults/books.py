@@ -42,16 +42,21 @@ def audit(
     """Compare the metrics and the samples of a run, one gradient step a batch, with its work."""
     ended = {row["iteration"]: row for row in rows}
     counted: Counter[tuple[int, int, int]] = Counter()
+    tokens: Counter[int] = Counter()
     stale, strangers = 0, 0
     for sample in samples:
         if sample["fate"] in FINAL and sample["batch"] in ended:
             counted[sample["batch"], sample["ordinal"], sample["index"]] += 1
+            tokens[sample["batch"]] += sample["num_output_tokens"]
             stale += _is_stale(sample, work)
             strangers += sample["ordinal"] // work.batch_size != sample["batch"]
     by_batch = Counter(batch for batch, _, _ in counted)
     failed = sum(row.get("fate_failed", 0) for row in rows)
     due = {b: work.batch_size * work.group - r.get("fate_failed", 0) for b, r in ended.items()}
     problems = [*_row_problems(rows, work)]
+    for batch, row in ended.items():
+        if (num := sum(row[f"token_fate_{fate}"] for fate in FINAL)) != tokens[batch]:
+            problems.append(f"batch {batch}: {tokens[batch]} tokens, {num} in the ledger")
     if strangers:
         problems.append(f"{strangers} samples in a batch that their ordinal does not belong to")
     return Books(

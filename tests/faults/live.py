@@ -64,6 +64,7 @@ class LiveRun:
         self.environment = kept | {
             "RAY_ADDRESS": self.address,
             "RAY_AUTH_MODE": "disabled",  # a cluster of one machine and a few minutes
+            "RAY_prestart_worker_first_driver": "0",  # 16 processes that nobody has asked for
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": TESTS,  # where this package lies
@@ -188,7 +189,7 @@ class LiveRun:
             *("--node-ip-address", "127.0.0.1", "--port", self.address.rpartition(":")[2]),
             *("--num-cpus", "16", "--temp-dir", str(self.session)),
             *("--object-store-memory", str(512 << 20)),
-            *("--include-dashboard=false", "--disable-usage-stats"),
+            *("--include-dashboard=false", "--disable-usage-stats", "--include-log-monitor=false"),
         ]
 
     def _worker_line(self, mode: str) -> list[str]:

@@ -21,7 +21,8 @@ def make_run(num_batches=4):
         {
             "step": batch + 1, "iteration": batch, "fate_trained": 5, "fate_zero_contribution": 1,
             "fate_failed": 0, "fate_discarded": 0, "trained_samples": 5, "num_samples": 6,
-            "total_samples_accumulated": 6 * (batch + 1),
+            "total_samples_accumulated": 6 * (batch + 1), "token_fate_trained": 15,
+            "token_fate_zero_contribution": 3,
         }
         for batch in range(num_batches)
     ]  # fmt: skip
@@ -68,7 +69,7 @@ def test_dropped_and_replaced_samples_are_not_lost():
     rows, samples = make_run()
     rows[1] |= {
         "fate_failed": 3, "fate_trained": 2, "trained_samples": 2, "num_samples": 3,
-        "fate_discarded": 9,
+        "fate_discarded": 9, "token_fate_trained": 6,
     }  # fmt: skip
     for row in rows[1:]:
         row["total_samples_accumulated"] -= 3
@@ -105,6 +106,10 @@ def test_tokens_of_wrong_or_unknown_weights_are_found(change):
         (
             lambda rows: rows[2].update(fate_zero_contribution=2),
             "step 3: 7 samples have a final fate, not all that it has",
+        ),
+        (
+            lambda rows: rows[2].update(token_fate_trained=14),
+            "batch 2: 18 tokens, 17 in the ledger",
         ),
         (
             lambda rows: rows[2].update(total_samples_accumulated=24),

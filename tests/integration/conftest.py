@@ -8,15 +8,25 @@ from private_cluster import PrivateCluster, environment
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / room) for room in ("rollout", "batching")]
+CLUSTER = pytest.StashKey[PrivateCluster]()
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
+def ray_cluster(pytestconfig: pytest.Config) -> Iterator[str]:
     """host:port of a Ray cluster that only these tests use; give commands `environment()`."""
     cluster = PrivateCluster(env=environment(PYTHONPATH=str(TESTS)))  # where scripted engines are
+    pytestconfig.stash[CLUSTER] = cluster
     try:
         yield cluster.address
     finally:
+        cluster.stop()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the cluster with the last test of this folder: an idle one takes a tenth of a core."""
+    is_last = nextitem is None or Path(__file__).parent not in nextitem.path.parents
+    if is_last and (cluster := item.config.stash.get(CLUSTER, None)):
         cluster.stop()
 
 

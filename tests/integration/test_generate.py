@@ -38,9 +38,6 @@ def test_a_student_learns_from_what_its_teacher_wrote(tmp_path):
         assert (row["reward"], row["dataset_type"]) == (1.0, "sums")
         assert row["completion"].endswith(f"={row['target']}")
         assert row["completion_token_ids"][-1] == 1  # its end
-    first = pairs.read_bytes()
-    done(*asked, "--reward-fns", "countdown")
-    assert pairs.read_bytes() == first  # of the same seed
 
     run = tmp_path / "run"
     done(

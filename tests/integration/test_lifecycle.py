@@ -272,4 +272,5 @@ def check_ledger(checkpoint):
     ledger = json.loads((checkpoint / "manifest.json").read_text())["state"]["resume"]["ledger"]
     assert ledger["open"] == []
     assert ledger["admitted_samples"] == sum(ledger["samples"].values())
+    assert ledger["output_tokens"] == sum(ledger["tokens"].values()) > 0
     assert ledger["admitted_slots"] == sum(ledger["slots"].values()) == NUM_BATCHES * BATCH

@@ -315,6 +315,7 @@ def test_generation_that_ran_ahead_is_sampled_again_once(lived, world):
     ledger = manifest(world, "late", 5)["state"]["resume"]["ledger"]
     assert ledger["open"] == []
     assert ledger["admitted_samples"] == sum(ledger["samples"].values())
+    assert ledger["output_tokens"] == sum(ledger["tokens"].values()) > 0
     assert Counter(ledger["slots"]).total() == 30
     late, lagging = exports(world, "late"), exports(world, "lagging")
     last = max(lagging, key=lambda name: int(name.removeprefix("samples_")))

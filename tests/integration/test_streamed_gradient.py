@@ -23,7 +23,9 @@ from async_grpo.algorithms.base import REFERENCE
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import Episode, Question, Sample, Turn, Verdict, VersionSpan
 
-pytestmark = pytest.mark.integration
+# In `make test`, test_scripted_loop.py holds every step of whole runs to float64, and a run with a
+# KL penalty to the bits of the plain program, whose gradient test_fsdp.py holds to float64.
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 TOLERANCE = 1e-5
 GROUP_SIZE = 4
