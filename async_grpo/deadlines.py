@@ -80,6 +80,9 @@ OPENENV_ANSWER_S = 60.0  # of a server, to one action
 # Judges.
 JUDGE_ANSWER_S = 120.0  # of one at an address, with the tries that its client makes
 
+# Devices.
+DRIVER_ANSWER_S = 60.0  # of nvidia-smi, which wakes every device of a machine
+
 # A run at the controller.
 BEGIN_RUN_S = 120.0  # while another run may still be ending
 RUN_ENDED_S = 5.0  # of rank 0, which ends whether it is heard or not

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import click
 from async_grpo import deadlines, head
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import Interrupted, interrupt_once, where_to_go_on
+from async_grpo.cli.local_plan import plan_here
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.plot import plot
 from async_grpo.cli.processes import Process, free_port
@@ -38,6 +39,8 @@ from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.devices.checks import usable_devices
+from async_grpo.devices.inventory import Inventory
 from async_grpo.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.roles import GENERATION, VERIFIER
 
@@ -56,6 +59,9 @@ class LocalRun:
     plot_options: tuple[str, ...]  # empty: no picture
     num_cpus: int
     ray_address: str  # empty: a head of its own
+    num_ranks: int
+    num_devices: int = 0  # that its own head counts
+    placement: str = ""  # who gets which device, in a sentence
 
     @property
     def folder(self) -> Path:
@@ -102,7 +108,8 @@ def planned(
         workers.append((WorkerConfig(**worker.make_context("worker", flags).params), tuple(flags)))
     values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
     flags = [*flags_of(values, command=train), *train_options]
-    trained = config_of(train.make_context("train", list(flags)))
+    context = train.make_context("train", list(flags))
+    trained = config_of(context)
     check_algorithm(trained)
     _check_environments(trained)
     if workers and not ray_address:
@@ -119,6 +126,28 @@ def planned(
         plot_options=tuple(flags_of(picture, command=plot)),
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each, _ in workers)),
         ray_address=ray_address,
+        num_ranks=context.params["nproc_per_node"],
+    )
+
+
+def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
+    """The run with the options that give everybody a device of this machine, or a share of one.
+
+    On another cluster than its own, and without workers, devices are Ray's or the ranks' to find.
+    """
+    if run.ray_address:
+        return run
+    found = plan_here(
+        [len(inventory.devices)], [config for config, _ in run.workers], run.train,
+        num_ranks=run.num_ranks,
+    )  # fmt: skip
+    workers = zip(run.workers, found.worker_options, strict=True)
+    return replace(
+        run,
+        workers=tuple((config, (*options, *added)) for (config, options), added in workers),
+        train_options=(*run.train_options, *found.train_options),
+        num_devices=found.num_devices,
+        placement=f"{inventory} here; {found.sentence}" if found.num_devices else found.sentence,
     )
 
 
@@ -154,6 +183,9 @@ def run_here(run: LocalRun) -> None:
     """Carry the run out; exits with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
+    run = placed(run, usable_devices())
+    if run.num_devices:
+        logger.info("%s", run.placement)
     started = time.monotonic()
     run.logs.mkdir(parents=True, exist_ok=True)
     for program, *options in run.prepare:
@@ -221,7 +253,8 @@ def _cluster(run: LocalRun) -> Iterator[dict[str, str]]:
         command = [
             *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
             *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
-            *("--num-cpus", str(run.num_cpus), "--ray-client-server-port", str(free_port())),
+            *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
+            *("--ray-client-server-port", str(free_port())),
             *("--include-dashboard=false", "--disable-usage-stats"),
             "--include-log-monitor=false",  # nobody listens, and it takes 3 % of a core
         ]

@@ -151,6 +151,8 @@ class TrainConfig(DistillationConfig):
     defer_gradient_sync: bool = option(False)
     """reduce gradients over ranks once a step instead of once a minibatch; costs a whole gradient
     in memory on each rank"""
+    gpus_per_rank: float = option(1.0, must=POSITIVE, change=Change.INCIDENTAL)
+    """share of a device, and of its memory, that a rank takes: below 1 workers may use the rest"""
     weight_transport: str = option("object_store", choices=("object_store", "nccl"))
     """how weights travel to generation workers: Ray's object store, or NCCL between NVIDIA
     devices"""
@@ -178,8 +180,8 @@ class TrainConfig(DistillationConfig):
     """host:port of the Ray cluster; auto: the one on this machine"""
     namespace: str = option("async-grpo")
     """Ray namespace that the run's actors share"""
-    worker_timeout_s: float = option(300.0, must=POSITIVE, change=Change.INCIDENTAL)
-    """seconds to wait for the workers that the run needs"""
+    worker_timeout_s: float = option(1800.0, must=POSITIVE, change=Change.INCIDENTAL)
+    """seconds to wait for the workers that the run needs, which may be loading a large model"""
     stall_timeout_s: float = option(900.0, change=Change.INCIDENTAL)
     """seconds without progress after which a request is tried again elsewhere, and without any in
     the whole run, after which it ends; tokens are progress: no output takes too long"""
@@ -215,6 +217,10 @@ class TrainConfig(DistillationConfig):
                 "3 was seen to destroy the policy in one step",
                 "1e-6 to 1e-5 is usual (1e-6, not 1); "
                 "--allow-high-learning-rate takes it all the same",
+            )
+        if self.gpus_per_rank > 1:
+            raise self.refusal(
+                "gpus_per_rank", "must be at most 1", "--nproc-per-node takes more devices"
             )
         if self.stall_timeout_s < deadlines.LEAST_STALL_S:
             raise self.refusal(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from async_grpo.config.engine_options import parse_engine_options
 from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, names_in, option
 from async_grpo.deadlines import LEASE_S
 from async_grpo.roles import (
@@ -57,6 +59,8 @@ class WorkerConfig(Options):
     """devices a worker shards its model over"""
     kv_cache_gib: float = option(0.0)
     """KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU"""
+    engine_option: str = option("", several="\n")
+    """KEY=VALUE of vLLM's engine, such as kv_cache_dtype=fp8; give it once for each"""
     enable_prefix_caching: bool = option(True)
     """reuse the cache of shared prompt prefixes"""
     reward_registry: str = option(
@@ -87,8 +91,14 @@ class WorkerConfig(Options):
     )
     """tokens of one packed forward"""
 
-    start_timeout_s: float = option(600.0, group="Keeping workers alive")
-    """seconds a worker may take to load and register"""
+    gpus_per_worker: float = option(1.0, group="Devices", must=POSITIVE)
+    """share of a device that Ray gives to a worker: below 1 others may use the rest"""
+    gpu_memory_utilization: float = option(0.0)
+    """share of its devices' memory that a worker may take, weights and caches; 0: 0.92 of whole
+    devices, --gpus-per-worker of a shared one"""
+
+    start_timeout_s: float = option(1800.0, group="Keeping workers alive")
+    """seconds a worker may take to load and register: a large model on a network disk takes long"""
     worker_lease_s: float = option(LEASE_S, must=POSITIVE)
     """seconds of silence after which a worker counts as lost: more than it ever computes without a
     pause, on a slow machine"""
@@ -127,12 +137,48 @@ class WorkerConfig(Options):
                 f"must name a variable with the key of --judge-url {self.judge_url}",
                 "for example `export JUDGE_API_KEY=...`, and --judge-key JUDGE_API_KEY",
             )
+        self._check_devices()
         if self.num_workers > 1 and self.mode == VERIFIER:
             raise self.refusal(
                 "num_workers",
                 "must be 1 with --mode verifier",
                 "one pool runs as many processes as --global-num-verifiers allows",
             )
+
+    def _check_devices(self) -> None:
+        if self.gpus_per_worker > 1:
+            raise self.refusal(
+                "gpus_per_worker", "must be at most 1", "--tensor-parallel-size takes several"
+            )
+        if self.gpus_per_worker < 1 and self.tensor_parallel_size > 1:
+            raise self.refusal(
+                "gpus_per_worker",
+                f"must be 1 with --tensor-parallel-size {self.tensor_parallel_size}",
+                "Ray shares single devices only",
+            )
+        if self.gpu_memory_utilization > 1:
+            raise self.refusal(
+                "gpu_memory_utilization", "must be at most 1", "0.92 is vLLM's own choice"
+            )
+        parse_engine_options(self.engine_option)
+
+    @property
+    def engine_options(self) -> Mapping[str, str]:
+        """{vLLM's name: what was typed} of `--engine-option`."""
+        return parse_engine_options(self.engine_option)
+
+    @property
+    def memory_share(self) -> float:
+        """Of its devices' memory, which a worker may take; 0: nobody has said."""
+        shared = self.gpus_per_worker if self.gpus_per_worker < 1 else 0.0
+        return self.gpu_memory_utilization or shared
+
+    @property
+    def num_devices(self) -> int:
+        """That each worker takes, on a machine that has any."""
+        if self.judge_url or self.mode in (VERIFIER, ENVIRONMENT):
+            return 0
+        return self.tensor_parallel_size if self.mode in (GENERATION, JUDGE) else 1
 
     @property
     def role(self) -> str:

@@ -12,6 +12,8 @@ import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.devices.checks import usable_devices
+from async_grpo.errors import ConfigError
 from async_grpo.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 
 if TYPE_CHECKING:
@@ -37,17 +39,34 @@ def worker_kinds(config: WorkerConfig) -> tuple[WorkerKind, ...]:
     if config.judge_url:
         start = partial(_start_remote_judge, config)
         return (WorkerKind(config.role, config.num_workers, {}, start),)
-    starts, num_gpus = {
-        GENERATION: (_start_generation_worker, config.tensor_parallel_size),
-        JUDGE: (_start_generation_worker, config.tensor_parallel_size),
-        ENVIRONMENT: (_start_environment_worker, 0),
-    }.get(config.mode, (_start_logprob_worker, 1))
-    on_gpu = cluster.resources_here().get("GPU", 0.0) > 0
-    taken = {"CPU": 1.0, "GPU": float(num_gpus) if on_gpu else 0.0}
+    starts = {
+        GENERATION: _start_generation_worker,
+        JUDGE: _start_generation_worker,
+        ENVIRONMENT: _start_environment_worker,
+    }.get(config.mode, _start_logprob_worker)
+    taken = {"CPU": 1.0, "GPU": _devices_taken(config)}
     start = partial(starts, config, taken)
     workers = WorkerKind(config.role, config.num_workers, taken, start)
     brings_pool = config.role == GENERATION and config.reward_names
     return (workers, _verifier_pool(config)) if brings_pool else (workers,)
+
+
+def _devices_taken(config: WorkerConfig) -> float:
+    """By one worker, as Ray counts them; none on a node without.
+
+    Raises `ConfigError` where Ray counts none of this node's, and a worker would take one unseen.
+    """
+    if not config.num_devices:
+        return 0.0
+    if cluster.resources_here().get("GPU", 0.0) > 0:
+        return config.num_devices * config.gpus_per_worker
+    here = usable_devices()
+    if here.devices:
+        raise ConfigError(
+            f"workers take devices that Ray counts, and of the {here} of this node it counts none: "
+            "start Ray here with --num-gpus, or the workers on another node"
+        )
+    return 0.0
 
 
 def _verifier_pool(config: WorkerConfig) -> WorkerKind:
@@ -131,6 +150,7 @@ def _start_logprob_worker(
         max_tokens=config.max_tokens_per_gpu,
         dtype=config.dtype,
         temperature=config.temperature or None,
+        memory_share=config.memory_share,
         lease_s=config.worker_lease_s,
     )
 

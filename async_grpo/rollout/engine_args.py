@@ -7,6 +7,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.rollout.engine_options import set_engine_options
 
 EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
 TRANSFER_BACKEND = "staged_file"
@@ -42,7 +43,12 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         worker_extension_cls=EXTENSION,
         weight_transfer_config={"backend": TRANSFER_BACKEND},
     )
-    return _for_cpu(args) if on_cpu else args
+    if on_cpu:
+        args = _for_cpu(args)
+    elif config.memory_share:
+        args.gpu_memory_utilization = config.memory_share
+    set_engine_options(args, config.engine_options)
+    return args
 
 
 def _for_cpu(args: AsyncEngineArgs) -> AsyncEngineArgs:

@@ -33,6 +33,7 @@ from async_grpo.data.mixture import MixedOrder, TypedQuestions
 from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import GivenTable, QuestionTable
+from async_grpo.devices.current import device_id
 from async_grpo.environments.find import users_environment
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
@@ -52,7 +53,6 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.user_code import UserCode
-from async_grpo.weight_sync.transport import device_id
 
 logger = logging.getLogger(__name__)
 

@@ -91,13 +91,16 @@ class LogprobWorker:
         role: str = REFERENCE,
         dtype: str = "auto",
         temperature: float | None = None,
+        memory_share: float = 0.0,
         lease_s: float = deadlines.LEASE_S,
     ) -> None:
+        """`memory_share`: of its device's memory that it may take; 0: all that is left."""
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
         import torch
 
         with without_collection():
+            from async_grpo.devices.current import device_id
             from async_grpo.distillation.express_teacher import ExpressTeacher
             from async_grpo.model.folder import hash_model
             from async_grpo.model.scoring import Scorer
@@ -106,6 +109,9 @@ class LogprobWorker:
 
         imported = time.monotonic()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda" and memory_share:
+            torch.cuda.set_per_process_memory_fraction(memory_share)
+        self._devices = tuple(filter(None, [device_id()]))
         self._teach, self._to_array = teach, to_array
         self._unpack_bucket = unpack_bucket
         self._scorer = Scorer(model_path, device=device, dtype=dtype)
@@ -146,6 +152,7 @@ class LogprobWorker:
             model_hash=self._model_hash,
             hidden_size=self._scorer.head.weight.shape[1],
             item_size=self._scorer.head.weight.element_size(),
+            devices=self._devices,
             lease_s=self._lease_s,
             startup=tuple(self._startup),
         )

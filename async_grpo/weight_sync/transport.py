@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import ray
 import torch
 
+from async_grpo.devices.current import device_id
 from async_grpo.types import PublishReport, WeightsSnapshot, WorkerInfo
 from async_grpo.weight_sync.device import DeviceTransport
 from async_grpo.weight_sync.links import Link, Sender, WorkerClient
@@ -56,10 +57,3 @@ def open_transport(name: str, publisher: Publisher) -> Transport:
         return NcclLink(client, worker=worker, sender=sender)
 
     return DeviceTransport(publisher, connect)
-
-
-def device_id() -> str:
-    """The identity of this process's current NVIDIA device, empty when it has none."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

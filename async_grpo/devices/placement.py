@@ -1,0 +1,167 @@
+"""Who gets which device: from what machines have and what a run asks for. Pure.
+
+Demands are tried from the best to the least: a device for everybody; fewer trainer ranks, which
+changes no gradient; workers that share devices by fractions; one device that all share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from async_grpo.errors import ConfigError
+
+SHARED_IN_ALL = 0.9  # of a device that several share: each process has a CUDA context besides
+LEAST_SHARE = 0.1
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Equal workers of one dispatcher, or the trainer's ranks."""
+
+    who: str  # such as "generation worker"
+    count: int
+    devices: int = 1  # each takes: its tensor parallel size
+    share: float = 1.0  # of each of them that it must have; below 1 others may have the rest
+    weight: int = 2  # of its share, where the plan decides it
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one rank or worker works; on its node's CPUs when it has no device."""
+
+    who: str
+    node: int
+    devices: tuple[int, ...]
+    share: float  # of each of these devices, compute and memory
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where everybody works, and how it came to that."""
+
+    seats: tuple[Seat, ...]
+    num_ranks: int
+    shares: tuple[float, ...]  # of a rank, then of a worker of each demand
+    sentence: str
+
+
+def plan(nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand]) -> Plan:
+    """Place the ranks and all workers on `nodes`, so many devices each.
+
+    No device is promised to more than its whole. Raises `ConfigError`, in one sentence, when no
+    plan is left; without any device everybody works on CPUs.
+    """
+    demands = (ranks, *workers)
+    if not sum(nodes):
+        seats = [Seat(f"{each.who} {i}", 0, (), 1.0) for each in demands for i in range(each.count)]
+        words = "no NVIDIA device: everything runs on the CPUs"
+        return Plan(tuple(seats), ranks.count, tuple(each.share for each in demands), words)
+    for wanted in _from_best_to_least(nodes, ranks, workers):
+        seats_found = _place(nodes, wanted)
+        if seats_found is not None:
+            words = _in_words(nodes, wanted, num_wanted=ranks.count)
+            shares = tuple(each.share for each in wanted)
+            return Plan(tuple(seats_found), wanted[0].count, shares, words)
+    raise _refusal(nodes, ranks, workers)
+
+
+def _from_best_to_least(
+    nodes: Sequence[int], ranks: Demand, workers: Sequence[Demand]
+) -> Iterator[tuple[Demand, ...]]:
+    for count in range(ranks.count, 0, -1):
+        yield (replace(ranks, count=count), *workers)
+    one = replace(ranks, count=1)
+    sharers = [each for each in workers if each.devices == 1 and each.share == 1]
+    num_sharers = sum(each.count for each in sharers)
+    whole = sum(each.count * each.devices for each in workers if each not in sharers)
+    for num_shared in range(min(sum(nodes) - 1 - whole, num_sharers - 1), 1, -1):
+        # Equal shares fit in whatever order Ray places the workers.
+        share = round(SHARED_IN_ALL / -(-num_sharers // num_shared), 2)
+        yield (one, *(replace(each, share=share) if each in sharers else each for each in workers))
+    yield (one, *_by_weight(workers, sharers))
+    if sum(nodes) == 1:
+        with_rank = [*sharers, one] if one.share == 1 else sharers
+        yield tuple(_by_weight((one, *workers), with_rank))
+
+
+def _by_weight(demands: Sequence[Demand], sharers: Sequence[Demand]) -> list[Demand]:
+    """The same with one device divided among the sharers, by their weights."""
+    fixed = sum(d.count * d.share for d in demands if d not in sharers and d.share < 1)
+    weights = sum(each.count * each.weight for each in sharers) or 1
+    room = SHARED_IN_ALL - fixed
+    return [
+        replace(each, share=int(100 * room * each.weight / weights) / 100)
+        if each in sharers
+        else each
+        for each in demands
+    ]
+
+
+def _place(nodes: Sequence[int], demands: Sequence[Demand]) -> list[Seat] | None:
+    """Seats in the order of the demands, None when they do not fit.
+
+    Whole devices first, those who need most of a node before others; ranks from the first device
+    on, workers from the last back. A share goes where the least is left that is enough for it.
+    """
+    if any(not LEAST_SHARE <= each.share <= 1 for each in demands if each.count):
+        return None
+    left = {(node, device): 1.0 for node, count in enumerate(nodes) for device in range(count)}
+    seats: dict[tuple[int, int], Seat] = {}
+    order = sorted(range(len(demands)), key=lambda i: (demands[i].share < 1, -demands[i].devices))
+    for number in order:
+        demand = demands[number]
+        for i in range(demand.count):
+            found = _room(left, demand, len(nodes), is_rank=number == 0)
+            if found is None:
+                return None
+            for place in found:
+                left[place] -= demand.share
+            devices = tuple(device for _, device in found)
+            seat = Seat(f"{demand.who} {i}", found[0][0], devices, demand.share)
+            seats[number, i] = seat
+    return [seats[key] for key in sorted(seats)]
+
+
+def _room(
+    left: dict[tuple[int, int], float], demand: Demand, num_nodes: int, *, is_rank: bool
+) -> list[tuple[int, int]] | None:
+    nodes = range(num_nodes) if is_rank else range(num_nodes - 1, -1, -1)
+    for node in nodes:
+        enough = [at for at in left if at[0] == node and left[at] >= demand.share - ROUNDING]
+        if demand.share < 1:
+            enough.sort(key=lambda at: left[at])
+        elif not is_rank:
+            enough = enough[::-1]
+        if len(enough) >= demand.devices:
+            return sorted(enough[: demand.devices])
+    return None
+
+
+def _in_words(nodes: Sequence[int], demands: Sequence[Demand], *, num_wanted: int) -> str:
+    parts = []
+    for each in demands:
+        if not each.count:
+            continue
+        name = each.who + ("s" if each.count > 1 else "")
+        if each.share < 1:
+            parts.append(f"{each.count} {name} with {each.share:.0%} of a device and its memory")
+        else:
+            noun = "a device" if each.devices == 1 else f"{each.devices} devices"
+            parts.append(f"{each.count} {name} with {noun}{' each' if each.count > 1 else ''}")
+    fewer = f" ({num_wanted} ranks were asked for)" if demands[0].count < num_wanted else ""
+    return f"{_words_of(nodes)}: {', '.join(parts)}{fewer}"
+
+
+def _words_of(nodes: Sequence[int]) -> str:
+    devices = " + ".join(map(str, nodes))
+    return f"{devices} NVIDIA device{'s' if sum(nodes) > 1 else ''}"
+
+
+def _refusal(nodes: Sequence[int], ranks: Demand, workers: Sequence[Demand]) -> ConfigError:
+    needs = [f"{each.count} {each.who}(s) of {each.devices}" for each in workers if each.count]
+    return ConfigError(
+        f"{_words_of(nodes)} cannot hold {' and '.join((f'a {ranks.who}', *needs))}: lower "
+        "--num-workers or --tensor-parallel-size, or share devices with --gpus-per-worker"
+    )

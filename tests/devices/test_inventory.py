@@ -1,0 +1,91 @@
+"""What nvidia-smi, CUDA_VISIBLE_DEVICES and the installed torch make of a machine."""
+
+import os
+import stat
+
+import pytest
+
+from async_grpo.devices import inventory
+from async_grpo.devices.inventory import Device, Inventory, read_inventory
+from async_grpo.errors import ConfigError
+
+EIGHT = "".join(f"{i}, GPU-{i}aaa, NVIDIA H100 80GB HBM3, 81559, 580.95.05\n" for i in range(8))
+CUDA = "2.13.0"
+
+
+def read(environ=None, text=EIGHT, torch=CUDA):
+    return read_inventory(environ or {}, ask=lambda: text, torch=torch)
+
+
+def test_devices_are_read_with_their_driver():
+    found = read()
+    assert len(found.devices) == 8 and found.driver == "580.95.05"
+    assert found.devices[3] == Device(3, "GPU-3aaa", "NVIDIA H100 80GB HBM3", 81559)
+    assert str(found) == "8 x NVIDIA H100 80GB HBM3 (82 GB)"
+
+
+@pytest.mark.parametrize(
+    ("names", "indices"),
+    [
+        ("4,5", [4, 5]), ("5,4", [5, 4]), ("GPU-2aaa", [2]), ("GPU-2, 1", [2, 1]),
+        ("1,9,2", [1]), ("-1", []), ("1,", [1]),
+    ],
+)  # fmt: skip
+def test_hidden_devices_are_no_part_of_it(names, indices):
+    found = read({"CUDA_VISIBLE_DEVICES": names})
+    assert [device.index for device in found.devices] == indices
+
+
+def test_a_machine_without_devices_or_with_hidden_ones_is_not_asked_further():
+    def never():
+        raise AssertionError
+
+    assert read(text="") == Inventory()
+    assert read_inventory({"CUDA_VISIBLE_DEVICES": ""}, ask=never) == Inventory()
+
+
+def test_torch_for_cpus_uses_none_and_the_inventory_tells_how_many():
+    assert read(torch="2.13.0+cpu") == Inventory(num_unused=8)
+
+
+def test_memory_that_the_driver_does_not_tell_is_no_error():
+    found = read(text="0, GPU-a, NVIDIA GB10, [N/A], 580.1\n")
+    assert found.devices == (Device(0, "GPU-a", "NVIDIA GB10", 0),)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with a device file and an nvidia-smi that says what a test wants."""
+
+    def make(script):
+        if script is not None:
+            program = tmp_path / "nvidia-smi"
+            program.write_text(f"#!/bin/sh\n{script}\n")
+            program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        (tmp_path / "nvidia0").touch()
+        monkeypatch.setattr(inventory, "DEVICE_FILE", tmp_path / "nvidia0")
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=None)
+
+    return make
+
+
+def test_the_program_is_asked_for_what_is_read(machine):
+    machine(f'case "$*" in *uuid*) printf "%s" "{EIGHT}" ;; esac')
+    assert read_inventory(os.environ, torch=CUDA) == read()
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (None, "nvidia-smi is not installed"),
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+         "nvidia-smi failed: Failed to initialize NVML: Driver/library version mismatch"),
+        ("exec sleep 60", "did not answer within 0.2 s"),
+    ],
+)  # fmt: skip
+def test_a_device_whose_driver_does_not_answer_is_an_error(script, said, machine, monkeypatch):
+    machine(script)
+    monkeypatch.setattr("async_grpo.deadlines.DRIVER_ANSWER_S", 0.2)
+    monkeypatch.setenv("PATH", os.environ["PATH"] + ("" if script is None else ":/usr/bin:/bin"))
+    with pytest.raises(ConfigError, match=said):
+        read_inventory(os.environ, torch=CUDA)
