@@ -91,6 +91,7 @@ RANKS_TOLD_S = 60.0  # rank 0 tells the others so often that an evaluation goes 
 # Ranks.
 RANKS_START_S = 300.0  # in which all ranks have started
 CHECKPOINT_S = 1800.0  # for one save, and for one rank that waits for another
+FILE_SEEN_S = 10.0  # by all machines of a shared folder, which may show a new file late
 GROUP_SLACK_S = 600.0  # of a collective, beyond what rank 0 may wait for samples and workers
 
 # Logits from teacher ranks to trainer ranks.

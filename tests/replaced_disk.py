@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from async_grpo.checkpoint import disk
 
 OPERATIONS = (
-    "make_tree", "remove_tree", "write", "sync", "rename", "entries", "read", "sha256",
+    "make_tree", "remove", "remove_tree", "write", "sync", "rename", "entries", "read", "sha256",
 )  # fmt: skip
 
 
@@ -13,6 +13,7 @@ class Disk:
     """The system's own: a test overrides what its disk does otherwise."""
 
     make_tree = staticmethod(disk.make_tree)
+    remove = staticmethod(disk.remove)
     remove_tree = staticmethod(disk.remove_tree)
     write = staticmethod(disk.write)
     sync = staticmethod(disk.sync)

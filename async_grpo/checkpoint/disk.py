@@ -17,7 +17,9 @@ from typing import Literal
 
 from async_grpo.files import sync
 
-__all__ = ["entries", "make_tree", "read", "remove_tree", "rename", "sha256", "sync", "write"]
+__all__ = [
+    "entries", "make_tree", "read", "remove", "remove_tree", "rename", "sha256", "sync", "write",
+]  # fmt: skip
 
 HASHING_THREADS = 4  # hashing runs outside Python's lock
 Kind = Literal["file", "folder", "other"]  # other: links, sockets, devices
@@ -26,6 +28,11 @@ Kind = Literal["file", "folder", "other"]  # other: links, sockets, devices
 def make_tree(folder: Path) -> None:
     """A folder and those above it, where they are missing."""
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove(path: Path) -> None:
+    """A file."""
+    path.unlink()
 
 
 def remove_tree(folder: Path) -> None:

@@ -4,11 +4,12 @@
                              .batch_14.partial/  being written; begin() removes what a crash left
                              .batch_8.removed/   on its way out, likewise
 
-A save is: shards into the temporary folder (by all ranks) → sync of every file → their sha256 and
-manifest.json → sync of the folders → rename → sync of the parent → COMMITTED → all of it read back
-from the device, as a resume reads it → rotation. A good checkpoint is never renamed or written to,
-only removed, once a newer one has been read back: a batch that is saved again (after a resume from
-further back) gets a folder of its own, `batch_12.2`, and `saved_at_ns` tells their order.
+A save is: shards into the temporary folder, by all ranks, each of which hashes its own on their way
+out, syncs them and reads them back → sync and sha256 of what else lies there, and manifest.json →
+sync of the folders → rename → sync of the parent → COMMITTED → read back as a resume reads it, but
+for what ranks have read → rotation. A good checkpoint is never renamed or written to, only removed,
+once a newer one has been read back: a batch that is saved again (after a resume from further back)
+gets a folder of its own, `batch_12.2`, and `saved_at_ns` tells their order.
 
 Why a marker beside the rename: COMMITTED is written after the new name is on disk, so its presence
 says that everything before it is, also where renaming a folder is not one step (network and
@@ -90,6 +91,8 @@ class CheckpointFolder:
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
         """Make the shards in `temporary` a checkpoint; on return it survives a power cut.
 
+        `manifest.files`: those that their ranks have synced, hashed and read back. Others are here.
+
         Raises:
             CheckpointError: the disk refuses, or gives back other bytes. Nothing is left of this
                 save, and older checkpoints stay as they were.
@@ -103,7 +106,7 @@ class CheckpointFolder:
                 folder = final
                 disk.sync(self._root)
                 self._mark(final, text)
-                read_checkpoint(final)
+                read_checkpoint(final, proven=manifest.files)
             except BaseException:
                 self.abandon(folder)
                 raise
@@ -138,11 +141,11 @@ class CheckpointFolder:
 
     def _seal(self, temporary: Path, manifest: Manifest) -> bytes:
         """All that the folder holds, on disk before it gets its name; the text of its manifest."""
-        names = file_names(temporary)
+        names = [name for name in file_names(temporary) if name not in manifest.files]
         for name in names:
             disk.sync(temporary / name)
-        hashes = hash_files(temporary, names)
-        text = to_json(replace(manifest, files=hashes, saved_at_ns=self._next_time()))
+        files = {**manifest.files, **hash_files(temporary, names)}
+        text = to_json(replace(manifest, files=files, saved_at_ns=self._next_time()))
         self._write_synced(temporary / MANIFEST_NAME, text)
         disk.sync(temporary)
         return text

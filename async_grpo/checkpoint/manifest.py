@@ -24,7 +24,7 @@ FORMAT = 1
 class Manifest:
     """Everything of a checkpoint that is not a tensor; `config` and `state` are plain JSON values.
 
-    The last two are filled in by `CheckpointFolder.commit`.
+    `CheckpointFolder.commit` completes the last two.
     """
 
     batches: int  # completed ones

@@ -7,7 +7,7 @@ unpickled, no link is followed, and no file is read that the manifest does not n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from async_grpo.checkpoint import disk
@@ -17,8 +17,10 @@ from async_grpo.errors import CheckpointError
 REMEDY = "resume from another one (--resume PATH), or start anew (--resume never)"
 
 
-def read_checkpoint(folder: Path) -> Manifest:
+def read_checkpoint(folder: Path, *, proven: Container[str] = ()) -> Manifest:
     """The manifest of a checkpoint whose every file is the one that was written.
+
+    `proven`: files that have been read back already, which must only be there.
 
     Raises:
         CheckpointError: it is unfinished, damaged or no checkpoint: names the file, and both
@@ -27,7 +29,7 @@ def read_checkpoint(folder: Path) -> Manifest:
     try:
         manifest = read_manifest(folder)
         _check_complete(folder, manifest)
-        found = hash_files(folder, sorted(manifest.files))
+        found = hash_files(folder, sorted(name for name in manifest.files if name not in proven))
     except OSError as error:
         raise CheckpointError(f"{folder} must be readable: {error}; {REMEDY}") from error
     for name, digest in found.items():

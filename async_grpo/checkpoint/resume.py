@@ -239,12 +239,22 @@ def _check_nothing_due(config: TrainConfig, output: Path) -> None:
         raise _occupied(config, f"no {PARAMETERS_FILE} says how it was started")
     if differing := _differing(config, output, INCIDENTAL):
         raise _occupied(config, f"it was started with another {flag(differing[0])}")
-    # The first one is written while the run goes on, and at the latest with the second.
-    metrics = output / METRICS_FILE
-    num_steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    is_lost = num_steps // config.steps_per_batch >= 2 * config.checkpoint_every_batches
-    if is_lost or not config.checkpoint_every_batches:
+    if not config.checkpoint_every_batches or _two_were_due(config, output / METRICS_FILE):
         raise _occupied(config, "it has left no checkpoint to go on from")
+
+
+def _two_were_due(config: TrainConfig, metrics: Path) -> bool:
+    """Then there was a first one, which is written while the run goes on."""
+    rows = metrics.read_bytes().splitlines() if metrics.exists() else []
+    num_batches = len(rows) // config.steps_per_batch
+    if num_batches < 2 or not config.checkpoint_every_minutes:
+        return num_batches >= 2 * config.checkpoint_every_batches
+    try:
+        seconds = float(json.loads(rows[-1])["total_seconds"])
+    except (ValueError, TypeError, LookupError):  # a line that a crash has cut
+        seconds = 0.0
+    is_late = seconds >= 2 * 60 * config.checkpoint_every_minutes
+    return is_late or num_batches >= 2 * config.checkpoint_every_batches
 
 
 def _differing(config: TrainConfig, output: Path, ignored: tuple[str, ...]) -> list[str]:

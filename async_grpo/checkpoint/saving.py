@@ -29,8 +29,9 @@ from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.references import save_references
 from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
-from async_grpo.checkpoint.tensors import Tensors, save_tensors, staged_tensors
-from async_grpo.errors import CheckpointError
+from async_grpo.checkpoint.shared import check_shared, files_of_all
+from async_grpo.checkpoint.tensors import Staging, Tensors, save_tensors
+from async_grpo.errors import AsyncGrpoError, CheckpointError
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
@@ -84,10 +85,30 @@ class Checkpoints:
         timeout = timedelta(seconds=deadlines.CHECKPOINT_S)
         # The threads' own: collectives of the training loop must not meet theirs.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._staging = Staging()
         self._last: _Cut | None = None
         self._saved = -1  # batches in the latest checkpoint that was begun
+        self._saved_at = time.monotonic()  # or the run began
         self._running: Future[None] | None = None
         self._committed = -1  # batches in the latest checkpoint that is there; rank 0's
+
+    def check_folder(self) -> None:
+        """Collective, before the first batch: whether all ranks can save where rank 0 does.
+
+        Raises `CheckpointError` on all of them for a folder that they do not share. A disk that is
+        full now may have room later.
+        """
+        if self._ranks.world_size == 1 or not self._config.checkpoint_every_batches:
+            return
+        try:
+            temporary = self._ranks.share(lambda: self._folder.begin(0), group=self._group)
+        except AsyncGrpoError as error:
+            logger.warning("%s", error)
+            return
+        try:
+            check_shared(temporary, self._ranks, group=self._group)
+        finally:
+            self._ranks.on_main(lambda: self._folder.abandon(temporary), group=self._group)
 
     def batch_ended(self, end: EndOfStep) -> None:
         """Collective, after all that follows a batch's last step; saves when it is time to.
@@ -98,9 +119,17 @@ class Checkpoints:
         if not self._config.checkpoint_every_batches:
             return
         self._last = self._cut(end)
-        is_due = self._last.batches % self._config.checkpoint_every_batches == 0
-        if is_due and self._last.batches < self._config.num_training_batches:
+        if self._last.batches < self._config.num_training_batches and self._is_due(self._last):
             self._save(self._last)
+
+    def _is_due(self, cut: _Cut) -> bool:
+        """By the number of batches, or by rank 0's clock: all ranks save, or none."""
+        by_number = cut.batches % self._config.checkpoint_every_batches == 0
+        interval_s = 60 * self._config.checkpoint_every_minutes
+        if not interval_s:
+            return by_number
+        is_late = self._ranks.is_main and time.monotonic() - self._saved_at >= interval_s
+        return bool(self._ranks.agree(int(is_late))) or by_number
 
     def save_last(self) -> None:
         """Collective, at the end of a run that is done or was asked to stop."""
@@ -155,8 +184,8 @@ class Checkpoints:
         if self._ranks.agree(int(is_busy)):
             self._failed(cut, "the one before it is still being written")
             return
-        tensors = staged_tensors(self._learner)
-        self._saved = cut.batches
+        tensors = self._staging.copy(self._learner)
+        self._saved, self._saved_at = cut.batches, started
         self._running = in_background(lambda: self._write(cut, tensors), name="checkpoint")
         self._report.stood_still("seconds_checkpointing", time.monotonic() - started)
 
@@ -167,19 +196,23 @@ class Checkpoints:
             temporary = self._ranks.share(
                 lambda: self._folder.begin(cut.batches), group=self._group
             )
-            save_tensors(tensors, temporary, group=self._group)
+            if self._ranks.world_size > 1:
+                check_shared(temporary, self._ranks, group=self._group)
+            own = save_tensors(tensors, temporary, group=self._group)
+            files = files_of_all(own, temporary, self._ranks, group=self._group)
             if self._ranks.is_main:
                 save_references(cut.references, temporary)
                 self._report.sync_files()  # the checkpoint tells their sizes
-                self._commit(cut, temporary)
+                self._commit(cut, temporary, files)
         except Exception as error:  # the boundary of a thread: a run goes on without a checkpoint
             if self._ranks.is_main and temporary:
                 self._folder.abandon(temporary)
             self._failed(cut, f"{error}" if isinstance(error, CheckpointError) else repr(error))
 
-    def _commit(self, cut: _Cut, temporary: Path) -> None:
+    def _commit(self, cut: _Cut, temporary: Path, files: Mapping[str, str]) -> None:
         hashes = self._hashes.result() if self._hashes else {}
-        path = self._folder.commit(temporary, dataclasses.replace(cut.manifest, hashes=hashes))
+        manifest = dataclasses.replace(cut.manifest, hashes=hashes, files=files)
+        path = self._folder.commit(temporary, manifest)
         self._committed = cut.batches
         logger.info("saved %s", path)
 

@@ -10,21 +10,29 @@ AdamW's count of updates is the run's clock of steps: every update moves every p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
+from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.shards import cut_by_size
 from async_grpo.errors import CheckpointError
@@ -38,26 +46,122 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, Tensor]
 
 
-def staged_tensors(learner: Learner) -> Tensors:
-    """A copy in this host's memory of all that a checkpoint holds of this rank; no collectives."""
-    reshard(learner.policy)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    tensors = _named_state(learner)
-    return {name: _staged(tensor, mesh) for name, tensor in tensors.items()} | _random_states()
+class Staging:
+    """This host's copy of what a checkpoint holds of this rank, in the same buffers at each save.
+
+    A copy is valid until the next one is made.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: Tensors = {}
+        self._meshes: dict[DeviceMesh, DeviceMesh] = {}  # of hosts, by that of devices
+
+    def copy(self, learner: Learner) -> Tensors:
+        """The state of this moment; no collectives but for the first."""
+        reshard(learner.policy)
+        state = _named_state(learner)
+        staged = {name: self._staged(name, tensor) for name, tensor in state.items()}
+        if learner.device.type == "cuda":
+            torch.cuda.synchronize(learner.device)  # copies into pinned memory go on by themselves
+        return staged | _random_states()
+
+    def _staged(self, name: str, tensor: Tensor) -> Tensor:
+        """The same tensor, or shard of one, in this host's memory."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(
+                local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
+            )
+        buffer = self._buffers[name].copy_(local, non_blocking=True)
+        if not isinstance(tensor, DTensor):
+            return buffer
+        return DTensor.from_local(
+            buffer,
+            self._host_mesh(tensor.device_mesh),
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+    def _host_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        if mesh.device_type == "cpu":
+            return mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = DeviceMesh("cpu", mesh.mesh)
+        return self._meshes[mesh]
 
 
-def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup) -> None:
+def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup) -> dict[str, str]:
     """Write this rank's shards of staged tensors; collective over `group`, a host's backend.
 
-    Raises `CheckpointError` on every rank when any rank could not write its own.
+    Returns the sha256 of each file of this rank, by name: it was read back from the device as it
+    was written. Raises `CheckpointError` on every rank when any rank could not write its own.
     """
-    writer = HuggingFaceStorageWriter(
+    writer = _ProvingWriter(
         str(folder), fqn_to_index_mapping=_file_numbers(tensors), save_distributed=True
     )
     try:
         dcp.save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         raise CheckpointError(f"shards could not be written: {_cause(error)}") from None
+    return writer.hashes
+
+
+class _ProvingWriter(HuggingFaceStorageWriter):
+    """Knows the sha256 of what it wrote, and that the disk gives it back.
+
+    What it raises while it writes, torch.distributed.checkpoint tells all ranks.
+    """
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(path, **options)
+        self.fs = _HashingFiles()
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Of this rank's files, by name."""
+        return {path.name: digest.hexdigest() for path, digest in self.fs.digests.items()}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        for path in self.fs.digests:
+            disk.sync(path)
+        found = disk.sha256(list(self.fs.digests))
+        for path, digest in zip(self.fs.digests, found, strict=True):
+            if digest != self.hashes[path.name]:
+                raise CheckpointError(
+                    f"{path.name} must have the sha256 {self.hashes[path.name]}, which was "
+                    f"written, the disk gives back {digest}: check that disk"
+                )
+        return written
+
+
+class _HashingFiles(FileSystem):
+    """Files that are hashed on their way to the disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.digests: dict[Path, hashlib._Hash] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            digest = self.digests[Path(path)] = hashlib.sha256()
+            yield _Hashed(stream, digest)
+
+
+class _Hashed:
+    def __init__(self, stream: BinaryIO, digest: hashlib._Hash) -> None:
+        self._stream = stream
+        self._digest = digest
+
+    def write(self, content: bytes) -> int:
+        self._digest.update(content)
+        return self._stream.write(content)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def restore_learner(learner: Learner, start: Start) -> None:
@@ -106,21 +210,6 @@ def _begin_moments(learner: Learner) -> None:
                 "step": torch.tensor(num_steps, dtype=torch.float32, device=parameter.device),
                 **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
             }
-
-
-def _staged(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same tensor, or shard of one, in this host's memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor.to("cpu", copy=True).contiguous()
-    local = tensor.to_local().to("cpu", copy=True).contiguous()
-    return DTensor.from_local(
-        local,
-        mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -159,8 +159,10 @@ class TrainConfig(DistillationConfig):
 
     min_samples_per_checkpoint: int = option(0, group="What the run writes")
     """samples trained between exports to hf_format/; 0: only at the end"""
-    checkpoint_every_batches: int = option(10)
+    checkpoint_every_batches: int = option(50)
     """batches between checkpoints that the run can go on from, and one at the end; 0: none"""
+    checkpoint_every_minutes: float = option(15.0, change=Change.INCIDENTAL)
+    """minutes after which the batch that ends is saved, too; 0: by batches only"""
     keep_checkpoints: int = option(2, must=POSITIVE, change=Change.INCIDENTAL)
     """checkpoints kept, the newest ones"""
     dump_samples_filename: str = option("samples.jsonl", none="")

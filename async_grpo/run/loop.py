@@ -91,6 +91,7 @@ def train(
         learner, ranks, exports=exports, report=report, hashes=hashes,
         references=data.references_to_save,
     )  # fmt: skip
+    checkpoints.check_folder()
     if start.folder:
         data.restore(start)
         restore_learner(learner, start)

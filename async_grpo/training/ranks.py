@@ -115,12 +115,12 @@ class Ranks:
         dist.broadcast_object_list(result, src=0, group=group)
         return cast(T, result[0])
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
         """What every rank gives, in their order; collective, over hosts and not devices."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def agree(self, urgency: int) -> int:

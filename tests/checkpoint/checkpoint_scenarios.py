@@ -11,7 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import Start
-from async_grpo.checkpoint.tensors import restore_learner, save_tensors, staged_tensors
+from async_grpo.checkpoint.tensors import Staging, restore_learner, save_tensors
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
@@ -71,7 +71,7 @@ def save(rank, *, checkpoint, tied, steps=3):
     train(learner, steps=steps)
     torch.manual_seed(100 + rank)
     state = whole(learner)
-    staged = staged_tensors(learner)
+    staged = Staging().copy(learner)
     train(learner, steps=1)
     group = dist.new_group(backend="gloo")
     save_tensors(staged, Path(checkpoint), group=group)
@@ -109,7 +109,7 @@ def load_and_fail(rank, *, checkpoint, unreadable_on):
 
 def save_and_fail(rank, *, checkpoint, full_on):
     """The error that this rank gets when one rank's disk is full."""
-    staged = staged_tensors(make(0, tied=True))
+    staged = Staging().copy(make(0, tied=True))
     if rank == full_on:
         checkpoint = "/dev/full/no"
     try:

@@ -27,11 +27,11 @@ def make_config(folder, **options):
     )
 
 
-def make_run(config, *, checkpoints=(), steps=1):
+def make_run(config, *, checkpoints=(), steps=1, seconds=1.0):
     """What a run of `config` has left."""
     folder = Path(config.output_dir)
     folder.mkdir(parents=True)
-    (folder / METRICS_FILE).write_text("{}\n" * steps)
+    (folder / METRICS_FILE).write_text(f'{{"total_seconds": {seconds}}}\n' * steps)
     (folder / PARAMETERS_FILE).write_text(json.dumps(dataclasses.asdict(config)))
     for batches in checkpoints:
         save(config, batches)
@@ -125,23 +125,25 @@ def test_other_options_may_change_and_are_listed_in_one_line(tmp_path, caplog):
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, caplog):
     config = make_config(tmp_path / "run")
-    make_run(config, steps=19)  # one was due, and was still being written
+    make_run(config, steps=99, seconds=29 * 60)  # one was due, and was still being written
     with caplog.at_level(logging.INFO):
         assert find_start(dataclasses.replace(config, logging_level="DEBUG")).folder is None
     assert "starts again from its first batch" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("options", "steps", "reason"),
+    ("options", "steps", "minutes", "reason"),
     [
-        ({"learning_rate": 2e-6}, 1, "another --learning-rate"),
-        ({}, 20, "has left no checkpoint"),  # two were due, and one must be there
-        ({"checkpoint_every_batches": 0}, 1, "has left no checkpoint"),
+        ({"learning_rate": 2e-6}, 1, 1, "another --learning-rate"),
+        ({}, 100, 1, "has left no checkpoint"),  # two were due, and one must be there
+        ({}, 2, 30, "has left no checkpoint"),  # by minutes
+        ({"checkpoint_every_batches": 0}, 1, 1, "has left no checkpoint"),
     ],
 )
-def test_another_run_without_a_checkpoint_is_not_lost(tmp_path, options, steps, reason):
+def test_another_run_without_a_checkpoint_is_not_lost(tmp_path, options, steps, minutes, reason):
     saved = {key: value for key, value in options.items() if key == "checkpoint_every_batches"}
-    make_run(make_config(tmp_path / "run", **saved), steps=steps)
+    config = make_config(tmp_path / "run", **saved)
+    make_run(config, steps=steps, seconds=60 * minutes)
     with pytest.raises(ConfigError, match=rf"holds a run already, and .*{reason}.*--overwrite"):
         find_start(make_config(tmp_path / "run", **options))
 
