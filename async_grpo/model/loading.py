@@ -1,8 +1,9 @@
-"""Loading the policy out of a Hugging Face folder, after asking whether it can be trained."""
+"""Loading the policy out of a Hugging Face folder, whole or sharded."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,24 +14,78 @@ from async_grpo.model.attention import PACKED
 from async_grpo.model.folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.probe import check_packing
+from async_grpo.model.slices import files_of, fill, materialise, misfit, outline
 
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
 
 
-def load_policy(path: str, *, attention: str, dtype: torch.dtype) -> PolicyModel:
-    """The policy in `path` on the CPU, dropout off; `attention` is `choose_attention`'s answer.
+def load_policy(
+    path: str, *, attention: str, dtype: torch.dtype, device: torch.device = CPU
+) -> PolicyModel:
+    """The whole policy in `path`, dropout off; `attention` is `choose_attention`'s answer.
 
     Raises ModelError when weights are missing or the model cannot be packed exactly.
     """
-    folder = Path(path)
-    check_files(folder)
-    config = read_config(folder)
-    _switch_off_dropout(config)
+    check_trainable(path)
+    policy = _load_whole(path, _read_config(path), dtype, device)
+    policy.model.set_attn_implementation(attention)
+    return policy
+
+
+def check_trainable(path: str) -> None:
+    """Raise ModelError for a folder without a model, or with one that cannot be packed exactly.
+
+    A trainer's rank 0 asks once for all ranks: the answer depends on the config alone.
+    """
+    check_files(Path(path))
+    check_packing(_read_config(path), path)
+
+
+def load_sharded(
+    path: str,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Callable[[PolicyModel], object],
+    parameters_on: torch.device | None = None,
+) -> PolicyModel:
+    """The policy in `path`, dropout off, of which this process holds what `shard` leaves it.
+
+    `shard` works in place on a policy that has no memory yet; `parameters_on`: where its shards
+    lie, if not on `device`. Raises ModelError when weights are missing.
+    """
+    config = _read_config(path)
+    policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
+    files = files_of(Path(path))
+    if reason := misfit(policy, files):
+        num_bytes = sum(p.numel() for p in policy.parameters()) * dtype.itemsize
+        logger.warning(
+            "the files of %s cannot be read in slices (%s): each rank reads the whole model, "
+            "%.1f GiB of this host's memory; save_pretrained writes a folder that can",
+            path, reason, num_bytes / 2**30,
+        )  # fmt: skip
+        policy = _load_whole(path, config, dtype, CPU)
+        shard(policy)
+    else:
+        shard(policy)
+        materialise(policy, device, parameters_on=parameters_on or device)
+        fill(policy, files)
+    policy.model.set_attn_implementation(attention)
+    return policy
+
+
+def _load_whole(
+    path: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PolicyModel:
+    """As transformers loads it, which also knows names of older times and other formats."""
     model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
+        path,
         config=config,
         dtype=dtype,
         attn_implementation=PACKED,
+        device_map=None if device == CPU else {"": device},  # read to it, not by way of the host
         local_files_only=True,
         output_loading_info=True,
     )
@@ -40,10 +95,13 @@ def load_policy(path: str, *, attention: str, dtype: torch.dtype) -> PolicyModel
             f"the weights in {path} must hold every parameter of its config, {len(missing)} are "
             f"missing or of another shape, first {missing[0]}: complete the folder"
         )
-    policy = PolicyModel(model)
-    check_packing(policy, path)
-    model.set_attn_implementation(attention)
-    return policy
+    return PolicyModel(model)
+
+
+def _read_config(path: str) -> PreTrainedConfig:
+    config = read_config(Path(path))
+    _switch_off_dropout(config)
+    return config
 
 
 def _switch_off_dropout(config: PreTrainedConfig) -> None:

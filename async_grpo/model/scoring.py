@@ -35,8 +35,8 @@ class Scorer:
         self.facts = check_model_folder(model_path)
         attention = choose_attention(device, dtype=weights)
         self._device = device
-        self.policy = load_policy(model_path, attention=attention, dtype=weights)
-        self.policy.to(device).eval().requires_grad_(False)
+        policy = load_policy(model_path, attention=attention, dtype=weights, device=device)
+        self.policy = policy.eval().requires_grad_(False)
 
     @property
     def head(self) -> torch.nn.Linear:

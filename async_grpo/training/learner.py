@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
-from async_grpo.model.loading import load_policy
+from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.audit import Audit
 from async_grpo.training.fsdp import compute_dtype, shard
@@ -43,18 +44,20 @@ class Learner:
         if of_rank_0 := ranks.share(lambda: code):
             of_rank_0.require_same(code)
         dtype = compute_dtype(config.mixed_precision, ranks.device)
-        policy = load_policy(
+        ranks.on_main(lambda: check_trainable(config.model_name_or_path))
+        policy = load_sharded(
             config.model_name_or_path,
             attention=choose_attention(ranks.device, dtype=dtype),
             dtype=torch.float32,
-        )
-        policy = shard(
-            policy.to(ranks.device),
-            ranks.mesh,
-            mixed_precision=config.mixed_precision,
-            keep_gathered=config.fsdp_sharding_strategy == "SHARD_GRAD_OP",
-            activation_checkpointing=config.activation_checkpointing,
-            compile=config.use_torch_compile,
+            device=ranks.device,
+            shard=partial(
+                shard,
+                mesh=ranks.mesh,
+                mixed_precision=config.mixed_precision,
+                keep_gathered=config.fsdp_sharding_strategy == "SHARD_GRAD_OP",
+                activation_checkpointing=config.activation_checkpointing,
+                compile=config.use_torch_compile,
+            ),
         )
         learner = cls(policy, config, ranks)
         logger.info("policy and optimizer are ready")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from effort import FULL
+from loading_scenarios import differences
 from oracle import make_sample, oracle_twin, random_samples, sent, tiny_config, tiny_model
 from tensor_watchers import LargestTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -270,7 +271,7 @@ def gathered(rank, *, source, target):
     return names
 
 
-def world(rank, *, source, target):
+def world(rank, *, source, target, models):
     """Every scenario: starting processes costs more than running it."""
     f64 = torch.float64
     deferred = replace(CONFIG, defer_gradient_sync=True)
@@ -307,4 +308,5 @@ def world(rank, *, source, target):
         "learner": deferring_learner(rank, source=source, target=target),
         "held out": held_out(rank, source=source, target=target),
         "gathered": gathered(rank, source=source, target=target),
+        "loaded": differences(rank, models=models),
     }

@@ -21,6 +21,7 @@ from fsdp_scenarios import (
     one_step,
     world,
 )
+from loading_scenarios import write_models
 from oracle import oracle_gradient, relative_difference, tiny_config, tiny_model
 from ranks import run_ranks
 from test_held_out import oracle_loss
@@ -40,11 +41,11 @@ F32, F64 = 1e-5, 1e-12
 def ran(request, tmp_path_factory):
     """What every rank of each scenario says, and where the export is."""
     folder = tmp_path_factory.mktemp("ranks")
-    source, target = folder / "source", folder / "target"
+    source, target, models = folder / "source", folder / "target", folder / "models"
     tiny_model(tied=True).save_pretrained(source)
-    ranks = run_ranks(
-        world, num_ranks=request.param, folder=folder, source=str(source), target=str(target)
-    )
+    write_models(models)
+    paths = {"source": str(source), "target": str(target), "models": str(models)}
+    ranks = run_ranks(world, num_ranks=request.param, folder=folder, **paths)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]} | {"target": target}
 
 
@@ -210,6 +211,13 @@ def test_rank_0_receives_whole_parameters_and_exports_them(ran):
     ):
         assert torch.equal(got, want)
         assert torch.equal(stored, want)
+
+
+@pytest.mark.integration
+def test_every_rank_holds_slices_of_the_very_bits_that_from_pretrained_reads(ran):
+    for found in ran["loaded"]:
+        assert len(found) == 6
+        assert not any(found.values()), found
 
 
 def test_precision_follows_the_option_and_the_device():
