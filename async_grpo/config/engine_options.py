@@ -41,7 +41,7 @@ REFUSED = {
     **dict.fromkeys(
         ("data_parallel*", "pipeline_parallel*", "prefill_context*", "decode_context*", "nnodes",
          "node_rank", "master_*", "device_ids", "distributed_executor_backend", "worker_*",
-         "_*", "disable_log_stats", "ray_*"),
+         "_*", "disable_log_stats", "ray_*", "additional_config"),
         PROCESSES,
     ),
 }  # fmt: skip

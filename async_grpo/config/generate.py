@@ -55,8 +55,8 @@ class GenerateConfig(Options):
     """branch, tag or commit of a model on a hub; empty: its main branch"""
     dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
     """weights of the model"""
-    max_num_seqs: int = option(64, must=AT_LEAST_1)
-    """sequences decoded together"""
+    max_num_seqs: int = option(0)
+    """sequences decoded together; 0: 64, on devices vLLM's own"""
     tensor_parallel_size: int = option(1, must=AT_LEAST_1)
     """devices that the model is sharded over"""
     reward_registry: str = option("reward_registry")

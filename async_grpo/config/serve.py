@@ -24,8 +24,8 @@ class ServeConfig(Options):
     """branch, tag or commit of a model on a hub; empty: its main branch"""
     max_model_len: int = option(0)
     """longest prompt + output in tokens; 0: the model's own limit"""
-    max_num_seqs: int = option(64, must=AT_LEAST_1)
-    """sequences decoded together"""
+    max_num_seqs: int = option(0)
+    """sequences decoded together; 0: 64, on devices vLLM's own"""
     max_requests: int = option(256, must=AT_LEAST_1)
     """requests taken at a time; more are refused with 429"""
     max_sessions: int = option(256, must=AT_LEAST_1)

@@ -22,6 +22,8 @@ from async_grpo.roles import (
     teacher,
 )
 
+DEFAULT_MAX_NUM_SEQS = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(Options):
@@ -49,8 +51,9 @@ class WorkerConfig(Options):
     namespace: str = option("async-grpo")
     """Ray namespace that the run's actors share"""
 
-    max_num_seqs: int = option(64, group="Only with --mode generation", must=AT_LEAST_1)
-    """sequences decoded together, or episodes played: a worker's capacity"""
+    max_num_seqs: int = option(0, group="Only with --mode generation")
+    """sequences decoded together, or episodes played: a worker's capacity; 0: 64, on devices vLLM's
+    own for a server, 256 to 1024"""
     max_model_len: int = option(0)
     """longest prompt + output in tokens; 0: the model's own limit"""
     overhead_seqs: int = option(8)
@@ -63,6 +66,9 @@ class WorkerConfig(Options):
     """KEY=VALUE of vLLM's engine, such as kv_cache_dtype=fp8; give it once for each"""
     enable_prefix_caching: bool = option(True)
     """reuse the cache of shared prompt prefixes"""
+    keep_kv_cache: bool = option(False)
+    """running sequences keep their KV cache when weights are updated, rather than compute it again:
+    log-probabilities of what they sample after it are then of mixed weights"""
     reward_registry: str = option(
         "reward_registry", group="Only with --mode generation or verifier"
     )
@@ -188,6 +194,11 @@ class WorkerConfig(Options):
         if self.mode == JUDGE:
             return judge(self.name)
         return REFERENCE if self.mode == LOGPROB else self.mode
+
+    @property
+    def capacity(self) -> int:
+        """Sequences or episodes at a time, unless an engine on a device takes vLLM's own number."""
+        return self.max_num_seqs or DEFAULT_MAX_NUM_SEQS
 
     @property
     def verifier_variables(self) -> tuple[str, ...]:

@@ -133,7 +133,7 @@ def _start_environment_worker(
     return _actor(EnvironmentWorker, taken).remote(
         ask,
         worker_id=worker_id,
-        capacity=config.max_num_seqs,
+        capacity=config.capacity,
         lease_s=config.worker_lease_s,
     )
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,7 +30,8 @@ from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.rollout.cached_tokens import cached_tokens
 from async_grpo.rollout.canary import CanaryPass
 from async_grpo.rollout.completions import read_completion
-from async_grpo.rollout.engine_args import engine_args
+from async_grpo.rollout.engine_args import USAGE, engine_args
+from async_grpo.rollout.fetch_ahead import Fetch, fetch_ahead
 from async_grpo.rollout.request_pulses import request_pulses
 from async_grpo.rollout.sampling import sampling_params
 from async_grpo.rollout.shared_file import SharedFile
@@ -45,7 +46,6 @@ from async_grpo.types import (
 )
 
 T = TypeVar("T")
-Fetch = Callable[[WeightsBucket], Awaitable[NDArray[np.uint8]]]
 
 UNPUBLISHED = "default"  # vLLM's name for the weights it read from the folder
 
@@ -64,6 +64,7 @@ class Loaded:
 
     pause_seconds: float  # generation stood still
     recomputed_tokens: int  # of running requests, whose KV cache was thrown away
+    kept_tokens: int  # of running requests, whose KV cache was kept
     canary: tuple[NDArray[np.float32], ...]
     canary_problem: str  # why there is no canary; the weights serve all the same
 
@@ -76,15 +77,17 @@ class Engine:
     """One vLLM engine with its own processes."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._llm = AsyncLLM.from_engine_args(engine_args(config))
+        self._llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=USAGE)
+        self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}  # by the name that vLLM knows it by
-        self._delay = UpdateDelay(max_num_seqs=config.max_num_seqs)
+        self._delay = UpdateDelay(max_num_seqs=self.max_num_seqs)
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
         self.vocab_size: int = model_config.get_vocab_size()
         self.dtype: str = str(model_config.dtype).removeprefix("torch.")
         self._shares_prompts = config.enable_prefix_caching
+        self._keeps_caches = config.keep_kv_cache
 
     @property
     def is_dead(self) -> bool:
@@ -137,7 +140,7 @@ class Engine:
 
         The buckets are fetched, staged and verified while generation goes on, then loaded in one
         step, a little later where sequences are about to end; the others continue with the new
-        weights, their caches recomputed.
+        weights, their caches recomputed or, with `keep_kv_cache`, as they are.
 
         Raises:
             WeightSyncError: refused or incomplete; the old weights serve on.
@@ -147,15 +150,20 @@ class Engine:
         with SharedFile(snapshot.size_bytes) as file:
             try:
                 await self._transfer("start_weight_update", self._llm.start_weight_update())
-                for bucket in snapshot.buckets:
-                    await self._stage(bucket, await fetch(bucket), file=file)
-                states = self._llm.output_processor.request_states
-                began = [running.began_at for running in self._running.values()]
-                await self._delay.wait(began, lambda: len(states))
+                async with fetch_ahead(snapshot.buckets, fetch) as fetched:
+                    async for bucket, data in fetched:
+                        await self._stage(bucket, data, file=file)
+                if not self._keeps_caches:
+                    await self._wait_for_ends()
             except BaseException:  # cancelled too: the next update must find the engine ready
                 await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
                 raise
             return await self.apply(snapshot)
+
+    async def _wait_for_ends(self) -> None:
+        states = self._llm.output_processor.request_states
+        began = [running.began_at for running in self._running.values()]
+        await self._delay.wait(began, lambda: len(states))
 
     async def devices(self) -> tuple[str, ...]:
         """The identities of the NVIDIA devices that the engine's processes use, in their order."""
@@ -209,10 +217,10 @@ class Engine:
         canary, paused_at = CanaryPass(self._llm, snapshot.canary), time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                # The caches belong to the old weights and must not outlive them.
+                # The caches belong to the old weights and must not outlive them; where running
+                # sequences keep theirs (`kept_caches`), nobody else finds them.
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
-                states = self._llm.output_processor.request_states.values()
-                recomputed = cached_tokens(states, shares_prompts=self._shares_prompts)
+                cached = self._cached_tokens()
                 if update_info is not None:
                     await self._llm.start_weight_update()
                     await self._llm.update_weights(WeightTransferUpdateRequest(update_info))
@@ -227,7 +235,12 @@ class Engine:
         self._delay.updated()
         with _alive():
             scores = await canary.scores()
-        return Loaded(pause_seconds, recomputed, scores, canary.problem)
+        recomputed, kept = (0, cached) if self._keeps_caches else (cached, 0)
+        return Loaded(pause_seconds, recomputed, kept, scores, canary.problem)
+
+    def _cached_tokens(self) -> int:
+        states = self._llm.output_processor.request_states.values()
+        return cached_tokens(states, shares_prompts=self._shares_prompts)
 
     async def rename(self, version: WeightsVersion) -> None:
         """What is served is called `version` from now on: weights and caches stay.

@@ -5,13 +5,18 @@ from __future__ import annotations
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.rollout.engine_options import set_engine_options
+from async_grpo.rollout.kept_caches import KEEP
 
 EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
 TRANSFER_BACKEND = "staged_file"
 SCHEDULER: str | None = "async_grpo.rollout.whole_outputs.make_scheduler"
+# Whose defaults an engine takes on a device; its table has no row for engines without a server,
+# which would get 2048 prompt tokens a step.
+USAGE = UsageContext.OPENAI_API_SERVER
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
@@ -27,7 +32,7 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     args = AsyncEngineArgs(
         model=config.model_path,
         dtype=dtype,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.max_num_seqs or None,
         max_model_len=config.max_model_len or None,
         tensor_parallel_size=config.tensor_parallel_size,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -36,22 +41,25 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
         kv_cache_memory_bytes=int(config.kv_cache_gib * 2**30) or None,
         generation_config="vllm",  # nothing of the sampling comes from the model's folder
         logprobs_mode="processed_logprobs",  # at the sampling temperature
+        hf_overrides={"head_dtype": "float32"},  # logits as the trainer takes them, of any body
         skip_tokenizer_init=True,
         disable_log_stats=True,
         # Left alone, vLLM may take Ray's executor inside an actor, and its own placement with it.
         distributed_executor_backend="mp" if config.tensor_parallel_size > 1 else None,
         worker_extension_cls=EXTENSION,
         weight_transfer_config={"backend": TRANSFER_BACKEND},
+        additional_config={KEEP: config.keep_kv_cache},
     )
     if on_cpu:
-        args = _for_cpu(args)
+        args = _for_cpu(args, config)
     elif config.memory_share:
         args.gpu_memory_utilization = config.memory_share
     set_engine_options(args, config.engine_options)
     return args
 
 
-def _for_cpu(args: AsyncEngineArgs) -> AsyncEngineArgs:
+def _for_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> AsyncEngineArgs:
+    args.max_num_seqs = config.capacity
     args.enforce_eager = True
     args.block_size = KV_BLOCK_TOKENS
     # A seeded request whose prompt is cut in two winds back its generator, which a CPU generator

@@ -53,7 +53,7 @@ class RemoteJudge:
             pid=os.getpid(),
             model_path=model,
             vocab_size=0,
-            capacity=float(self._config.max_num_seqs),
+            capacity=float(self._config.capacity),
             overhead=0.0,
             max_model_len=0,
             model_hash=hashlib.sha256(model.encode()).hexdigest(),

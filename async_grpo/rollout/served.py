@@ -14,7 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import WorkerError
 from async_grpo.rollout.completions import read_logprobs
-from async_grpo.rollout.engine_args import engine_args
+from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.rollout.sampling import sampling_params
 from async_grpo.types import GenerationRequest, Turn
 from async_grpo.types.samples import FinishReason
@@ -24,7 +24,7 @@ class ServedEngine:
     """The model of a folder with a worker's arguments, so that it samples what a worker would."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        self._llm = AsyncLLM.from_engine_args(engine_args(config))
+        self._llm = AsyncLLM.from_engine_args(engine_args(config), usage_context=USAGE)
         self._request_ids = itertools.count()
         self.max_model_len: int = self._llm.model_config.max_model_len
 

@@ -93,7 +93,7 @@ class GenerationWorker:
             pid=os.getpid(),
             model_path=self._config.model_path,
             vocab_size=self._engine.vocab_size,
-            capacity=float(self._config.max_num_seqs),
+            capacity=float(self._engine.max_num_seqs),
             overhead=float(self._config.overhead_seqs),
             max_model_len=self._engine.max_model_len,
             tokenizer_hash=self._tokenizer_hash,

@@ -38,6 +38,7 @@ class Announcements:
         self._on_synced = on_synced
         self._serves: dict[str, WeightsSnapshot] = {}  # by role
         self._has_served = False
+        self._has_told_of_kept = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="announce-weights")
         self._running: Future[None] | None = None
 
@@ -92,7 +93,16 @@ class Announcements:
     def _report(self, snapshot: WeightsSnapshot, report: PublishReport, *, seconds: float) -> None:
         for complaint in sync_complaints(snapshot, report):
             logger.warning("%s", complaint)
-        self._on_synced(summarise_sync(snapshot, report, seconds=seconds))
+        summary = summarise_sync(snapshot, report, seconds=seconds)
+        if summary.kept_tokens and not self._has_told_of_kept:
+            self._has_told_of_kept = True
+            logger.warning(
+                "log-probabilities of tokens that are sampled over an update are of mixed weights: "
+                "workers with --keep-kv-cache keep the caches of running requests, now of %d "
+                "tokens; the metric kept_tokens counts them",
+                summary.kept_tokens,
+            )
+        self._on_synced(summary)
 
 
 def _wait(reference: Any) -> None:

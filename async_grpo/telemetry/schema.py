@@ -71,6 +71,9 @@ class Step:
     """what each worker loaded; 0 where it had the same weights already"""
     recomputed_tokens = fact("tokens", "Recomputed tokens")
     """tokens of running requests whose KV cache the sync threw away, over all workers"""
+    kept_tokens = fact("tokens", "Tokens kept in caches")
+    """tokens of running requests that kept their KV cache (`--keep-kv-cache`), over all workers:
+    what is sampled after them is of mixed weights"""
     canary_max = fact("nats", "Largest canary mismatch")
     """largest difference in log-probability between engine and trainer on fixed tokens, scored with
     the same weights right after the sync: no staleness in it"""

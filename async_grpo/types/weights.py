@@ -95,6 +95,7 @@ class WeightsAck:
     seconds: float  # receiving, verifying and loading
     pause_seconds: float  # generation stood still
     recomputed_tokens: int = 0  # of running requests, whose KV cache was thrown away
+    kept_tokens: int = 0  # of running requests, whose KV cache was not
     dtype: str = "float32"  # of the worker's model
     transport: str = "object_store"  # how the weights came
     canary: tuple[NDArray[np.float32], ...] = ()  # log-probabilities of the snapshot's rows

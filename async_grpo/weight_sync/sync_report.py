@@ -25,6 +25,7 @@ class SyncReport:
     sync_pause_seconds: float
     sync_bytes: int
     recomputed_tokens: int
+    kept_tokens: int
     canary_max: float | None  # None: no engine has replayed a canary
     canary_mean: float | None
 
@@ -47,6 +48,7 @@ def summarise_sync(
         sync_pause_seconds=max((ack.pause_seconds for ack in report.acks), default=0.0),
         sync_bytes=0 if snapshot.unchanged_since else snapshot.size_bytes,
         recomputed_tokens=sum(ack.recomputed_tokens for ack in report.acks),
+        kept_tokens=sum(ack.kept_tokens for ack in report.acks),
         canary_max=float(differences.max()) if differences.size else None,
         canary_mean=float(differences.mean()) if differences.size else None,
     )

@@ -45,6 +45,7 @@ class Loaded:
 
     pause_seconds: float = 0.0
     recomputed_tokens: int = 0
+    kept_tokens: int = 0
     canary: tuple[NDArray[np.float32], ...] = ()
     canary_problem: str = ""
 

@@ -1,5 +1,6 @@
 """Model folders small enough to start an engine in seconds, and one engine of each."""
 
+import contextlib
 import os
 
 import pytest
@@ -22,6 +23,23 @@ def untied_model_folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("untied"), tied=False)
 
 
+@contextlib.contextmanager
+def open_stack(folder, **options):
+    """An engine of its own, with other options of its worker."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in worker_environment().items():
+            patch.setitem(os.environ, name, value)
+        stack = Stack(folder, **options)
+        yield stack
+        stack.close()
+
+
+@pytest.fixture(scope="module")
+def keeping_stack(model_folder):
+    with open_stack(model_folder, keep_kv_cache=True) as stack:
+        yield stack
+
+
 # In `make test`, test_lifecycle.py holds an engine to an untied model after every update.
 UNTIED = pytest.param("untied", marks=pytest.mark.slow)
 
@@ -30,10 +48,5 @@ UNTIED = pytest.param("untied", marks=pytest.mark.slow)
 def stack(request):
     """Of all files that tests/conftest.py gives to one process: an engine starts in 13 s."""
     folder = "model_folder" if request.param == "tied" else "untied_model_folder"
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in worker_environment().items():
-            patch.setitem(os.environ, name, value)
-        stack = Stack(request.getfixturevalue(folder))
+    with open_stack(request.getfixturevalue(folder)) as stack:
         yield stack
-        stack.engine._llm.shutdown()
-        stack.runner.close()

@@ -35,13 +35,18 @@ class Models(dict):
 class Stack:
     """An engine, the event loop it lives in, and the models whose weights it was given."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **options):
         from async_grpo.rollout.engine import Engine
 
         self.folder = folder
         self.runner = asyncio.Runner()
-        self.engine = Engine(WorkerConfig(model_path=folder, max_num_seqs=MAX_NUM_SEQS))
+        config = WorkerConfig(model_path=folder, max_num_seqs=MAX_NUM_SEQS, **options)
+        self.engine = Engine(config)
         self.models = Models(folder)
+
+    def close(self):
+        self.engine._llm.shutdown()
+        self.runner.close()
 
     def run(self, call):
         return self.runner.run(call)

@@ -3,13 +3,15 @@
 A scripted scheduler takes the place of vLLM's; test_updates_in_flight.py has the real one.
 """
 
+import gc
+import tracemalloc
 from collections import defaultdict
 from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
@@ -27,9 +29,9 @@ class Scripted:
         self.running = []
         self.pause_state = PauseState.UNPAUSED
 
-    def add(self, name, kind=RequestOutputKind.FINAL_ONLY):
+    def add(self, name, kind=RequestOutputKind.FINAL_ONLY, logprobs=0):
         self.requests[name] = SimpleNamespace(
-            request_id=name, sampling_params=SimpleNamespace(output_kind=kind)
+            request_id=name, sampling_params=SamplingParams(output_kind=kind, logprobs=logprobs)
         )
 
     def has_requests(self):
@@ -180,6 +182,49 @@ def test_what_an_output_carries_beside_tokens_is_sent_at_once_with_what_came_bef
     run.step([run.sample("0", 2)])
     run.step([run.sample("0", 1, kv_transfer_params={"block": 1})])
     assert run.sent["0"] == run.sampled["0"]
+
+
+def test_log_probabilities_of_tokens_that_were_not_sampled_are_not_held():
+    run = Run()
+    run.scheduler.add("0", logprobs=3)
+    run.step([run.sample("0", 1)])
+    assert run.sent["0"] == run.sampled["0"]
+
+
+def test_a_held_token_costs_at_most_16_bytes():
+    """As in a step of vLLM: a view of each sequence's row, whose arrays all of them share."""
+    num_sequences, num_tokens = 32, 1000
+    scheduler = Scheduler()
+    for number in range(num_sequences):
+        scheduler.add(str(number))
+
+    def step(token):
+        ids = np.full((num_sequences, 1), token, np.int32)
+        logprobs = ids * np.float32(-0.5)
+        outputs = []
+        for number in range(num_sequences):
+            row = slice(number, number + 1)
+            lists = LogprobsLists(ids[row], logprobs[row], ids[row, 0])
+            outputs.append(EngineCoreOutput(str(number), [token], lists))
+        assert scheduler.update_from_output(None, outputs) == {}
+
+    step(1)  # what a sequence costs whatever its length
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for number in range(num_tokens):
+            step(1000 + number)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes <= 16 * num_sequences * num_tokens
+    messages = scheduler.update_from_output(
+        None, [said(str(number), 7, finish_reason=LAST) for number in range(num_sequences)]
+    )
+    whole = messages[0].outputs[0]
+    tokens = [1, *range(1000, 1000 + num_tokens), 7]
+    assert whole.new_token_ids == tokens
+    assert whole.new_logprobs.logprobs[1:-1, 0].tolist() == [-0.5 * token for token in tokens[1:-1]]
 
 
 def test_the_first_outputs_statistics_are_told_with_the_last():

@@ -70,6 +70,7 @@ class World:
                 2.0,
                 0.5,
                 recomputed_tokens=12,
+                kept_tokens=7,
                 canary_problem="no answer in 60 s",
             ),
         )
@@ -195,4 +196,7 @@ def test_a_report_has_the_longest_pause_and_the_work_of_all_workers(tmp_path):
     for report in main["reports"]:
         assert (report.sync_pause_seconds, report.recomputed_tokens) == (0.5, 42)
         assert report.sync_seconds >= 0 and report.canary_max == 0.0
+        assert report.kept_tokens == 7
     assert not any("differ from" in message for message in main["logged"])
+    (told,) = (message for message in main["logged"] if "of mixed weights" in message)
+    assert "now of 7 tokens" in told

@@ -12,8 +12,8 @@ from async_grpo.training.step import StepResult
 from async_grpo.types import EndOfStep
 from async_grpo.weight_sync.sync_report import SyncReport
 
-FIRST = SyncReport(0, 1.5, 0.25, 4096, 0, 1e-6, 5e-7)
-SECOND = SyncReport(1, 2.5, 0.5, 4096, 640, None, None)
+FIRST = SyncReport(0, 1.5, 0.25, 4096, 0, 128, 1e-6, 5e-7)
+SECOND = SyncReport(1, 2.5, 0.5, 4096, 640, 0, None, None)
 NAMES = [field.name for field in dataclasses.fields(SyncReport)]
 
 
