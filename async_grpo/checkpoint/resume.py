@@ -47,7 +47,11 @@ class Start:
 
     @property
     def clocks(self) -> Clocks:
-        return Clocks(**self.state["clocks"]) if self.manifest else Clocks()
+        if not self.manifest:
+            return Clocks()
+        # Until release 0.1 without tokens; the report's are those of skipped steps too.
+        tokens = self.state.get("report", {}).get("tokens", 0)
+        return Clocks(**{"tokens": tokens, **self.state["clocks"]})
 
     @property
     def point(self) -> ResumePoint | None:

@@ -153,6 +153,9 @@ class TrainConfig(DistillationConfig):
     in memory on each rank"""
     gpus_per_rank: float = option(1.0, must=POSITIVE, change=Change.INCIDENTAL)
     """share of a device, and of its memory, that a rank takes: below 1 workers may use the rest"""
+    peak_tflops: str = option("auto", change=Change.INCIDENTAL)
+    """TFLOP/s that a rank's device could do, by which mfu is told; measure: by products as the run
+    starts; auto: measured on a device, and no mfu on a CPU"""
     weight_transport: str = option("object_store", choices=("object_store", "nccl"))
     """how weights travel to generation workers: Ray's object store, or NCCL between NVIDIA
     devices"""
@@ -224,6 +227,9 @@ class TrainConfig(DistillationConfig):
             raise self.refusal(
                 "gpus_per_rank", "must be at most 1", "--nproc-per-node takes more devices"
             )
+        if not re.fullmatch(r"auto|measure|\d*[1-9]\d*(\.\d+)?|\d*\.\d*[1-9]\d*", self.peak_tflops):
+            rule = "must be auto, measure, or a positive number of TFLOP/s"
+            raise self.refusal("peak_tflops", rule, "989 is that of an H100 in bf16")
         if self.stall_timeout_s < deadlines.LEAST_STALL_S:
             raise self.refusal(
                 "stall_timeout_s",

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -278,4 +278,9 @@ def own_environments(config: TrainConfig) -> dict[str, UserCode | None]:
 
 def read_attention_ratio(config: TrainConfig) -> float:
     """What the model's attention costs, for packing: see `batching.packing`."""
-    return attention_ratio(**asdict(read_size(config.model_name_or_path)))
+    size = read_size(config.model_name_or_path)
+    return attention_ratio(
+        num_parameters=size.num_parameters,
+        num_layers=size.num_layers,
+        attention_width=size.attention_width,
+    )

@@ -169,6 +169,7 @@ class Report:
             "total_seconds": totals.seconds,
             "optimizer_steps": result.clocks.steps,
             "optimizer_samples": result.clocks.samples,
+            "optimizer_tokens": result.clocks.tokens,
             "skipped_steps_no_samples": totals.skipped.get(NO_SAMPLES, 0),
             "skipped_steps_non_finite": totals.skipped.get(NON_FINITE, 0),
             "loss_denominator": denominator,
@@ -178,6 +179,8 @@ class Report:
             "failed_checkpoints": totals.failed_checkpoints,
             "batcher_restarts": totals.batcher_restarts,
             "num_minibatches": result.num_minibatches,
+            **result.meters,
+            **self._rank_time(result.meters, seconds),
             **self._stood_still,
             **(dataclasses.asdict(self._sync) if self._sync else {}),
         }
@@ -198,6 +201,17 @@ class Report:
         self._warn_of_bias(row["perc_timed_out_samples"])
         self._stood_still = dict.fromkeys(STALLS, 0.0)
         self._step_started = now
+
+    def _rank_time(self, meters: Mapping[str, float], seconds: float) -> dict[str, float]:
+        """What arithmetic is told by: time of all ranks, and what their peaks would do in it."""
+        if "num_ranks" not in meters:
+            return {}
+        peak = meters.get("peak_tflops", 0.0)  # the sum of the ranks'
+        return {
+            "rank_seconds": seconds * meters["num_ranks"],
+            "peak_tflop": peak * seconds,
+            "busy_peak_tflop": peak * (seconds - sum(self._stood_still.values())),
+        }
 
     def _warn_of_bias(self, timed_out: float | None) -> None:
         if timed_out is None or self._is_bias_told:

@@ -17,6 +17,7 @@ GROUPS = (  # the first pattern that a name begins with
     ("lag", r"lag_|avg_lag|avg_token_lag|max_lag"),
     ("engine", r"mismatch_|effective_|corrected_|canary_"),
     ("sync", r"sync_|recomputed_"),
+    ("hardware", r"mfu|tflops_|peak_|seconds_(gathering|agreeing)"),
     ("speed", r"seconds|\w+_per_second|\w+_idle_fraction|packing_|avg_generating"),
     ("update", r""),
 )

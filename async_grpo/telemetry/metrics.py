@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from async_grpo.telemetry.schema import METRIC_BY_NAME, METRICS, OF_TYPES
+from async_grpo.telemetry.schema import METRIC_BY_NAME, METRICS, OF_RANKS, OF_TYPES
 from async_grpo.types.metrics import Metric
 
 Sums = Mapping[str, float | None]
@@ -32,7 +32,8 @@ def metrics_row(
     `declared`, then counts that nobody can list.
 
     `sums`: those of the step's samples, of all ranks, and the facts of `schema.Step`.
-    Those of `schema.OF_TYPES` follow for each type, as `avg_reward/TYPE`.
+    Those of `schema.OF_TYPES` follow for each type, as `avg_reward/TYPE`, those of `OF_RANKS` for
+    each rank, as `peak_process_bytes/rank_0`.
     The counts are `fate_<name>`, `failed_<why>` and `discarded_<why>` where there are any, the same
     in tokens as `token_fate_<name>` and `token_fate_<name>_<why>`, `lost_turns_<why>`,
     `lost_tokens_<why>`, `lag_<n>_samples` and `lag_<n>_tokens`.
@@ -43,7 +44,7 @@ def metrics_row(
         known["timed_out_samples"] = timed_out
         known["ended_samples"] = sum(fates.get(fate, 0) for fate in ENDS)
     row: Row = {metric.name: _value(metric, known) for metric in (*METRICS, *declared)}
-    row |= _of_types(sums)
+    row |= _of_types(sums) | _of_ranks(sums)
     row |= _counts("fate_", fates) | _counts("", reasons) | _counts("token_fate_", tokens)
     return row | _found_counts(sums)
 
@@ -61,6 +62,15 @@ def _of_types(sums: Sums) -> Row:
         own = {name.removesuffix(end): sums[name] for name in sums if name.endswith(end)}
         row |= {f"{name}{end}": _value(METRIC_BY_NAME[name], own) for name in OF_TYPES}
     return row
+
+
+def _of_ranks(sums: Sums) -> Row:
+    """
+    >>> _of_ranks({"peak_process_bytes": 9.0, "peak_process_bytes/rank_0": 9.0, "loss": 1.0})
+    {'peak_process_bytes/rank_0': 9}
+    """
+    starts = tuple(f"{name}/rank_" for name in OF_RANKS)
+    return {name: int(value or 0) for name, value in sums.items() if name.startswith(starts)}
 
 
 def effective_tokens(sums: Sums) -> float | None:

@@ -15,7 +15,7 @@ STEP_LINE = (
     "step {step} · batch {batch} · reward {avg_reward} · best {avg_max_reward_in_group} · "
     "length {avg_output_tokens} · timed out {perc_timed_out_samples} · entropy {entropy} · "
     "loss {loss} · KL {kl} · gradient {grad_norm} · lag {max_lag} · mismatch {mismatch_kl} · "
-    "{tokens_per_second} tok/s · {seconds} s · {failed} % failed"
+    "{tokens_per_second} tok/s · MFU {mfu} · {memory} GiB · {seconds} s · {failed} % failed"
 )
 RATE_WINDOW_S = 20.0
 NUM_BATCHES_FOR_ETA = 20
@@ -115,6 +115,8 @@ def step_line(row: Row, *, num_batches: int) -> str:
         told["avg_reward"] += in_brackets(row, "avg_reward")
     if (batch := row.get("iteration")) is not None:
         told["batch"] = f"{int(batch) + 1}/{num_batches}"
+    if most := row.get("peak_device_bytes") or row.get("peak_process_bytes"):  # of any rank
+        told["memory"] = number(most / 2**30)
     if failed := row.get("perc_failed_samples"):
         told["failed"] = number(100 * failed)
     parts = []

@@ -39,6 +39,8 @@ class Step:
     """gradient steps really taken: the clock of --schedule-clock steps"""
     optimizer_samples = fact("samples", "Samples in optimizer steps", window="run")
     """samples counted in these: the clock of --schedule-clock samples"""
+    optimizer_tokens = fact("tokens", "Tokens in optimizer steps", window="run")
+    """unmasked output tokens of these samples"""
     skipped_steps_no_samples = fact("steps", "Steps without samples", window="run")
     """gradient steps skipped because no sample counted"""
     skipped_steps_non_finite = fact("steps", "Steps not finite", window="run")
@@ -243,6 +245,32 @@ class Trainer:
     """unmasked output tokens trained by wall clock"""
 
 
+class Hardware:
+    """What the trainer's ranks make of their machines; sums are over all ranks."""
+
+    mfu = quotient("model_tflop", "peak_tflop", "fraction", "Model FLOPs utilisation")
+    """arithmetic that training the step's minibatches needs, by what the ranks could do in its wall
+    clock at the peak of --peak-tflops; null without one"""
+    mfu_computing = quotient("model_tflop", "busy_peak_tflop", "fraction", "MFU while computing")
+    """the same by the time in which rank 0 neither waited for samples nor published or copied a
+    checkpoint"""
+    tflops_per_second = quotient("model_tflop", "rank_seconds", "1/s", "TFLOP a rank")
+    """this arithmetic in TFLOP, by wall clock and rank: 6 FLOPs a parameter and token that meet, 12
+    a pair of tokens, layer and element of attention; shared prompts once, nothing that is computed
+    again"""
+    seconds_gathering = quotient("gathering_seconds", "num_ranks", "seconds", "FSDP's collectives")
+    """of a rank in FSDP's all-gathers and reduce-scatters, since those of the line before, waiting
+    for later ranks included; on a device the time of their streams, most of it beside computing"""
+    seconds_agreeing = quotient("agreeing_seconds", "num_ranks", "seconds", "Agreeing")
+    """of a rank in the audit of this step, and in the sums of metrics and the gradient norm of the
+    step before, likewise"""
+    peak_process_bytes = fact("bytes", "Peak process memory", window="run")
+    """most memory of this machine that a rank's process has held since it began, where it is the
+    largest; of each rank as `peak_process_bytes/rank_0` and so on"""
+    peak_device_bytes = fact("bytes", "Peak device memory", window="run")
+    """likewise of the device by torch's allocator, without what CUDA and NCCL take themselves"""
+
+
 class Evaluation:
     """Held-out data, in evaluation_metrics.jsonl."""
 
@@ -269,7 +297,8 @@ def _declared_in(section: type) -> tuple[Metric, ...]:
 
 
 SECTIONS = {
-    section: _declared_in(section) for section in (Step, Pipeline, Replacement, Trainer, Evaluation)
+    section: _declared_in(section)
+    for section in (Step, Pipeline, Replacement, Trainer, Hardware, Evaluation)
 }
 METRIC_BY_NAME = {metric.name: metric for metrics in SECTIONS.values() for metric in metrics}
 OF_TYPES = (
@@ -278,6 +307,8 @@ OF_TYPES = (
     "perc_failed_samples", "num_replacements",
 )  # fmt: skip
 """What is said of each type of questions that has a data file, too, as `avg_reward/TYPE`."""
+OF_RANKS = ("peak_process_bytes", "peak_device_bytes")
+"""What is said of each rank, too."""
 METRICS = tuple(METRIC_BY_NAME[name] for name in METRIC_BY_NAME if name not in vars(Evaluation))
 
 

@@ -13,8 +13,10 @@ from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel
+from async_grpo.model.size import size_of, training_flops
 from async_grpo.training.audit import Audit
 from async_grpo.training.fsdp import compute_dtype, shard
+from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.replay import Replay
 from async_grpo.training.step import GradientStep, StepResult
@@ -26,8 +28,10 @@ logger = logging.getLogger(__name__)
 class Learner:
     """One rank's share of the policy and of its updates."""
 
-    def __init__(self, policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
-        """`policy` is where and as it shall be trained."""
+    def __init__(
+        self, policy: PolicyModel, config: TrainConfig, ranks: Ranks, *, peak: float | None = None
+    ) -> None:
+        """`policy` is where and as it shall be trained; `peak`: TFLOP/s of this rank's device."""
         self.config = config
         self.policy = policy
         self.device = ranks.device
@@ -35,6 +39,8 @@ class Learner:
         self.step = GradientStep(policy, config, self.algorithm)
         self._replay = Replay(config.output_dir, rank=ranks.rank)
         self._audit = Audit()
+        self._size = size_of(policy.model)
+        self._peak = peak
 
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
@@ -45,6 +51,7 @@ class Learner:
             of_rank_0.require_same(code)
         dtype = compute_dtype(config.mixed_precision, ranks.device)
         ranks.on_main(lambda: check_trainable(config.model_name_or_path))
+        peak = peak_tflops(config, ranks.device)  # before the model takes its memory
         policy = load_sharded(
             config.model_name_or_path,
             attention=choose_attention(ranks.device, dtype=dtype),
@@ -59,7 +66,7 @@ class Learner:
                 compile=config.use_torch_compile,
             ),
         )
-        learner = cls(policy, config, ranks)
+        learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")
         return learner
 
@@ -81,6 +88,7 @@ class Learner:
             packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
             budget_tokens=self.config.max_tokens_per_gpu,
         )
+        self.step.measure(model_tflop=training_flops(self._size, packed) / 1e12)
 
     def update(self, end: EndOfStep) -> StepResult:
         """Divide by D, once, and step; what made a step impossible is kept for replay.
@@ -88,8 +96,13 @@ class Learner:
         Raises `AuditError` when a rank has trained other samples than it was sent.
         """
         step = end.batch * self.config.steps_per_batch + end.step_in_batch + 1
-        self._audit.end_step(end, step=step)
-        result = self.step.finish(self.denominator(end), num_samples=end.num_samples)
+        with self.step.collectives.agreeing():
+            self._audit.end_step(end, step=step)
+        if self._peak:
+            self.step.measure(peak_tflops=self._peak)
+        result = self.step.finish(
+            self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens
+        )
         self._replay.end_step(step, suspects=result.suspects)
         if end.is_last_of_batch:
             self.step.begin_batch()

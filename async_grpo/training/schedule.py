@@ -56,10 +56,11 @@ class Clocks:
 
     steps: int = 0  # gradient steps taken
     samples: int = 0  # that counted in D of these steps
+    tokens: int = 0  # unmasked output tokens of these samples
 
-    def after(self, num_samples: int) -> Clocks:
-        """Past one more step, of `num_samples` samples."""
-        return Clocks(self.steps + 1, self.samples + num_samples)
+    def after(self, num_samples: int, num_tokens: int = 0) -> Clocks:
+        """Past one more step, of `num_samples` samples with `num_tokens` tokens."""
+        return Clocks(self.steps + 1, self.samples + num_samples, self.tokens + num_tokens)
 
 
 def learning_rate_after(

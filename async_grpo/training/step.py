@@ -7,7 +7,6 @@ bfloat16, the only lower precision, has float32's exponents. fp16 would need it,
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +22,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
+from async_grpo.training.meters import Collectives, peak_memory
 from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.schedule import Clocks, learning_rate_after
 from async_grpo.types import PackedMinibatch
@@ -41,6 +41,8 @@ class StepResult:
     num_minibatches: int  # over all ranks, fillers included
     clocks: Clocks  # after the step
     metrics: Mapping[str, float] = field(default_factory=dict)  # sums and maxima over all ranks
+    # Seconds, arithmetic and memory of all ranks: what no two runs share.
+    meters: Mapping[str, float] = field(default_factory=dict, compare=False)
     suspects: tuple[int, ...] = ()  # NON_FINITE: which of this rank's minibatches may be the cause
 
 
@@ -77,11 +79,14 @@ class GradientStep:
         # Of every forward of the policy.
         self._setting = {"temperature": algorithm.temperature, "chunk_size": config.chunk_size}
         self._device = next(policy.parameters()).device
+        self.collectives = Collectives(self._device)
+        self.collectives.watch(policy)
         # Tensors stay on the device until the step ends: nothing waits for it between minibatches.
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._losses: list[Tensor] = []  # [] each
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = {}
+        self._meters: dict[str, float] = {}
 
     def accumulate(self, packed: PackedMinibatch) -> LossSums:
         """Back-propagate the minibatch's plain sum; every rank must call it equally often."""
@@ -109,18 +114,24 @@ class GradientStep:
 
     def count(self, **amounts: int) -> None:
         """Add to the metric sums of the step."""
-        self._counts.update(amounts)
+        _add(amounts, self._counts)
 
-    def finish(self, denominator: int, *, num_samples: int | None = None) -> StepResult:
+    def measure(self, **amounts: float) -> None:
+        """Add to its meters."""
+        _add(amounts, self._meters)
+
+    def finish(
+        self, denominator: int, *, num_samples: int | None = None, num_tokens: int = 0
+    ) -> StepResult:
         """Divide by D, clip and update, unless D is 0 or the loss or gradient is not finite.
 
-        Collective; all ranks take the step or none does. `num_samples` moves the clock of samples;
-        None: `denominator` counts samples.
+        Collective; all ranks take the step or none does. `num_samples` and `num_tokens` move the
+        clocks; None: `denominator` counts samples.
         """
         num_samples = denominator if num_samples is None else num_samples
         if denominator and self._losses and self._config.defer_gradient_sync:
             self._reduce_gradients()
-        metrics = self._reduce_metrics()
+        metrics, meters = self._reduce_metrics()
         num_minibatches = int(metrics.pop("num_minibatches"))
         num_bad_losses = int(metrics.pop("num_bad_losses"))
         grad_norm = self._global_norm() / denominator if denominator else 0.0
@@ -138,7 +149,7 @@ class GradientStep:
             skipped, suspects = NON_FINITE, self._suspects(is_loss=num_bad_losses > 0)
         else:
             self._update(learning_rate, clip=self._clip(grad_norm), denominator=denominator)
-            self.clocks = self.clocks.after(num_samples)
+            self.clocks = self.clocks.after(num_samples, num_tokens)
         self.discard()
         return StepResult(
             skipped=skipped,
@@ -147,6 +158,7 @@ class GradientStep:
             num_minibatches=num_minibatches,
             clocks=self.clocks,
             metrics=metrics,
+            meters=meters,
             suspects=suspects,
         )
 
@@ -159,7 +171,8 @@ class GradientStep:
         """Forget what was accumulated, gradients and metrics alike."""
         self.optimizer.zero_grad(set_to_none=True)
         drop_local_gradients(self._policy)
-        self._sums, self._maxima, self._losses, self._counts = {}, {}, [], Counter()
+        self._sums, self._maxima, self._losses, self._counts = {}, {}, [], {}
+        self._meters = {}
 
     def _reduce_gradients(self) -> None:
         """One more pass, over a filler, that reduces every rank's whole gradients.
@@ -192,7 +205,10 @@ class GradientStep:
     def _global_norm(self) -> float:
         """Norm of the summed, undivided gradient over all ranks."""
         norm = torch.nn.utils.get_total_norm(self._gradients())
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not isinstance(norm, DTensor):
+            return float(norm)
+        with self.collectives.agreeing():
+            return float(norm.full_tensor())
 
     def _gradients(self) -> Iterable[Tensor]:
         """Every parameter's gradient; zeros where none came, so that moments decay."""
@@ -202,20 +218,34 @@ class GradientStep:
             if parameter.grad is not None:
                 yield parameter.grad
 
-    def _reduce_metrics(self) -> dict[str, float]:
-        """Sums and maxima over all ranks, in one collective."""
+    def _reduce_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over all ranks, in one collective: of what was trained, and by what."""
         num_bad = sum(~loss.isfinite() for loss in self._losses)
         counts = {**self._counts, "num_minibatches": len(self._losses), "num_bad_losses": num_bad}
-        sums = {**counts, **self._sums}
-        entries = [*sorted(sums.items()), *sorted(self._maxima.items())]
+        meters = {**self._meters, **self.collectives.take(), "num_ranks": 1.0}
+        memory = peak_memory(self._device)
+        sums = {**counts, **self._sums, **meters}
+        entries = [*sorted(sums.items()), *sorted((self._maxima | memory).items())]
         local = torch.stack([self._number(value) for _, value in entries])
-        every = _all_gather(local)
+        with self.collectives.agreeing():
+            every = _all_gather(local)
         totals = torch.cat([every[:, : len(sums)].sum(0), every[:, len(sums) :].amax(0)])
-        return dict(zip([name for name, _ in entries], totals.tolist(), strict=True))
+        names = [name for name, _ in entries]
+        metrics = dict(zip(names, totals.tolist(), strict=True))
+        measured = {name: metrics.pop(name) for name in (*meters, *memory)}
+        for name in memory:
+            of_ranks = enumerate(every[:, names.index(name)].tolist())
+            measured |= {f"{name}/rank_{rank}": value for rank, value in of_ranks}
+        return metrics, measured
 
     def _number(self, value: Tensor | float) -> Tensor:
         """[] float64 on the device."""
         return torch.as_tensor(value, dtype=torch.float64, device=self._device)
+
+
+def _add(amounts: Mapping[str, float], sums: dict[str, float]) -> None:
+    for name, amount in amounts.items():
+        sums[name] = sums.get(name, 0) + amount
 
 
 def _all_gather(local: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from async_grpo.checkpoint.run_folder import METRICS_FILE, PARAMETERS_FILE
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError, ConfigError
 from async_grpo.model.folder import hash_model
+from async_grpo.training.schedule import Clocks
 from async_grpo.types import Question, TrainingPair
 
 HASHES = {"model": "a" * 64, "tokenizer": "b" * 64, "data": "c" * 64}
@@ -121,6 +122,16 @@ def test_other_options_may_change_and_are_listed_in_one_line(tmp_path, caplog):
     lines = [r.getMessage() for r in caplog.records if "differ" in r.getMessage()]
     assert len(lines) == 1
     assert "--learning-rate 1e-06 -> 3e-06, --max-grad-norm 1.0 -> 0.5" in lines[0]
+
+
+def test_the_clock_of_tokens_goes_on_also_from_a_release_that_did_not_keep_it(tmp_path):
+    kept = {"steps": 3, "samples": 24, "tokens": 700}
+    old = {"steps": 3, "samples": 24}
+    for name, clocks, tokens in (("new", kept, 700), ("old", old, 900)):
+        config = make_config(tmp_path / name)
+        make_run(config)
+        save(config, 3, clocks=clocks, report={"tokens": 900})
+        assert find_start(config).clocks == Clocks(3, 24, tokens)
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, caplog):

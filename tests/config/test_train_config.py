@@ -36,6 +36,13 @@ def config(**options):
             for place in ("x", "host:", "99999", ":80", "1:2:3")
         ),
         ({"gateway": "0", "algorithm": "sft"}, "--gateway needs a run that samples outputs"),
+        *(
+            (
+                {"peak_tflops": peak},
+                f"--peak-tflops must be auto, measure, or a pos.*, got '{peak}'",
+            )
+            for peak in ("", "fast", "0", "0.0", "-3", "1e3", "nan")
+        ),
         ({"samples_per_question": 1}, "--samples-per-question must be at least 2"),
         ({"batch_size": 6, "train_minibatch_size": 4}, r"must divide --batch-size \(6\), got 4"),
         ({"aggregation": "constant"}, "--constant-length-samples goes with"),
@@ -93,6 +100,11 @@ def config(**options):
 def test_combinations_that_cannot_work_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         find_algorithm(config(**options))
+
+
+@pytest.mark.parametrize("peak", ["auto", "measure", "989", "0.05", ".5", "10", "100.25"])
+def test_a_peak_is_a_word_or_a_number_above_0(peak):
+    assert config(peak_tflops=peak).peak_tflops == peak
 
 
 def test_a_gateway_is_on_loopback_unless_a_host_is_named():

@@ -220,7 +220,11 @@ def test_a_run_killed_seven_times_has_the_bits_of_one_left_alone(lived, world, b
     groups = {name.partition(".")[0] for name in bits}
     assert groups == {"policy", "exp_avg", "exp_avg_sq", "rank_0", "reference_3"}
     assert state_of(killed) == state_of(alone)
-    assert alone["state"]["clocks"]["steps"] == 2 * batches
+    clocks = alone["state"]["clocks"]
+    assert clocks["steps"] == 2 * batches
+    counted = [s for s in world.samples("alone") if s["fate"] in ("trained", "zero_contribution")]
+    written = sum(s["num_output_tokens"] for s in counted if s["batch"] < batches)
+    assert clocks["tokens"] == written > 0
 
 
 def test_its_metrics_and_learning_rates_go_on_as_if_nothing_had_happened(lived, world):
@@ -331,7 +335,8 @@ def test_a_supervised_run_goes_on_to_the_bit(lived, world):
     assert codes(lived[0]["pairs-killed"]) == [[-9], [0]], logs(lived[0]["pairs-killed"])
     assert_same_bits(tensors(world, "pairs-killed", 4), tensors(world, "pairs", 4))
     killed = manifest(world, "pairs-killed", 4)
-    assert killed["state"]["clocks"] == {"steps": 8, "samples": 16}
+    tokens = killed["state"]["report"]["tokens"]
+    assert killed["state"]["clocks"] == {"steps": 8, "samples": 16, "tokens": tokens}
     first, second = (
         [without_timing(row) for row in world.rows(name)] for name in ("pairs", "pairs-killed")
     )

@@ -61,7 +61,16 @@ REPEATED = ("first", "second")
 # of a step, right after the end of a batch (its weights are on their way).
 KILLS = {"killed": frozenset({("evaluate", 1), ("minibatch", 2), ("end", 2)})}
 STANDING = {"max_staleness": 1, "num_training_batches": 4, "learning_rate": 0.0}
-TIMING = ("seconds", "_per_second", "idle", "sync_", "avg_generating_samples", "retries")
+TIMING = (
+    "mfu",
+    "peak_",
+    "seconds",
+    "_per_second",
+    "idle",
+    "sync_",
+    "avg_generating_samples",
+    "retries",
+)
 LOST = ("fate_discarded", "discarded_worker_error")  # by the failure that one run alone has
 
 

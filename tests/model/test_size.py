@@ -1,9 +1,18 @@
+from collections import Counter
+
+import numpy as np
 import pytest
-from oracle import tiny_config, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel
+import torch
+from oracle import make_sample, tiny_config, tiny_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.batching.packing import attention_ratio
-from async_grpo.model.size import read_size
+from async_grpo.model.attention import PACKED
+from async_grpo.model.collate import collate
+from async_grpo.model.policy import PolicyModel
+from async_grpo.model.size import ModelSize, read_size, size_of, training_flops
 
 LAYER = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48  # queries and output, keys and values, MLP
 NORMS = 2 * (2 * 32 + 2 * 8) + 32
@@ -38,3 +47,59 @@ def test_another_architecture_has_a_size_too(tmp_path):
         attention_width=size.attention_width,
     )
     assert 12 * 32 < ratio < 12 * 32 + 100  # 12 times the width, and a head of 64 rows
+
+
+def counted(work):
+    """FLOPs by operator, as torch counts what is really computed; attention by plain products."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work()
+    counts = Counter({str(op): n for op, n in counter.get_flop_counts()["Global"].items()})
+    pairs = counts.pop("aten.bmm")  # of all tokens with all; causality needs half of them
+    return sum(counts.values()) + pairs / 2
+
+
+def test_a_minibatch_is_counted_as_torch_counts_it_but_for_what_is_computed_twice():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, vocab_size=500, tie_word_embeddings=True,
+    )  # fmt: skip
+    config._attn_implementation = PACKED
+    policy = PolicyModel(Qwen3ForCausalLM(config)).train()
+    rng = np.random.default_rng(0)
+    lengths = ((300, 200), (40, 700), (100, 60))
+    samples = [
+        make_sample(rng.integers(500, size=prompt), rng.integers(500, size=output), ordinal=i)
+        for i, (prompt, output) in enumerate(lengths)
+    ]
+    packed = collate(samples, aggregation="token-mean", share_prompts=True)
+    found = []
+
+    def forward():
+        scored = policy(packed, temperature=1.0, chunk_size=128)
+        found.append(scored.logprobs.sum() + scored.entropy.sum())
+
+    once = counted(forward)
+    both = once + counted(found[0].backward)
+    size = size_of(policy.model)
+    own = training_flops(size, packed)
+    again = 2 * size.head_parameters * packed.target_ids.numel()  # logits, in the backward pass
+    assert 3 * once == pytest.approx(own, rel=0.05)
+    assert both - again == pytest.approx(own, rel=0.05)
+
+
+def test_a_shared_prompt_is_counted_once_and_a_filler_not_at_all():
+    size = ModelSize(1000, 300, num_layers=3, attention_width=8, windows=(4,))
+    alone, first, second = ([make_sample([1, 2, 3], [4, 5])] for _ in range(3))
+    one = collate(alone, aggregation="sample-mean")
+    both = collate(first + second, aggregation="sample-mean", share_prompts=True)
+    # 3 prompt tokens and one more are read (the last is only predicted): 1 + 2 + 3 + 4 pairs.
+    assert training_flops(size, one) == 6 * (700 * 4 + 300 * 2) + 12 * 8 * 3 * 10
+    assert training_flops(size, both) == 6 * (700 * 5 + 300 * 4) + 12 * 8 * 3 * 14
+    assert training_flops(size, collate([], aggregation="sample-mean")) == 0
+
+
+def test_a_window_bounds_what_its_layers_attend_to():
+    packed = collate([make_sample([1, 2, 3], [4] * 8)], aggregation="sample-mean")  # reads 10
+    size = ModelSize(0, 0, num_layers=3, attention_width=1, windows=(4,))
+    assert training_flops(size, packed) == 12 * (2 * 55 + (1 + 2 + 3 + 7 * 4))

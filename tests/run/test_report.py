@@ -105,6 +105,31 @@ def test_the_parameters_keep_what_earlier_parts_were_trained_with(tmp_path, cloc
     ]
 
 
+def test_utilisation_is_told_by_wall_clock_and_by_the_time_that_was_not_stood_still(
+    tmp_path, clock, caplog
+):
+    meters = {
+        "model_tflop": 6.0, "num_ranks": 2.0, "peak_tflops": 3.0, "gathering_seconds": 1.0,
+        "agreeing_seconds": 0.5, "peak_process_bytes": 3.0 * 2**30,
+        "peak_process_bytes/rank_0": 2.0 * 2**30, "peak_process_bytes/rank_1": 3.0 * 2**30,
+    }  # fmt: skip
+    end = EndOfStep(0, 0, True, num_samples=4, num_tokens=8)
+    with caplog.at_level(logging.INFO), Report(make_config(tmp_path)) as report:
+        clock[0] += 4
+        report.stood_still("seconds_waiting", 1.5)
+        report.stood_still("seconds_publishing", 0.5)
+        report.step(end, dataclasses.replace(RESULT, meters=meters), denominator=8)
+        train(report, clock, seconds=1)  # without a peak
+    first, second = rows_of(tmp_path, METRICS_FILE)
+    assert (first["mfu"], first["mfu_computing"]) == (6 / (3 * 4), 6 / (3 * 2))
+    assert first["tflops_per_second"] == 6 / (4 * 2)
+    assert (first["seconds_gathering"], first["seconds_agreeing"]) == (0.5, 0.25)
+    of_ranks = [first[f"peak_process_bytes/rank_{rank}"] for rank in range(2)]
+    assert (first["peak_process_bytes"], of_ranks) == (3 << 30, [2 << 30, 3 << 30])
+    assert second["mfu"] is second["mfu_computing"] is None
+    assert any("MFU 0.5 · 3 GiB · 4 s" in message for message in caplog.messages)
+
+
 def test_a_supervised_run_is_summed_up_over_its_parts(tmp_path, clock, caplog):
     config = make_config(tmp_path)
     with Report(config) as report:

@@ -35,7 +35,7 @@ def test_tokens_are_divided_by_and_samples_counted(tmp_path):
         result = learner.update(
             end(0, GOOD, num_samples=2, num_tokens=num_tokens, aggregation="token-mean")
         )
-        assert result.clocks == Clocks(steps=1, samples=2)
+        assert result.clocks == Clocks(steps=1, samples=2, tokens=num_tokens)
         norms.append(result.grad_norm)
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-6)
 
