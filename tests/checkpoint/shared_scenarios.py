@@ -10,6 +10,7 @@ from checkpoint_scenarios import make, train
 from replaced_disk import Disk, used
 
 from async_grpo import deadlines
+from async_grpo.checkpoint import saving as checkpoint_saving
 from async_grpo.checkpoint.saving import Checkpoints
 from async_grpo.checkpoint.shared import files_of_all
 from async_grpo.config.train import TrainConfig
@@ -72,6 +73,29 @@ class OtherBytes(Disk):
         return ["0" * 64 for _ in paths]
 
 
+class DiesOnDisk(Disk):
+    """The process ends in an operation of the second save."""
+
+    def __init__(self, operation):
+        self.operation = operation
+
+    def _die(self, name):
+        if name == self.operation:
+            os._exit(0)
+
+    def read(self, path):
+        self._die("token")
+        return super().read(path)
+
+    def sync(self, path):
+        self._die("written")
+        return super().sync(path)
+
+    def sha256(self, paths):
+        self._die("synced")
+        return super().sha256(paths)
+
+
 def said(work):
     try:
         work()
@@ -122,6 +146,20 @@ def damaged(rank, output_dir):
     with used(OtherBytes() if rank else Disk()):
         saves.save(2)
     return saves.report.failed
+
+
+def killed(rank, *, output_dir, at):
+    """Rank 1 dies in the second save; rank 0 says what it came to, and ends too."""
+    saves = Saves(output_dir)
+    saves.save(1)
+    if rank == 0:
+        saves.save(2)
+        Path(output_dir, "failed").write_text(str(saves.report.failed))
+        os._exit(0)
+    if at == "told":
+        checkpoint_saving.files_of_all = lambda *_, **__: os._exit(0)
+    with used(DiesOnDisk(at)):
+        saves.save(2)
 
 
 def lost(rank, root):

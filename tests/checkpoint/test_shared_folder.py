@@ -4,11 +4,12 @@ import socket
 
 import pytest
 from ranks import run_ranks
-from shared_scenarios import all_saves
+from shared_scenarios import all_saves, killed
 
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 
 HOST = socket.gethostname()
+REST = ("token", "synced", "told")  # beside "written": where a rank dies in a save
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,19 @@ def test_a_save_there_writes_no_shards_and_is_counted(ranks, root):
 def test_bytes_that_another_rank_s_disk_changes_cost_the_save_alone(ranks, root):
     assert [rank["damaged"] for rank in ranks] == [1, 1]
     checkpoints = root / "damaged" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["batch_1"]
+    assert CheckpointFolder(checkpoints, keep=2).newest().path.name == "batch_1"
+
+
+@pytest.mark.parametrize(
+    "at", ["written", *(pytest.param(at, marks=pytest.mark.slow) for at in REST)]
+)
+def test_a_rank_that_dies_in_a_save_costs_that_save_alone(tmp_path, at):
+    output_dir = tmp_path / "run"
+    with pytest.raises(FileNotFoundError):  # neither rank lives to return anything
+        run_ranks(killed, num_ranks=2, folder=tmp_path, output_dir=str(output_dir), at=at)
+    assert (output_dir / "failed").read_text() == "1"
+    checkpoints = output_dir / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["batch_1"]
     assert CheckpointFolder(checkpoints, keep=2).newest().path.name == "batch_1"
 
