@@ -15,7 +15,7 @@ STEP_LINE = (
     "step {step} · batch {batch} · reward {avg_reward} · best {avg_max_reward_in_group} · "
     "length {avg_output_tokens} · timed out {perc_timed_out_samples} · entropy {entropy} · "
     "loss {loss} · KL {kl} · gradient {grad_norm} · lag {max_lag} · mismatch {mismatch_kl} · "
-    "{tokens_per_second} tok/s · MFU {mfu} · {memory} GiB · {seconds} s · {failed} % failed"
+    "{tokens_per_second} tok/s · MFU {mfu} · memory {memory} GiB · {seconds} s · {failed} % failed"
 )
 RATE_WINDOW_S = 20.0
 NUM_BATCHES_FOR_ETA = 20
