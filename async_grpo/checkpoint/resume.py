@@ -50,7 +50,7 @@ class Start:
         if not self.manifest:
             return Clocks()
         # Until release 0.1 without tokens; the report's are those of skipped steps too.
-        tokens = self.state.get("report", {}).get("tokens", 0)
+        tokens = (self.state.get("report") or {}).get("tokens", 0)
         return Clocks(**{"tokens": tokens, **self.state["clocks"]})
 
     @property
