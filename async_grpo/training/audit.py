@@ -11,6 +11,7 @@ import math
 import torch.distributed as dist
 
 from async_grpo.errors import AuditError
+from async_grpo.training.meters import Collectives
 from async_grpo.types import (
     EndOfStep,
     Minibatch,
@@ -26,7 +27,8 @@ TOLERANCE = 1e-6  # of the weights, which are float32 where they are trained
 class Audit:
     """Counts what this rank trains of the current step."""
 
-    def __init__(self) -> None:
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
         self.discard()
 
     def trained(self, minibatch: Minibatch, packed: PackedMinibatch) -> None:
@@ -51,7 +53,8 @@ class Audit:
         digest = digest_of(self._keys, incarnation=end.incarnation)
         own = Tally(self._num_samples, self._num_tokens, digest, self._weight)
         self.discard()
-        found = _all_ranks(own)
+        with self._collectives.agreeing():
+            found = _all_ranks(own)
         if len(end.sent) != len(found):
             raise AuditError(
                 f"gradient step {step} must be sent to {len(found)} ranks, its end tells of "

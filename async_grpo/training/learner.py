@@ -38,7 +38,7 @@ class Learner:
         self.algorithm = find_algorithm(config)
         self.step = GradientStep(policy, config, self.algorithm)
         self._replay = Replay(config.output_dir, rank=ranks.rank)
-        self._audit = Audit()
+        self._audit = Audit(self.step.collectives)
         self._size = size_of(policy.model)
         self._peak = peak
 
@@ -96,8 +96,7 @@ class Learner:
         Raises `AuditError` when a rank has trained other samples than it was sent.
         """
         step = end.batch * self.config.steps_per_batch + end.step_in_batch + 1
-        with self.step.collectives.agreeing():
-            self._audit.end_step(end, step=step)
+        self._audit.end_step(end, step=step)
         if self._peak:
             self.step.measure(peak_tflops=self._peak)
         result = self.step.finish(

@@ -12,6 +12,7 @@ from ranks import run_ranks
 from async_grpo.errors import AuditError
 from async_grpo.model.collate import collate
 from async_grpo.training.audit import Audit
+from async_grpo.training.meters import Collectives
 from async_grpo.types import EndOfStep, Minibatch, Tally, digest_of
 
 PAIR = [  # of one length
@@ -66,7 +67,7 @@ def test_a_sample_that_is_lost_or_trained_twice_ends_the_run_before_the_update(t
 
 
 def test_a_minibatch_that_is_packed_with_other_weights_ends_the_run():
-    minibatch, audit = Minibatch(0, tuple(PAIR)), Audit()
+    minibatch, audit = Minibatch(0, tuple(PAIR)), Audit(Collectives(torch.device("cpu")))
     packed = collate(PAIR, aggregation="sample-mean")
     audit.trained(minibatch, replace(packed, weights=packed.weights * (1 + 1e-5)))
     with pytest.raises(AuditError, match=r"weight 2 .* weight 2\.00002"):
@@ -99,7 +100,7 @@ def audit_of_a_rank(rank, *, fault):
     samples = [*make_samples(), *PAIR]
     by_rank = [samples[:3], samples[3:]]
     trained = fault(by_rank[1]) if rank else by_rank[0]
-    audit = Audit()
+    audit = Audit(Collectives(torch.device("cpu")))
     audit.trained(Minibatch(0, tuple(trained)), collate(trained, aggregation="sample-mean"))
     try:
         audit.end_step(ended(*by_rank), step=3)

@@ -49,12 +49,13 @@ def ranks(watch, tmp_path_factory):
 
 
 def test_all_ranks_have_the_same_meters(ranks):
-    assert ranks[0]["plain"] == ranks[1]["plain"]
-    assert ranks[0]["plain"]["num_ranks"] == 2 and ranks[0]["plain"]["peak_tflops"] == 0.5
+    meters, _ = ranks[0]["plain"]
+    assert meters == ranks[1]["plain"][0]
+    assert meters["num_ranks"] == 2 and meters["peak_tflops"] == 0.5
 
 
 def test_peak_memory_of_each_rank_is_what_the_kernel_shows_from_outside(ranks, watch):
-    meters = ranks[0]["held"]
+    meters, _ = ranks[0]["held"]
     for rank in range(2):
         outside = watch.most[f"pid{rank}"]
         assert meters[f"peak_process_bytes/rank_{rank}"] == pytest.approx(outside, rel=WITHIN)
@@ -63,15 +64,14 @@ def test_peak_memory_of_each_rank_is_what_the_kernel_shows_from_outside(ranks, w
     assert meters["peak_process_bytes"] == max(own)
 
 
-def test_seconds_in_collectives_are_those_that_the_other_rank_is_late(ranks):
-    """Sums of both ranks, the late one's own included."""
-    plain, late = ranks[0]["plain"], ranks[0]["late"]
-    stamps = [rank["stamps"] for rank in ranks]
-    for part, meter in enumerate(("gathering_seconds", "agreeing_seconds")):
-        delay = stamps[1][part][0] - stamps[0][part][0]
-        assert delay > 0.9 * LATE_S
-        assert late[meter] == pytest.approx(delay, rel=WITHIN, abs=2 * plain[meter])
-        assert plain[meter] < 0.5 * LATE_S
+@pytest.mark.parametrize("step", ["plain", "held", "late"])
+def test_seconds_in_collectives_are_those_of_watches_around_torch_s_own_functions(ranks, step):
+    """Sums of both ranks; when one is late by a second, the other stands still for it."""
+    meters, _ = ranks[0][step]
+    for number, name in enumerate(("gathering_seconds", "agreeing_seconds")):
+        outside = sum(rank[step][1][number] for rank in ranks)
+        assert meters[name] == pytest.approx(outside, rel=WITHIN, abs=0.02)
+        assert (meters[name] > 0.5 * LATE_S) or step != "late"
 
 
 def test_without_other_ranks_nobody_waits_and_memory_is_known():
