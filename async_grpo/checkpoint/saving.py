@@ -29,7 +29,7 @@ from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.references import save_references
 from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
-from async_grpo.checkpoint.shared import check_shared, files_of_all
+from async_grpo.checkpoint.shared import NotSharedError, check_shared, files_of_all
 from async_grpo.checkpoint.tensors import Staging, Tensors, save_tensors
 from async_grpo.errors import AsyncGrpoError, CheckpointError
 from async_grpo.training.learner import Learner
@@ -95,20 +95,21 @@ class Checkpoints:
     def check_folder(self) -> None:
         """Collective, before the first batch: whether all ranks can save where rank 0 does.
 
-        Raises `CheckpointError` on all of them for a folder that they do not share. A disk that is
-        full now may have room later.
+        Raises `NotSharedError` on all of them where they do not share it. A disk that is full now
+        may have room later.
         """
         if self._ranks.world_size == 1 or not self._config.checkpoint_every_batches:
             return
         try:
             temporary = self._ranks.share(lambda: self._folder.begin(0), group=self._group)
+            try:
+                check_shared(temporary, self._ranks, group=self._group)
+            finally:
+                self._ranks.on_main(lambda: self._folder.abandon(temporary), group=self._group)
+        except NotSharedError:
+            raise
         except AsyncGrpoError as error:
             logger.warning("%s", error)
-            return
-        try:
-            check_shared(temporary, self._ranks, group=self._group)
-        finally:
-            self._ranks.on_main(lambda: self._folder.abandon(temporary), group=self._group)
 
     def batch_ended(self, end: EndOfStep) -> None:
         """Collective, after all that follows a batch's last step; saves when it is time to.

@@ -26,10 +26,14 @@ POLL_INTERVAL_S = 0.1
 REMEDY = "give an --output-dir on a disk that all machines of the trainer share"
 
 
-def check_shared(folder: Path, ranks: Ranks, *, group: dist.ProcessGroup) -> None:
-    """Raise `CheckpointError` on all ranks unless each reads in `folder` what rank 0 writes there.
+class NotSharedError(CheckpointError):
+    """Ranks would save to different folders."""
 
-    `folder` is rank 0's, and there.
+
+def check_shared(folder: Path, ranks: Ranks, *, group: dist.ProcessGroup) -> None:
+    """Raise `NotSharedError` on all ranks unless each reads in `folder` what rank 0 writes there.
+
+    `folder` is rank 0's, and there. What its disk refuses is another error.
     """
     token = ranks.share(lambda: _leave_token(folder), group=group)
     sees = ranks.is_main or _is_seen(folder / TOKEN_NAME, token)
@@ -37,7 +41,7 @@ def check_shared(folder: Path, ranks: Ranks, *, group: dist.ProcessGroup) -> Non
     ranks.on_main(lambda: _take_token(folder), group=group)
     if blind := [rank for rank, (_, sees) in enumerate(found) if not sees]:
         hosts = [host for host, _ in found]
-        raise CheckpointError(
+        raise NotSharedError(
             f"checkpoints must lie in one folder for all ranks, {folder} of rank 0 on {hosts[0]} "
             f"is not that of {_in_words(blind, hosts)}: {REMEDY}"
         )

@@ -139,7 +139,7 @@ def step(learner: Learner, minibatch: Minibatch) -> None:
     sent = tally(
         minibatch.samples,
         incarnation=0,
-        aggregation=learner.aggregation,
+        aggregation=learner.algorithm.aggregation,
         constant_length=learner.config.constant_length_samples,
     )
     end = EndOfStep(0, 0, True, sent.num_samples, sent.num_tokens, sent=(sent,))

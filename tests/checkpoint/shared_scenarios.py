@@ -1,5 +1,6 @@
 """What ranks do in the tests of saves that all of them take part in."""
 
+import errno
 import os
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,7 @@ def all_saves(rank, *, root):
         "damaged": damaged(rank, f"{root}/damaged"),
         "lost": lost(rank, Path(root)),
         "timed": timed(rank, f"{root}/timed"),
+        "full": full(f"{root}/full"),
     }
 
 
@@ -175,6 +177,20 @@ def lost(rank, root):
         said(partial(files_of_all, own, folder, ranks, group=dist.group.WORLD))
         for own in (each, each if rank == 0 else {})
     ]
+
+
+class FullDisk(Disk):
+    def write(self, path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def full(output_dir):
+    """What a disk that is full when the run begins is refused with, and a save when it is not."""
+    saves = Saves(output_dir)
+    with used(FullDisk()):
+        sentence = said(saves.checkpoints.check_folder)
+    saves.save(1)
+    return sentence, saves.report.failed
 
 
 def timed(rank, output_dir):

@@ -79,5 +79,9 @@ def test_shards_that_are_missing_are_told_by_rank_and_host(ranks):
             assert f"/lost lacks those of rank 1 on {HOST}: give an --output-dir" in sentence
 
 
+def test_a_disk_that_is_full_when_the_run_begins_does_not_end_it(ranks):
+    assert [rank["full"] for rank in ranks] == [("", 0)] * 2
+
+
 def test_rank_0_s_clock_decides_for_all_at_which_batch_they_save(ranks):
     assert [rank["timed"] for rank in ranks] == [[-1, -1, 3, 3, 5]] * 2
