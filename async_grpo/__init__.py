@@ -3,8 +3,8 @@
 The path of one batch. `room/file.name` is a function or method in that file; `─▶` is its call.
 Rank 0 and the other ranks, the controller and each worker are processes of their own.
 
-    new weights    run/loop.train ─▶ run/sampling.publish ─▶ run/main_rank.collect
-    (all ranks)      ─▶ weight_sync/publisher.collect, then in a thread of rank 0:
+    new weights    run/loop.train ─▶ run/sampling.publish ─▶ weight_sync/collector.collect
+    (all ranks)      ─▶ weight_sync/gather.rounds, then in a thread of rank 0:
                      run/announcements.begin ─▶ controller/controller.publish ─▶
                      controller/registry.publish ─▶ rollout/worker.load_weights of every worker
     may be used    controller/controller.published ─▶ batching/batcher.published

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import re
 import signal
 import threading
@@ -240,6 +241,44 @@ async def work(reference: Awaitable[T], *, timeout_s: float | None, who: str) ->
         raise
 
 
+def put_bytes(data: NDArray[np.uint8]) -> Any:
+    """Copy bytes into this node's object store; they live until this process lets go of them.
+
+    Raises `WeightSyncError` when there is no room for them.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.put(data)
+    except RayError as error:
+        raise WeightSyncError(
+            f"the object store of this node did not take {data.nbytes} bytes of weights "
+            f"({type(error).__name__}): start Ray with a larger --object-store-memory, and a "
+            "container with a larger --shm-size"
+        ) from error
+
+
+def export_reference(reference: Any) -> bytes:
+    """A reference for another process, which `import_reference` turns into one again.
+
+    Unlike one that travels in a call it keeps nothing alive: the bytes end with the reference of
+    the process that has put them. (Ray's pickler would keep them as long as that process.)
+    """
+    from ray._private.worker import global_worker
+
+    _, owner, status = global_worker.core_worker.serialize_object_ref(reference)
+    parts = (reference.binary(), reference.call_site(), owner, status)
+    return pickle.dumps((*parts, reference.tensor_transport()))
+
+
+def import_reference(exported: bytes) -> Any:
+    """The inverse of `export_reference`."""
+    from ray._private.serialization import _object_ref_deserializer
+
+    return _object_ref_deserializer(*pickle.loads(exported))
+
+
 async def fetch_bytes(
     bucket: WeightsBucket, *, timeout_s: float = deadlines.BUCKET_FETCH_S
 ) -> NDArray[np.uint8]:
@@ -257,7 +296,7 @@ async def fetch_bytes(
             f"{timeout_s:g} s: look at the network and the load of the trainer's machine"
         ) from None
     except RayError as error:
-        # Trainer rank 0 owns the bytes: they are lost with it, and only with it.
+        # A trainer rank owns the bytes: they are lost with it, or let go for newer ones.
         lost = isinstance(error, ObjectLostError) and not isinstance(
             error, ObjectFetchTimedOutError
         )

@@ -45,6 +45,8 @@ RECORDER_FLUSH_S = 5.0
 RECORDER_WRITE_S = 60.0
 
 # Weights.
+BUCKET_STORED_S = 120.0  # checking one bucket, and putting it into this machine's object store
+WEIGHTS_COLLECTED_S = 300.0  # of a rank that waits for what the others have stored
 BUCKET_HERE_S = 60.0  # a bucket out of this machine's own object store
 BUCKET_STAGED_S = 120.0  # verifying one bucket, with a step of generation before it
 BUCKET_FETCH_S = 300.0  # a bucket out of another machine's object store

@@ -44,6 +44,8 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
 )
+from async_grpo.weight_sync.buckets import check_bytes, parts
+from async_grpo.weight_sync.layout import check_whole, laid_out_bytes
 
 T = TypeVar("T")
 
@@ -138,7 +140,7 @@ class Engine:
     async def load(self, snapshot: WeightsSnapshot, fetch: Fetch) -> Loaded:
         """Serve other weights from now on, and score the canary with them.
 
-        The buckets are fetched, staged and verified while generation goes on, then loaded in one
+        The buckets are fetched, verified and staged while generation goes on, then loaded in one
         step, a little later where sequences are about to end; the others continue with the new
         weights, their caches recomputed or, with `keep_kv_cache`, as they are.
 
@@ -147,12 +149,15 @@ class Engine:
             EngineBrokenError: the loading itself failed.
         """
         await self.expect(snapshot)
-        with SharedFile(snapshot.size_bytes) as file:
+        with SharedFile(laid_out_bytes(snapshot.tensors)) as file:
             try:
                 await self._transfer("start_weight_update", self._llm.start_weight_update())
                 async with fetch_ahead(snapshot.buckets, fetch) as fetched:
                     async for bucket, data in fetched:
                         await self._stage(bucket, data, file=file)
+                staged = {"path": file.path, "tensors": [list(meta) for meta in snapshot.tensors]}
+                mapping = self._llm.update_weights(WeightTransferUpdateRequest(staged))
+                await self._transfer("update_weights", mapping)
                 if not self._keeps_caches:
                     await self._wait_for_ends()
             except BaseException:  # cancelled too: the next update must find the engine ready
@@ -183,22 +188,22 @@ class Engine:
 
     async def expect(self, snapshot: WeightsSnapshot) -> None:
         """Raise `WeightSyncError` unless these are exactly the model's parameters."""
-        tensors = [list(meta) for bucket in snapshot.buckets for meta in bucket.tensors]
+        check_whole(snapshot.tensors, snapshot.buckets)
+        tensors = [list(meta) for meta in snapshot.tensors]
         call = self._llm.collective_rpc("expect_weights", args=(tensors,))
         await self._transfer("expect_weights", call)
 
     async def _stage(
         self, bucket: WeightsBucket, data: NDArray[np.uint8], *, file: SharedFile
     ) -> None:
-        info = {
-            "path": file.path,
-            "offset_bytes": await asyncio.to_thread(file.append, data),
-            "size_bytes": bucket.size_bytes,
-            "checksum": bucket.checksum,
-            "tensors": [list(meta) for meta in bucket.tensors],
-        }
-        request = WeightTransferUpdateRequest(update_info=info)
-        await self._transfer("update_weights", self._llm.update_weights(request))
+        """Write a bucket's pieces to their places, unless they are other bytes than were sent."""
+
+        def work() -> None:
+            check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
+            for piece, part in parts(bucket, data):
+                file.write(part, piece.offset_bytes)
+
+        await asyncio.to_thread(work)
 
     async def apply(
         self,

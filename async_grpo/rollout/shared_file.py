@@ -18,7 +18,6 @@ class SharedFile:
 
     def __init__(self, size_bytes: int) -> None:
         self._descriptor = os.memfd_create("async-grpo-weights")
-        self._used = 0
         os.truncate(self._descriptor, size_bytes)
 
     @property
@@ -26,20 +25,19 @@ class SharedFile:
         """Where other processes of this machine open it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
-    def append(self, data: NDArray[np.uint8]) -> int:
-        """Write `data` after what is there; returns its offset in bytes."""
-        start, remaining = self._used, data.data.cast("B")
+    def write(self, data: NDArray[np.uint8], offset_bytes: int) -> None:
+        """Put `data` at an offset."""
+        at, remaining = offset_bytes, data.data.cast("B")
         while remaining:  # one call moves at most 2 GiB
             try:
-                written = os.pwrite(self._descriptor, remaining, self._used)
+                written = os.pwrite(self._descriptor, remaining, at)
             except OSError as error:
                 raise WeightSyncError(
                     f"new weights need {data.nbytes} more bytes of memory, and the system refused "
                     f"({error.strerror}): free memory on the worker's machine"
                 ) from error
             remaining = remaining[written:]
-            self._used += written
-        return start
+            at += written
 
     def __enter__(self) -> SharedFile:
         return self

@@ -1,6 +1,6 @@
 """What only rank 0 has of a sampled run: its end of the controller, its report, its publisher.
 
-consumes:     ends of steps (where to go on from), gathered weights, losses of the controller
+consumes:     ends of steps (where to go on from), collected weights, losses of the controller
 produces:     a run at the controller, its weights there, recoveries
 waits for:    the controller and one worker of every role that the run needs
 unblocked by: whoever makes a controller first; a registration, up to --worker-timeout-s
@@ -55,8 +55,7 @@ from async_grpo.types import (
     WeightsVersion,
     canary_tokens,
 )
-from async_grpo.weight_sync.buckets import NamedTensors
-from async_grpo.weight_sync.publisher import Publisher, join_gather
+from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.references import ReferenceSchedule
 from async_grpo.weight_sync.transport import open_transport
 
@@ -97,6 +96,7 @@ class MainRank:
         self.client = self._begin(find_or_make_controller())
         self._watcher = Watcher(lambda: self.client, record.incidents)
         config, dtype = plan.config, torch.bfloat16 if demand.device else torch.float32
+        self.published_as = plan.incarnation, dtype
         self._publisher = Publisher(dtype=dtype)
         self._announcements = Announcements(
             open_transport(config.weight_transport, self._publisher),
@@ -202,11 +202,10 @@ class MainRank:
         """Return when the workers serve what was announced last."""
         self._announcements.wait()
 
-    def collect(
-        self, tensors: NamedTensors, canary: tuple[CanaryRow, ...], *, num_batches: int
-    ) -> None:
-        """Take the gathered weights after `num_batches` batches; collective."""
-        self._newest = replace(self._collected(tensors, num_batches), canary=canary)
+    def collected(self, snapshot: WeightsSnapshot | None, canary: tuple[CanaryRow, ...]) -> None:
+        """Take the newest weights, to be announced, and how the trainer scores with them."""
+        assert snapshot is not None, "rank 0 gets the snapshot"
+        self._newest = replace(snapshot, canary=canary)
 
     def announce(self, num_batches: int) -> None:
         """Announce the newest weights as those after `num_batches` batches, in a thread."""
@@ -220,32 +219,31 @@ class MainRank:
             due |= {REFERENCE: reference} if reference else {}
         self._announcements.begin(self.client, due)
 
-    def restore_first_reference(self, tensors: NamedTensors) -> None:
-        """Take the run's first weights for the reference of a resumed run; collective."""
-        self._references.restore(self._collected(tensors, 0))
+    def restore_first_reference(self, snapshot: WeightsSnapshot | None) -> None:
+        """Take the run's first weights for the reference of a resumed run."""
+        assert snapshot is not None, "rank 0 gets the snapshot"
+        self._references.restore(snapshot)
 
     def restore_moved_references(self, start: Start) -> None:
         """Take the later weights of the reference from a checkpoint."""
         for batches in start.state["references"]:
             saved = read_reference(Path(str(start.folder)), batches)
-            self._references.restore(self._collected(saved, batches))
+            version = WeightsVersion(self.plan.incarnation, batches)
+            self._references.restore(self._publisher.pack(saved, version=version))
 
     def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
         """Return what a checkpoint after `batches` holds of the reference, once it has moved."""
         return self._references.to_save(batches)
 
-    def _collected(self, tensors: NamedTensors, batches: int) -> WeightsSnapshot:
-        version = WeightsVersion(self.plan.incarnation, batches)
-        return self._publisher.collect(tensors, version=version)
-
 
 class OtherRank(Absent):
-    """What a rank other than 0 has: it gathers along, and follows rank 0."""
+    """What a rank other than 0 has: it follows rank 0."""
 
     report = Absent()
     hashes = None
     canary = canary_tokens(())
-    teacher_widths: Mapping[str, int]  # rank 0 shares its own, as the next one
+    teacher_widths: Mapping[str, int]  # rank 0 shares its own, as the next ones
+    published_as: tuple[int, torch.dtype]
     client: RunClient
 
     def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[Absent]:
@@ -255,11 +253,3 @@ class OtherRank(Absent):
         """Wait until rank 0 has its answer."""
         while ranks.agree(DONE) == EVALUATING:
             pass
-
-    def collect(
-        self, tensors: NamedTensors, canary: tuple[CanaryRow, ...], *, num_batches: int
-    ) -> None:
-        join_gather(tensors)
-
-    def restore_first_reference(self, tensors: NamedTensors) -> None:
-        join_gather(tensors)

@@ -1,6 +1,6 @@
 """A sampled run on every rank: its minibatches, over all losses of the controller, and its weights.
 
-All ranks gather weights; rank 0 announces them.
+All ranks collect weights; rank 0 announces them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from async_grpo.roles import teacher
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.teaching import meet_teachers
 from async_grpo.training.express import Express
-from async_grpo.training.fsdp import compute_dtype, iter_full_tensors
+from async_grpo.training.fsdp import compute_dtype, local_shards
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
-from async_grpo.types import CanaryRow, EndOfStep, StreamItem
+from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
+from async_grpo.weight_sync.collector import Collector
+from async_grpo.weight_sync.shards import Shards
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
 
@@ -48,6 +50,7 @@ class SampledData(Iterator[StreamItem]):
         self._stop = stop
         self._num_updates = -1  # of the parameters, when they were gathered last
         self._stream: RankStream | None = None
+        self._collector: Collector | None = None
         self._express = self._make_express()
         self.references_to_save = main.references_to_save
 
@@ -78,11 +81,11 @@ class SampledData(Iterator[StreamItem]):
         if not self._learner.algorithm.needs_reference:
             return
         if self._config.reference_of(start.batches) == 0:
-            self._main.restore_first_reference(iter_full_tensors(self._learner.policy))
+            self._main.restore_first_reference(self._collected(0))
         self._main.restore_moved_references(start)
 
     def publish(self, num_batches: int) -> float:
-        """Gather the weights after `num_batches` batches; rank 0 then announces them in a thread.
+        """Collect the weights after `num_batches` batches; rank 0 then announces them in a thread.
 
         Collective. Returns the seconds that this rank stood still for it. Raises what went wrong
         with the previous announcement.
@@ -95,8 +98,7 @@ class SampledData(Iterator[StreamItem]):
         if self._num_updates != self._learner.step.clocks.steps:
             self._num_updates = self._learner.step.clocks.steps
             canary = score_canary(self._learner, self._main.canary)
-            tensors = iter_full_tensors(self._learner.policy)
-            self._main.collect(tensors, canary, num_batches=num_batches)
+            self._main.collected(self._collected(num_batches), canary)
         self._main.announce(num_batches)
         return time.monotonic() - started
 
@@ -108,6 +110,16 @@ class SampledData(Iterator[StreamItem]):
     def finish(self) -> None:
         """Return when the last weights are served."""
         self._main.wait_announced()
+
+    def _collected(self, num_batches: int) -> WeightsSnapshot | None:
+        """The policy's weights of this moment, on rank 0; collective."""
+        if self._collector is None:
+            self._incarnation, dtype = self._ranks.share(lambda: self._main.published_as)
+            self._collector = Collector(
+                Shards.of(self._learner.policy), device=self._learner.device, dtype=dtype
+            )
+        version = WeightsVersion(self._incarnation, num_batches)
+        return self._collector.collect(local_shards(self._learner.policy), version=version).result()
 
     def _open(self) -> RankStream:
         client = self._ranks.share(lambda: self._main.client)
@@ -157,7 +169,7 @@ class SampledData(Iterator[StreamItem]):
 def score_canary(learner: Learner, rows: tuple[NDArray[np.int32], ...]) -> tuple[CanaryRow, ...]:
     """Score the canary under the weights of this moment; ranks without rows fill in.
 
-    Leaves the root gathered, which `iter_full_tensors` undoes.
+    Leaves the root gathered, which `local_shards` undoes.
     """
     config, device = learner.config, learner.device
     dtype = str(compute_dtype(config.mixed_precision, device)).removeprefix("torch.")

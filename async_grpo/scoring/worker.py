@@ -10,7 +10,6 @@ unblocked by: the end of a forward, or a new request while the model is idle
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -105,7 +104,7 @@ class LogprobWorker:
             from async_grpo.model.folder import hash_model
             from async_grpo.model.scoring import Scorer
             from async_grpo.scoring.payloads import teach, to_array
-            from async_grpo.weight_sync.buckets import unpack_bucket
+            from async_grpo.weight_sync.buckets import unpack
 
         imported = time.monotonic()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,7 +112,7 @@ class LogprobWorker:
             torch.cuda.set_per_process_memory_fraction(memory_share)
         self._devices = tuple(filter(None, [device_id()]))
         self._teach, self._to_array = teach, to_array
-        self._unpack_bucket = unpack_bucket
+        self._unpack = unpack
         self._scorer = Scorer(model_path, device=device, dtype=dtype)
         ready = time.monotonic()
         self._startup = [("importing", imported - began), ("loading the model", ready - imported)]
@@ -229,7 +228,7 @@ class LogprobWorker:
         async with self._model:
             if self._version is None or snapshot.version > self._version:
                 if not is_alias:
-                    tensors = itertools.chain.from_iterable(map(self._unpack_bucket, buckets, data))
+                    tensors = self._unpack(snapshot, data)
                     await asyncio.to_thread(self._scorer.load, tensors)
                 self._version = snapshot.version
             seconds = time.monotonic() - started_at

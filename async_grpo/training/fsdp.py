@@ -113,6 +113,13 @@ def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
             yield name, full.cpu()
 
 
+def local_shards(policy: PolicyModel) -> list[Tensor]:
+    """This rank's rows of each parameter, flat, in the model's order; they share its memory."""
+    reshard(policy)
+    held = (parameter.detach() for _, parameter in hf_named_parameters(policy))
+    return [(p.to_local() if isinstance(p, DTensor) else p).reshape(-1) for p in held]
+
+
 def _precision(mixed_precision: str, device: torch.device) -> MixedPrecisionPolicy:
     dtype = compute_dtype(mixed_precision, device)
     if dtype == torch.float32:

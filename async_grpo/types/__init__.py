@@ -49,6 +49,7 @@ from async_grpo.types.training import (
     StreamItems,
 )
 from async_grpo.types.weights import (
+    Piece,
     PublishReport,
     TensorMeta,
     VersionSpan,

@@ -41,7 +41,7 @@ class VersionSpan(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """Where one parameter lies in a bucket of bytes."""
+    """Where one parameter lies when all of them are laid end to end."""
 
     name: str
     dtype: str  # as torch names it: "float32", "bfloat16"
@@ -49,12 +49,19 @@ class TensorMeta(NamedTuple):
     offset_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightsBucket:
-    """Some whole parameters as one run of bytes in the object store."""
+class Piece(NamedTuple):
+    """Some bytes of one parameter: where they lie when all parameters are laid end to end."""
 
-    tensors: tuple[TensorMeta, ...]
-    data: Any  # ObjectRef of a [size_bytes] uint8 array, owned by trainer rank 0
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class WeightsBucket:
+    """Pieces of parameters as one run of bytes in the object store."""
+
+    pieces: tuple[Piece, ...]  # in the order of the bytes
+    data: Any  # ObjectRef of a [size_bytes] uint8 array, owned by the trainer rank that put it
     size_bytes: int
     checksum: int  # xxh3_64 of the bytes
 
@@ -67,6 +74,7 @@ class WeightsSnapshot:
     buckets: tuple[WeightsBucket, ...]
     canary: tuple[CanaryRow, ...] = ()  # scored by the trainer with exactly these weights
     unchanged_since: WeightsVersion | None = None  # that version had the same weights
+    tensors: tuple[TensorMeta, ...] = ()  # in the model's order
 
     @property
     def size_bytes(self) -> int:

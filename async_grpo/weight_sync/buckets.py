@@ -1,11 +1,11 @@
-"""Weights as runs of bytes: whole parameters packed end to end, with a manifest and a checksum.
+"""Weights as runs of bytes: buckets with a checksum each, out of parameters and back into them.
 
 The trainer packs, workers unpack; neither needs Ray or vLLM for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,62 +14,114 @@ import xxhash
 from numpy.typing import NDArray
 
 from async_grpo.errors import WeightSyncError
-from async_grpo.types import TensorMeta, WeightsBucket
+from async_grpo.types import Piece, TensorMeta, WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.weight_sync.layout import check_whole, lay_out, owner_of, tensor_bytes
 
-ALIGNMENT_BYTES = 64  # every tensor can be viewed in place as any dtype
 BUCKET_BYTES = 256 << 20
 
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Put = Callable[[NDArray[np.uint8]], Any]
 
 
-def pack_buckets(
+def pack(
     named_tensors: NamedTensors,
     *,
-    put: Callable[[NDArray[np.uint8]], Any],
+    put: Put,
+    version: WeightsVersion,
     bucket_bytes: int = BUCKET_BYTES,
-) -> Iterator[WeightsBucket]:
+) -> WeightsSnapshot:
     """Lay tensors into buckets of at most `bucket_bytes`, whose bytes are what `put` has returned.
 
-    A tensor larger than a bucket gets one of its own size. Tensors are copied when taken, so the
-    iterator may free or reuse them. All buckets are laid into the same memory, since new memory is
-    slower to write: `put` takes a copy.
+    Tensors are copied when taken, so the iterator may free or reuse them. All buckets are laid into
+    the same memory, since new memory is slower to write: `put` takes a copy.
     """
     buffer, used = np.empty(bucket_bytes, dtype=np.uint8), 0
+    pieces: list[Piece] = []
     metas: list[TensorMeta] = []
+    buckets: list[WeightsBucket] = []
 
-    def bucket() -> WeightsBucket:
+    def close() -> None:
         data = buffer[:used]
-        return WeightsBucket(tuple(metas), put(data), data.nbytes, checksum_of(data))
+        buckets.append(WeightsBucket(tuple(pieces), put(data), used, checksum_of(data)))
+        pieces.clear()
 
-    for name, tensor in named_tensors:
-        start = _aligned(used)
-        if metas and start + tensor.nbytes > bucket_bytes:
-            yield bucket()
-            metas, used, start = [], 0, 0
-        if tensor.nbytes > buffer.nbytes:  # then it is the first of its bucket
-            buffer = np.empty(tensor.nbytes, dtype=np.uint8)
-        buffer[used:start] = 0  # gaps between tensors are part of the checksum
-        meta = TensorMeta(name, dtype_name(tensor.dtype), tuple(tensor.shape), start)
-        view_tensor(buffer, meta).copy_(tensor.detach())
+    taken: list[NDArray[np.uint8]] = []
+
+    def described() -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        for name, tensor in named_tensors:
+            taken.append(bytes_of(tensor))
+            yield name, dtype_name(tensor.dtype), tuple(tensor.shape)
+
+    for meta in lay_out(described()):
         metas.append(meta)
-        used = start + tensor.nbytes
-    if metas:
-        yield bucket()
+        data, at = taken.pop(), 0
+        while at < data.nbytes:
+            size = min(data.nbytes - at, bucket_bytes - used)
+            buffer[used : used + size] = data[at : at + size]
+            pieces.append(Piece(meta.offset_bytes + at, size))
+            used, at = used + size, at + size
+            if used == bucket_bytes:
+                close()
+                used = 0
+    if pieces:
+        close()
+    return WeightsSnapshot(version, tuple(buckets), tensors=tuple(metas))
 
 
-def unpack_bucket(
-    bucket: WeightsBucket, data: NDArray[np.uint8]
+def unpack(
+    snapshot: WeightsSnapshot, data: Iterable[NDArray[np.uint8]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, each a copy of its own, after checking all of its bytes.
+    """The tensors of a snapshot in its order, each a copy of its own, out of its buckets' bytes.
+
+    All bytes of a bucket are checked before any is used. What has begun to come lies in memory
+    until it is whole: little beyond a bucket, since buckets hold the same part of all ranks' rows.
 
     Raises:
-        WeightSyncError: the bytes are not those that were sent.
+        WeightSyncError: the bytes are not those that were sent, or some are missing.
     """
-    check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
-    for meta in bucket.tensors:
-        end = meta.offset_bytes + tensor_bytes(meta)
-        own = np.array(data[meta.offset_bytes : end])  # Ray's arrays are read-only
-        yield meta.name, view_tensor(own, meta._replace(offset_bytes=0))
+    tensors = snapshot.tensors
+    check_whole(tensors, snapshot.buckets)
+    begun: dict[int, NDArray[np.uint8]] = {}
+    missing = [tensor_bytes(meta) for meta in tensors]
+    order = iter(range(len(tensors)))
+    following = next(order, None)
+
+    def whole() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal following
+        while following is not None and not missing[following]:
+            own = begun.pop(following, np.empty(0, dtype=np.uint8))
+            meta = tensors[following]
+            yield meta.name, view_tensor(own, meta._replace(offset_bytes=0))
+            following = next(order, None)
+
+    for bucket, bytes_ in zip(snapshot.buckets, data, strict=True):
+        check_bytes(bytes_, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
+        for piece, part in parts(bucket, bytes_):
+            index = owner_of(tensors, piece.offset_bytes)
+            if index not in begun:
+                begun[index] = np.empty(missing[index], dtype=np.uint8)
+            at = piece.offset_bytes - tensors[index].offset_bytes
+            begun[index][at : at + piece.size_bytes] = part
+            missing[index] -= piece.size_bytes
+        yield from whole()
+    yield from whole()
+
+
+def parts(
+    bucket: WeightsBucket, data: NDArray[np.uint8]
+) -> Iterator[tuple[Piece, NDArray[np.uint8]]]:
+    """Each piece of a bucket with its bytes, which share the memory of `data`."""
+    at = 0
+    for piece in bucket.pieces:
+        yield piece, data[at : at + piece.size_bytes]
+        at += piece.size_bytes
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The [nbytes] bytes of a tensor on the CPU, which share its memory where it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return data
 
 
 def view_tensor(data: NDArray[np.uint8], meta: TensorMeta) -> torch.Tensor:
@@ -100,15 +152,6 @@ def checksum_of(data: NDArray[np.uint8]) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def tensor_bytes(meta: TensorMeta) -> int:
-    """Bytes of one parameter.
-
-    >>> tensor_bytes(TensorMeta("w", "bfloat16", (3, 5), 0))
-    30
-    """
-    return int(np.prod(meta.shape, dtype=np.int64)) * torch_dtype(meta.dtype).itemsize
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -120,11 +163,3 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise WeightSyncError(f"a tensor's dtype must be one of torch's, got {name!r}")
     return dtype
-
-
-def _aligned(offset_bytes: int) -> int:
-    """
-    >>> _aligned(0), _aligned(1), _aligned(64)
-    (0, 64, 64)
-    """
-    return -(-offset_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -12,7 +12,7 @@ import torch
 from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import WeightsSnapshot
-from async_grpo.weight_sync.buckets import unpack_bucket
+from async_grpo.weight_sync.buckets import unpack
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle
@@ -90,7 +90,9 @@ def device_tensors(
 
     Raises `WeightSyncError` when bytes are not those that were gathered.
     """
-    for bucket in snapshot.buckets:
-        data = cluster.wait(bucket.data, timeout_s=deadlines.BUCKET_HERE_S, who="the object store")
-        for name, tensor in unpack_bucket(bucket, data):
-            yield name, tensor.to(device)
+    data = (
+        cluster.wait(bucket.data, timeout_s=deadlines.BUCKET_HERE_S, who="the object store")
+        for bucket in snapshot.buckets
+    )
+    for name, tensor in unpack(snapshot, data):
+        yield name, tensor.to(device)

@@ -31,8 +31,7 @@ class SnapshotSource(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         return [
             ParamMeta(meta.name, torch_dtype(meta.dtype), meta.shape)
-            for bucket in self._snapshot.buckets
-            for meta in bucket.tensors
+            for meta in self._snapshot.tensors
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

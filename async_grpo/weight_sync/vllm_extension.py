@@ -1,9 +1,9 @@
 """The engine's side of a weight update, run inside vLLM's engine core processes.
 
 vLLM imports this module by name (`worker_extension_cls`), which registers the weight-transfer
-backend `staged_file`. A worker puts the bytes into a shared file, bucket by bucket; here each
-bucket is mapped, checked and kept while generation goes on, and all of them are loaded in one step
-while it stands still. Until that step nothing of the live model is touched.
+backend `staged_file`. A worker checks the bytes and puts them into a shared file while generation
+goes on; here the file is mapped, and loaded in one step while generation stands still. Until that
+step nothing of the live model is touched.
 
 What comes over NCCL is received by vLLM's own engine and loaded as it arrives, while generation
 stands still: no second copy of the model, and no way back once it has begun.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
 from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
-from async_grpo.weight_sync.buckets import check_bytes, dtype_name, view_tensor
+from async_grpo.weight_sync.buckets import dtype_name, view_tensor
 from async_grpo.weight_sync.manifest import ExpectedWeights
 from async_grpo.weight_sync.routes import check_group
 
@@ -38,19 +37,8 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(
 logging.getLogger("vllm.config.scheduler").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True, slots=True)
-class StagedBucket:
-    """Where the bytes of one bucket are in the shared file, and what they hold."""
-
-    path: str
-    offset_bytes: int  # of the bucket in the file
-    size_bytes: int
-    checksum: int
-    tensors: list[list]  # TensorMeta each, as messages carry it
-
-
 class StagedFileEngine(NCCLWeightTransferEngine):
-    """Stage and verify bucket by bucket, then load everything at once; or let NCCL load."""
+    """Map what was staged, then load everything at once; or let NCCL load."""
 
     supports_draft_weight_update = False
     _expected: ExpectedWeights | None = None
@@ -76,22 +64,15 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if "path" in update_info:
-            self._stage(StagedBucket(**update_info))
+            self._map(update_info["path"], _metas(update_info["tensors"]))
         else:
             self._receive(update_info)
 
-    def _stage(self, bucket: StagedBucket) -> None:
-        """Map one bucket; raises `WeightSyncError` for other bytes than were sent."""
+    def _map(self, path: str, tensors: list[TensorMeta]) -> None:
+        """Take the parameters in a file, whose bytes the worker has checked."""
         # Copy-on-write, so that torch takes it for writable; nothing writes.
-        data = np.memmap(
-            bucket.path,
-            dtype=np.uint8,
-            mode="c",
-            offset=bucket.offset_bytes,
-            shape=(bucket.size_bytes,),
-        )
-        check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
-        self._staged |= {meta.name: view_tensor(data, meta) for meta in _metas(bucket.tensors)}
+        data = np.memmap(path, dtype=np.uint8, mode="c")
+        self._staged = {meta.name: view_tensor(data, meta) for meta in tensors}
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         """Load all parameters from the trainer's device; an error leaves a broken model."""

@@ -28,15 +28,15 @@ def phases(sync: Sync) -> dict[str, float]:
     serving = {
         "begin": timed["begin"],
         "fetch from the store": timed["fetch"],
-        "copy to the engine": timed["stage"] - timed["verify"],
-        "verify": timed["verify"],
+        "verify and copy to the engine": timed["stage"],
+        "map": timed["map"],
         "pause": timed["pause"],
         "load": timed["load"],
         "resume": timed["resume"],
     }
     trainer = {
         "gather": sync.gathering,
-        "check, pack and put": max(sync.collecting - sync.gathering, 0.0),
+        "check, hash and put": max(sync.collecting - sync.gathering, 0.0),
     }
     return trainer | serving | {"canary": max(sync.serving - sum(serving.values()), 0.0)}
 
@@ -78,7 +78,7 @@ def _times(title: str, syncs: Sequence[Sync]) -> list[Figure]:
     whole = [sync.collecting + sync.serving for sync in syncs]
     rates = [sync.size_bytes / seconds / GIB for sync, seconds in zip(syncs, whole, strict=True)]
     plain = [sync.size_bytes / seconds / GIB for sync, seconds in zip(syncs, copying, strict=True)]
-    blocked = [sync.collecting for sync in syncs]
+    blocked = [sync.gathering for sync in syncs]
     return [
         median(f"{title}, plain copy", plain, "GiB/s", better="higher"),
         median(f"{title}, sync", rates, "GiB/s", better="higher"),

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.rollout.worker import worker_environment
-from async_grpo.training.fsdp import iter_full_tensors
+from async_grpo.training.fsdp import local_shards
 from async_grpo.types import (
     CanaryRow,
     WeightsAck,
@@ -24,7 +25,9 @@ from async_grpo.types import (
     WeightsVersion,
     canary_differences,
 )
-from async_grpo.weight_sync.publisher import Publisher, join_gather
+from async_grpo.weight_sync.collector import Collector
+from async_grpo.weight_sync.publisher import Publisher
+from async_grpo.weight_sync.shards import Shards
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import Stack
@@ -45,8 +48,8 @@ class Sync:
     size_bytes: int
     num_buckets: int
     copying: float  # the same bytes, from one place in memory to another
-    gathering: float  # whole parameters, one after the other, kept by nobody
-    collecting: float  # gathering, checking, packing and putting them into the object store
+    gathering: float  # the trainer stands still, while its rows leave the parameters
+    collecting: float  # gathering, checking, hashing and putting them into the object store
     serving: float  # from there to the acknowledgement
     load: Load
     canary_max: float | None  # |engine - trainer| right after it, nats; None: it was not scored
@@ -78,6 +81,9 @@ class _Trainer:
         self._worker = worker
         self._watch = watch
         self._publisher = Publisher()
+        self._collector = Collector(
+            Shards.of(policy.policy), device=torch.device("cpu"), dtype=torch.float32
+        )
         # Written once, so that no page of them is new.
         self._from, self._to = (np.ones(policy.size_bytes, dtype=np.uint8) for _ in range(2))
         self._before: Held = {}
@@ -93,11 +99,12 @@ class _Trainer:
         self._policy.change()
         canary = self._policy.canary()
         copying = _seconds(lambda: np.copyto(self._to, self._from))
-        gathering = _seconds(lambda: join_gather(iter_full_tensors(self._policy.policy)))
         self._watch.peaks()  # what was held until now is not the sync's
         began_at = time.monotonic()
-        tensors = iter_full_tensors(self._policy.policy)
-        snapshot = self._publisher.collect(tensors, version=WeightsVersion(0, batches))
+        shards, version = local_shards(self._policy.policy), WeightsVersion(0, batches)
+        collected = self._collector.collect(shards, version=version)
+        gathered_at = time.monotonic()
+        snapshot: Any = collected.result(TIMEOUT_S)
         snapshot = dataclasses.replace(snapshot, canary=canary)
         collected_at = time.monotonic()
         client: Any = _Direct(self._worker)
@@ -108,7 +115,7 @@ class _Trainer:
             size_bytes=snapshot.size_bytes,
             num_buckets=len(snapshot.buckets),
             copying=copying,
-            gathering=gathering,
+            gathering=gathered_at - began_at,
             collecting=collected_at - began_at,
             serving=load.ended_at - load.began_at,
             load=load,

@@ -19,7 +19,7 @@ from async_grpo.types import GenerationRequest, SamplingContract, WeightsAck, We
 PROMPT = np.arange(3, 35, dtype=np.int32)
 CALLS = {  # of vLLM's engine, by what they are in an update
     "start_weight_update": "begin",
-    "update_weights": "verify",
+    "update_weights": "map",
     "pause_generation": "pause",
     "finish_weight_update": "load",
     "resume_generation": "resume",

@@ -18,7 +18,7 @@ MIB = 2**20
 def sync_of(**changes):
     ack = WeightsAck("w", WeightsVersion(0, 1), 2.0, pause_seconds=0.5, recomputed_tokens=7)
     timed = {
-        "begin": 0.1, "fetch": 0.2, "stage": 0.5, "verify": 0.2,
+        "begin": 0.1, "fetch": 0.2, "stage": 0.3, "map": 0.2,
         "pause": 0.05, "load": 0.4, "resume": 0.05,
     }  # fmt: skip
     # Waits of 0.1 s all along, but 1.5 s over the update, and a longer one long before it.
@@ -35,8 +35,8 @@ def sync_of(**changes):
 def test_phases_follow_each_other_and_leave_nothing_out():
     found = phases(sync_of())
     assert sum(found.values()) == pytest.approx(1.0 + 2.0)
-    assert found["check, pack and put"] == pytest.approx(0.7)
-    assert found["copy to the engine"] == pytest.approx(0.3)
+    assert found["check, hash and put"] == pytest.approx(0.7)
+    assert found["verify and copy to the engine"] == pytest.approx(0.3)
     assert found["canary"] == pytest.approx(0.7)
 
 

@@ -73,7 +73,7 @@ class Stack:
     def publish(self, batches):
         version = WeightsVersion(0, batches)
         model = self.models[version] = load_model(self.folder, noise_seed=batches + 1)
-        snapshot = self.publisher.collect(model.named_parameters(), version=version)
+        snapshot = self.publisher.pack(model.named_parameters(), version=version)
         reports = self.transport.announce(
             self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
         )

@@ -21,7 +21,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.errors import AsyncGrpoError, WorkerError
 from async_grpo.types import Pulse, Turn, Verdict, WeightsAck, WeightsVersion, WorkerInfo
-from async_grpo.weight_sync.buckets import unpack_bucket
+from async_grpo.weight_sync.buckets import unpack
 
 TIMEOUT_S = 120.0
 ROLES = ("generation", "reference", "verifier")
@@ -92,9 +92,8 @@ class ScriptedWorker:
         return None
 
     async def load_weights(self, snapshot):
-        weights = {}
-        for bucket in snapshot.buckets:
-            weights |= dict(unpack_bucket(bucket, await cluster.fetch_bytes(bucket)))
+        data = [await cluster.fetch_bytes(bucket) for bucket in snapshot.buckets]
+        weights = dict(unpack(snapshot, data))
         digest = hashlib.sha256(
             b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
         )

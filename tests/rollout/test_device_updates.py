@@ -5,6 +5,7 @@ rendezvous, the four calls, loading into a paused model, the canary, acknowledge
 """
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +86,7 @@ class Stack:
     def collect(self, batches):
         version = WeightsVersion(0, batches)
         model = self.models[version] = load_model(self.folder, noise_seed=batches + 1)
-        return self.publisher.collect(model.named_parameters(), version=version)
+        return self.publisher.pack(model.named_parameters(), version=version)
 
     def announce(self, snapshot):
         reports = self.transport.announce(
@@ -130,7 +131,7 @@ def with_canary(snapshot, model):
     with torch.no_grad():
         scores = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     row = CanaryRow(PROMPT, scores.numpy(), "float32")
-    return snapshot.__class__(snapshot.version, snapshot.buckets, (row,))
+    return replace(snapshot, canary=(row,))
 
 
 def test_weights_come_over_the_route_and_are_acknowledged_as_such(stack, worker):
@@ -169,11 +170,11 @@ def test_another_models_weights_are_refused_before_anything_stands_still(stack, 
     before = WeightsVersion(0, 2)
     model = load_model(stack.folder, noise_seed=9)
     renamed = ((f"other.{name}", tensor) for name, tensor in model.named_parameters())
-    other = stack.publisher.collect(renamed, version=WeightsVersion(0, 3))
+    other = stack.publisher.pack(renamed, version=WeightsVersion(0, 3))
     with pytest.raises(WeightSyncError, match=r"'other.model.embed_tokens.weight'"):
         get(worker.expect_weights.remote(other))
     missing = stack.collect(3)
-    fewer = missing.__class__(missing.version, missing.buckets[1:])
+    fewer = replace(missing, buckets=missing.buckets[1:])
     with pytest.raises(WeightSyncError, match="are missing"):
         get(worker.expect_weights.remote(fewer))
     stack.assert_serves(worker, before)
@@ -196,8 +197,7 @@ def test_a_late_joiner_serves_the_version_and_has_a_route_from_the_next_on(stack
 
 def test_a_trainer_that_vanishes_midway_costs_the_engine_and_no_other(stack, worker):
     snapshot = stack.collect(5)
-    metas = [meta for bucket in snapshot.buckets for meta in bucket.tensors]
-    names, dtypes, shapes, _ = zip(*metas, strict=True)
+    names, dtypes, shapes, _ = zip(*snapshot.tensors, strict=True)
     worker.receive_weights.remote(
         snapshot, {"names": names, "dtype_names": dtypes, "shapes": shapes}, 2.0
     )

@@ -18,6 +18,7 @@ from tiny_models import load_model, make_model, snapshot_of
 
 from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.types import VersionSpan
+from async_grpo.weight_sync.layout import owner_of
 
 pytestmark = pytest.mark.integration
 
@@ -57,8 +58,8 @@ def truncated(snapshot):
 
 
 def without_its_last_bucket(snapshot):
-    missing = [tensor.name for tensor in snapshot.buckets[-1].tensors]
-    complaint = f"{len(missing)} are missing, the first is '({'|'.join(missing)})'"
+    first = snapshot.tensors[owner_of(snapshot.tensors, snapshot.buckets[-1].pieces[0][0])]
+    complaint = f"missing or incomplete, the first is '{first.name}'"
     return dataclasses.replace(snapshot, buckets=snapshot.buckets[:-1]), complaint
 
 

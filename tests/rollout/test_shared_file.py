@@ -13,10 +13,10 @@ from async_grpo.rollout.shared_file import SharedFile
 READ = "import sys; f = open(sys.argv[1], 'rb'); f.seek(int(sys.argv[2])); print(f.read(3).hex())"
 
 
-def test_another_process_reads_what_was_appended():
+def test_another_process_reads_what_was_written():
     with SharedFile(10) as file:
-        assert file.append(np.arange(4, dtype=np.uint8)) == 0
-        assert file.append(np.array([7, 8, 9], dtype=np.uint8)) == 4
+        file.write(np.array([7, 8, 9], dtype=np.uint8), 4)
+        file.write(np.arange(4, dtype=np.uint8), 0)
         command = [sys.executable, "-c", READ, file.path, "4"]
         assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == "070809"
 
@@ -30,7 +30,7 @@ def test_nothing_is_left_after_a_failure():
 
 def test_a_mapping_outlives_the_file():
     with SharedFile(4) as file:
-        file.append(np.arange(4, dtype=np.uint8))
+        file.write(np.arange(4, dtype=np.uint8), 0)
         mapped = np.memmap(file.path, dtype=np.uint8, mode="c", shape=(4,))
     assert mapped.tolist() == [0, 1, 2, 3]
 
@@ -42,4 +42,4 @@ def test_memory_that_the_system_refuses_is_an_error_of_weight_sync(monkeypatch):
     with SharedFile(4) as file, monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
         with pytest.raises(WeightSyncError, match=r"4 more bytes.*No space left"):
-            file.append(np.arange(4, dtype=np.uint8))
+            file.write(np.arange(4, dtype=np.uint8), 0)

@@ -1,12 +1,14 @@
 """A model small enough to start an engine in seconds, and its weights as snapshots."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.types import CanaryRow, WeightsSnapshot, WeightsVersion
-from async_grpo.weight_sync.buckets import pack_buckets
+from async_grpo.types import CanaryRow, WeightsVersion
+from async_grpo.weight_sync.buckets import pack
 
 VOCABULARY = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(48 + i): 3 + i for i in range(75)}
 
@@ -61,5 +63,6 @@ def canary_of(model, rows):
 
 def snapshot_of(named_tensors, batches, *, canary=()):
     """Small buckets, so that a model needs several."""
-    buckets = tuple(pack_buckets(iter(named_tensors), put=np.copy, bucket_bytes=40_000))
-    return WeightsSnapshot(WeightsVersion(0, batches), buckets, canary)
+    version = WeightsVersion(0, batches)
+    snapshot = pack(iter(named_tensors), put=np.copy, version=version, bucket_bytes=40_000)
+    return replace(snapshot, canary=canary)

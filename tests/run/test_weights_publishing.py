@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import ray
 import torch
 import torch.distributed as dist
 from oracle import make_config, oracle_twin, tiny_model
@@ -18,10 +17,10 @@ from async_grpo.run.announcements import Announcements
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.sampling import SampledData
 from async_grpo.training.fsdp import shard
-from async_grpo.training.ranks import Absent
+from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import PublishReport, WeightsAck, canary_tokens
-from async_grpo.weight_sync.buckets import unpack_bucket
+from async_grpo.weight_sync.buckets import unpack
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.references import ReferenceSchedule
 
@@ -54,6 +53,7 @@ class World:
         main.plan = SimpleNamespace(config=config, incarnation=INCARNATION)
         main.client, main.canary, main._newest = self, canary_tokens(PROMPTS), None
         main._publisher, main.report = Publisher(), Absent()
+        main.published_as = INCARNATION, torch.float32
         main._announcements = Announcements(main._publisher, on_synced=on_synced)
         main._references = ReferenceSchedule(config)
         return main
@@ -84,7 +84,8 @@ class World:
 def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
     """Publish, change the weights, publish, change nothing, publish."""
     cluster.wait = lambda answer, *, timeout_s, who: answer
-    ray.put = lambda data: data
+    cluster.put_bytes, cluster.export_reference = np.copy, lambda reference: reference
+    cluster.import_reference = lambda exported: exported
     config = make_config(
         max_staleness=1,
         num_batches_per_ref_model_update=1,
@@ -92,14 +93,16 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
         kl_coefficient=0.1 if moves_reference else 0.0,
     )
     policy = PolicyModel(tiny_model(tied=tied))
-    shard(policy, init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shard(policy, mesh)
     step = SimpleNamespace(clocks=Clocks())
     learner = SimpleNamespace(config=config, device=torch.device("cpu"), policy=policy, step=step)
     world = World(error_nats=error_nats)
     reports, sent, forwards = [], [], []
     main = OtherRank() if rank else world.main(config, on_synced=reports.append)
     policy.register_forward_hook(lambda *_: forwards.append(1))
-    weights = SampledData(None, learner, main, None)
+    ranks = Ranks(rank, dist.get_world_size(), learner.device, mesh)
+    weights = SampledData(ranks, learner, main, None)
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -128,9 +131,7 @@ def test_the_canary_is_scored_with_exactly_the_weights_that_are_sent(tmp_path, t
     main, _ = on_two_ranks(tmp_path, tied=tied)
     _, snapshots = main["world"]
     for snapshot, weights in zip(snapshots, main["sent"], strict=True):
-        received = dict(
-            pair for bucket in snapshot.buckets for pair in unpack_bucket(bucket, bucket.data)
-        )
+        received = dict(unpack(snapshot, [bucket.data for bucket in snapshot.buckets]))
         assert received.keys() == weights.keys()
         assert all(torch.equal(received[name], weights[name]) for name in weights)
         model = tiny_model(tied=tied)

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.scoring.worker import LogprobWorker
-from async_grpo.types import LogprobRequest, Pulse, WeightsSnapshot, WeightsVersion
-from async_grpo.weight_sync.buckets import pack_buckets
+from async_grpo.types import LogprobRequest, Pulse, WeightsVersion
+from async_grpo.weight_sync.buckets import pack
 
 FIRST, SECOND = WeightsVersion(4, 0), WeightsVersion(4, 1)
 TEMPERATURE = 0.7
@@ -52,11 +52,10 @@ class Reference:
 
 def snapshot(version, *, names=lambda name: name):
     tensors = ((names(name), p) for name, p in MODELS[version].named_parameters())
-    buckets = tuple(
-        pack_buckets(tensors, put=lambda data: Reference(data.copy()), bucket_bytes=8_000)
-    )
-    assert len(buckets) > 3
-    return WeightsSnapshot(version, buckets)
+    put = lambda data: Reference(data.copy())  # noqa: E731
+    found = pack(tensors, put=put, version=version, bucket_bytes=8_000)
+    assert len(found.buckets) > 3
+    return found
 
 
 def make_request(seed, *, version=FIRST, num_outputs=3, longest=20):

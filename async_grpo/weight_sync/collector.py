@@ -1,0 +1,166 @@
+"""Collects the policy's weights: every rank stores its share of the buckets, rank 0 learns of all.
+
+consumes:     the shards of all ranks, between two gradient steps
+produces:     buckets in the object store, each put by the rank that owns it; on rank 0 the snapshot
+waits for:    the other ranks' parts of a bucket, and memory for it
+unblocked by: the collective; the thread that checks, hashes and stores
+
+The ranks stand still while their rows leave the parameters. What becomes of a bucket then is the
+work of a thread. Whatever goes wrong on one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from async_grpo import cluster, deadlines
+from async_grpo.errors import WeightSyncError
+from async_grpo.types import WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.weight_sync.buckets import BUCKET_BYTES, bytes_of, checksum_of, dtype_name
+from async_grpo.weight_sync.gather import Gather, Received, is_finite
+from async_grpo.weight_sync.layout import GatherPlan, lay_out, owner_of
+from async_grpo.weight_sync.shards import Shards
+
+
+class _Stored(NamedTuple):
+    """A bucket in the object store, as its rank tells the others of it."""
+
+    bucket: int
+    reference: bytes
+    size_bytes: int
+    checksum: int
+
+
+class _Share(NamedTuple):
+    """What one rank has stored, or why it has not."""
+
+    stored: list[_Stored]
+    error: str
+
+
+class Collector:
+    """Every rank has one; `collect` is called on all of them, in the same order."""
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Collective."""
+        described = ((name, dtype_name(dtype), shape) for name, shape in shards.shapes)
+        self._plan = GatherPlan(tuple(lay_out(described)), shards.num_ranks, bucket_bytes)
+        self._gather = Gather(self._plan, shards, device=device)
+        self._gives = shards.is_first_replica
+        # The thread's own: collectives of the training loop must not meet its.
+        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
+        timeout = timedelta(seconds=deadlines.WEIGHTS_COLLECTED_S)
+        self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
+        self._is_main = self._alone or dist.get_rank() == 0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-weights")
+        self._count = 0  # of collections
+        self._own: dict[int, list[Any]] = {}  # references of this rank, by collection
+        self._live: WeakValueDictionary[int, WeightsBucket] = WeakValueDictionary()  # on rank 0
+
+    def collect(
+        self, shards: list[Tensor], *, version: WeightsVersion
+    ) -> Future[WeightsSnapshot | None]:
+        """Take the weights out of this rank's flat `shards`, which may change on return.
+
+        The future has the snapshot on rank 0, None elsewhere; on every rank it raises:
+            WeightSyncError: a parameter is not finite, or a rank could not store its buckets.
+        """
+        self._count = count = self._count + 1
+        self._thread.submit(self._let_go)
+        stored = []
+        if self._gives:
+            for received in self._gather.rounds(shards):
+                stored.append(self._thread.submit(self._store, received, count, version))
+        return self._thread.submit(self._join, stored, count, version)
+
+    def close(self) -> None:
+        """Store no more; what runs is left to its deadline."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # In the thread
+
+    def _let_go(self) -> None:
+        """Let the store free what rank 0 no longer has, before it takes more."""
+        live = [sorted(self._live)]
+        if not self._alone:
+            dist.broadcast_object_list(live, src=0, group=self._group)
+        self._own = {count: own for count, own in self._own.items() if count in live[0]}
+
+    def _store(self, received: Received, count: int, version: WeightsVersion) -> _Stored:
+        try:
+            if not received.is_finite():
+                raise WeightSyncError(self._complaint(received, version))
+            data = bytes_of(received.data)
+            reference = cluster.put_bytes(data)
+            self._own.setdefault(count, []).append(reference)
+            exported = cluster.export_reference(reference)
+            return _Stored(received.bucket, exported, data.nbytes, checksum_of(data))
+        finally:
+            self._gather.free(received)
+
+    def _complaint(self, received: Received, version: WeightsVersion) -> str:
+        at = 0
+        name = "?"
+        for piece in self._plan.pieces(received.bucket):
+            count = piece.size_bytes // self._plan.item_bytes
+            if not is_finite(received.data[at : at + count]):
+                tensors = self._plan.tensors
+                name = tensors[owner_of(tensors, piece.offset_bytes)].name
+                break
+            at += count
+        return not_finite(name, version)
+
+    def _join(
+        self, stored: list[Future[_Stored]], count: int, version: WeightsVersion
+    ) -> WeightsSnapshot | None:
+        errors = [error for future in stored if (error := future.exception())]
+        share = _Share([] if errors else [future.result() for future in stored], "")
+        if errors:
+            error = errors[0]
+            own = isinstance(error, WeightSyncError)
+            share = _Share([], str(error) if own else repr(error))
+        shares = [share]
+        if not self._alone:
+            shares *= dist.get_world_size()
+            dist.all_gather_object(shares, share, group=self._group)
+        if reason := next((each.error for each in shares if each.error), ""):
+            self._own.pop(count, None)
+            raise WeightSyncError(reason) from (errors[0] if errors else None)
+        return self._snapshot(shares, count, version) if self._is_main else None
+
+    def _snapshot(
+        self, shares: list[_Share], count: int, version: WeightsVersion
+    ) -> WeightsSnapshot:
+        every = sorted(stored for share in shares for stored in share.stored)
+        buckets = tuple(
+            WeightsBucket(
+                self._plan.pieces(bucket), cluster.import_reference(exported), size_bytes, checksum
+            )
+            for bucket, exported, size_bytes, checksum in every
+            if size_bytes
+        )
+        if buckets:
+            self._live[count] = buckets[0]
+        return WeightsSnapshot(version, buckets, tensors=self._plan.tensors)
+
+
+def not_finite(name: str, version: WeightsVersion) -> str:
+    """What is said of weights that must not be published."""
+    return (
+        f"weights must be finite to be published, {name!r} of version {version} is not: "
+        "training has diverged, lower --learning-rate or --max-grad-norm"
+    )
