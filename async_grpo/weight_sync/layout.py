@@ -116,6 +116,11 @@ class GatherPlan:
         return ITEM_BYTES[self.tensors[0].dtype] if self.tensors else 1
 
     @property
+    def size_bytes(self) -> int:
+        """Of all buckets."""
+        return sum(map(tensor_bytes, self.tensors))
+
+    @property
     def most_elements(self) -> int:
         """At most so many are in a bucket, and leave a rank in a round."""
         return self._width * self.num_ranks
