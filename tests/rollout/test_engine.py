@@ -54,7 +54,7 @@ def truncated(snapshot):
     bucket = snapshot.buckets[1]
     bucket = dataclasses.replace(bucket, data=bucket.data[:-8].copy())
     buckets = (snapshot.buckets[0], bucket, *snapshot.buckets[2:])
-    return dataclasses.replace(snapshot, buckets=buckets), "checksum"
+    return dataclasses.replace(snapshot, buckets=buckets), "must hold 40000 bytes, got 39992"
 
 
 def without_its_last_bucket(snapshot):
