@@ -1,6 +1,6 @@
 """Rank 0 tells the controller of new weights from a thread, so that the ranks train meanwhile.
 
-consumes:     snapshots, in the order of their versions
+consumes:     snapshots, in the order of their versions, when all ranks have stored their share
 produces:     workers that serve them, then the batcher's permission to use them
 waits for:    the workers' acknowledgements
 unblocked by: each worker's deadline
@@ -27,6 +27,7 @@ from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_
 from async_grpo.weight_sync.transport import Transport
 
 logger = logging.getLogger(__name__)
+Due = Mapping[str, WeightsSnapshot]  # by role
 
 
 class Announcements:
@@ -41,11 +42,17 @@ class Announcements:
         self._has_told_of_kept = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="announce-weights")
         self._running: Future[None] | None = None
+        self._due: Future[Due] | None = None
 
-    def begin(self, client: RunClient, due: Mapping[str, WeightsSnapshot]) -> None:
-        """Have each role serve other weights from now on; `wait` has returned before."""
-        self._serves |= due
+    def begin(self, client: RunClient, prepare: Callable[[], Due]) -> None:
+        """Have each role serve what `prepare` returns from now on; `wait` has returned before."""
+        self._due = due = self._thread.submit(prepare)
         self._running = self._thread.submit(self._announce, client, due)
+
+    def wait_prepared(self) -> None:
+        """Return when it is known what the last announcement brings to whom; raise what failed."""
+        if self._due is not None:
+            self._due.result()
 
     def wait(self) -> None:
         """Return when the last announcement has been acknowledged; raise what ended it."""
@@ -61,19 +68,19 @@ class Announcements:
         """Begin no more; one that still runs is left to its deadline."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _announce(self, client: RunClient, due: Mapping[str, WeightsSnapshot]) -> None:
+    def _announce(self, client: RunClient, prepared: Future[Due]) -> None:
         try:
+            due = prepared.result()
+            self._serves |= due
             self._tell(client, due)
         except ProcessLostError as error:
-            logger.info(
-                "weights %s wait for the next controller: %s", due[GENERATION].version, error
-            )
+            logger.info("new weights wait for the next controller: %s", error)
         except Exception as error:  # the boundary of a thread: the ranks must hear of it
             with contextlib.suppress(AsyncGrpoError):  # they hear of the first error
                 _wait(client.abort(str(error)))
             raise
 
-    def _tell(self, client: RunClient, due: Mapping[str, WeightsSnapshot]) -> None:
+    def _tell(self, client: RunClient, due: Due) -> None:
         newest = due[GENERATION]
         for snapshot in dict.fromkeys((newest, *due.values())):
             roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()

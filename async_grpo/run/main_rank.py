@@ -55,6 +55,7 @@ from async_grpo.types import (
     WeightsVersion,
     canary_tokens,
 )
+from async_grpo.weight_sync.collector import Collected
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.references import ReferenceSchedule
 from async_grpo.weight_sync.transport import open_transport
@@ -104,6 +105,7 @@ class MainRank:
         )
         self._references = ReferenceSchedule(config)
         self._newest: WeightsSnapshot | None = None
+        self._collected: tuple[Collected, tuple[CanaryRow, ...]] | None = None  # since `_newest`
 
     def __enter__(self) -> Self:
         return self
@@ -202,22 +204,30 @@ class MainRank:
         """Return when the workers serve what was announced last."""
         self._announcements.wait()
 
-    def collected(self, snapshot: WeightsSnapshot | None, canary: tuple[CanaryRow, ...]) -> None:
+    def collected(self, newest: Collected, canary: tuple[CanaryRow, ...]) -> None:
         """Take the newest weights, to be announced, and how the trainer scores with them."""
-        assert snapshot is not None, "rank 0 gets the snapshot"
-        self._newest = replace(snapshot, canary=canary)
+        self._collected = newest, canary
 
     def announce(self, num_batches: int) -> None:
         """Announce the newest weights as those after `num_batches` batches, in a thread."""
-        assert self._newest is not None, "weights are collected before they are announced"
         version = WeightsVersion(self.plan.incarnation, num_batches)
+        self._announcements.begin(self.client, lambda: self._due(version))
+
+    def _due(self, version: WeightsVersion) -> dict[str, WeightsSnapshot]:
+        """What each role serves with the weights of `version`; waits until they are stored."""
+        if self._collected is not None:
+            newest, canary = self._collected
+            snapshot = newest.wait()
+            assert snapshot is not None, "rank 0 gets the snapshot"
+            self._newest, self._collected = replace(snapshot, canary=canary), None
+        assert self._newest is not None, "weights are collected before they are announced"
         if self._newest.version != version:
             self._newest = self._newest.renamed(version)
         due = {GENERATION: self._newest}
         if find_algorithm(self.plan.config).needs_reference:
             reference = self._references.completed(self._newest)
             due |= {REFERENCE: reference} if reference else {}
-        self._announcements.begin(self.client, due)
+        return due
 
     def restore_first_reference(self, snapshot: WeightsSnapshot | None) -> None:
         """Take the run's first weights for the reference of a resumed run."""
@@ -233,6 +243,7 @@ class MainRank:
 
     def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
         """Return what a checkpoint after `batches` holds of the reference, once it has moved."""
+        self._announcements.wait_prepared()
         return self._references.to_save(batches)
 
 

@@ -28,7 +28,7 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
-from async_grpo.weight_sync.collector import Collector
+from async_grpo.weight_sync.collector import Collected, Collector
 from async_grpo.weight_sync.shards import Shards
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
@@ -51,8 +51,8 @@ class SampledData(Iterator[StreamItem]):
         self._num_updates = -1  # of the parameters, when they were gathered last
         self._stream: RankStream | None = None
         self._collector: Collector | None = None
+        self._collected: Collected | None = None  # what was gathered last
         self._express = self._make_express()
-        self.references_to_save = main.references_to_save
 
     @property
     def is_stopped(self) -> bool:
@@ -81,24 +81,26 @@ class SampledData(Iterator[StreamItem]):
         if not self._learner.algorithm.needs_reference:
             return
         if self._config.reference_of(start.batches) == 0:
-            self._main.restore_first_reference(self._collected(0))
+            self._main.restore_first_reference(self._collect(0).wait())
         self._main.restore_moved_references(start)
 
     def publish(self, num_batches: int) -> float:
         """Collect the weights after `num_batches` batches; rank 0 then announces them in a thread.
 
         Collective. Returns the seconds that this rank stood still for it. Raises what went wrong
-        with the previous announcement.
+        with the weights before these.
         """
         self._main.report.doing("publishing weights")
         started = time.monotonic()
+        self._wait_collected()
         self._main.wait_announced()
         # Where every step of the batch was skipped, its version is another name of the weights
         # that are out; the ranks agree on it, for they skip together.
         if self._num_updates != self._learner.step.clocks.steps:
             self._num_updates = self._learner.step.clocks.steps
             canary = score_canary(self._learner, self._main.canary)
-            self._main.collected(self._collected(num_batches), canary)
+            self._collected = self._collect(num_batches)
+            self._main.collected(self._collected, canary)
         self._main.announce(num_batches)
         return time.monotonic() - started
 
@@ -109,17 +111,30 @@ class SampledData(Iterator[StreamItem]):
 
     def finish(self) -> None:
         """Return when the last weights are served."""
+        self._wait_collected()
         self._main.wait_announced()
 
-    def _collected(self, num_batches: int) -> WeightsSnapshot | None:
-        """The policy's weights of this moment, on rank 0; collective."""
+    def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
+        """Return what a checkpoint after `batches` holds of the reference, on rank 0."""
+        if not self._learner.algorithm.needs_reference:
+            return ()
+        self._wait_collected()
+        return self._main.references_to_save(batches) or ()
+
+    def _wait_collected(self) -> None:
+        """Until what was gathered last is stored; raises on all ranks what went wrong on one."""
+        if self._collected is not None:
+            self._collected.wait()
+
+    def _collect(self, num_batches: int) -> Collected:
+        """Take the policy's weights of this moment; collective."""
         if self._collector is None:
             self._incarnation, dtype = self._ranks.share(lambda: self._main.published_as)
             self._collector = Collector(
                 Shards.of(self._learner.policy), device=self._learner.device, dtype=dtype
             )
         version = WeightsVersion(self._incarnation, num_batches)
-        return self._collector.collect(local_shards(self._learner.policy), version=version).result()
+        return self._collector.collect(local_shards(self._learner.policy), version=version)
 
     def _open(self) -> RankStream:
         client = self._ranks.share(lambda: self._main.client)

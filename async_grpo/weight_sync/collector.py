@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo import cluster, deadlines
-from async_grpo.errors import WeightSyncError
+from async_grpo.errors import DeadlineError, WeightSyncError
 from async_grpo.types import WeightsBucket, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import BUCKET_BYTES, bytes_of, checksum_of, dtype_name
 from async_grpo.weight_sync.gather import Gather, Received, is_finite
@@ -43,6 +43,28 @@ class _Share(NamedTuple):
 
     stored: list[_Stored]
     error: str
+
+
+class Collected:
+    """What becomes of a collection, on every rank."""
+
+    def __init__(self, outcome: Future[WeightsSnapshot | None]) -> None:
+        self._outcome = outcome
+
+    def wait(self) -> WeightsSnapshot | None:
+        """Until all ranks have stored their share; the snapshot on rank 0, None elsewhere.
+
+        Raises, on every rank:
+            WeightSyncError: a parameter is not finite, or a rank could not store its buckets.
+            DeadlineError: the object store, or another rank, takes too long.
+        """
+        try:
+            return self._outcome.result(deadlines.WEIGHTS_COLLECTED_S)
+        except TimeoutError:
+            raise DeadlineError(
+                "new weights were not in the object store within "
+                f"{deadlines.WEIGHTS_COLLECTED_S:g} s: look at the load of the trainer's machines"
+            ) from None
 
 
 class Collector:
@@ -71,21 +93,15 @@ class Collector:
         self._own: dict[int, list[Any]] = {}  # references of this rank, by collection
         self._live: WeakValueDictionary[int, WeightsBucket] = WeakValueDictionary()  # on rank 0
 
-    def collect(
-        self, shards: list[Tensor], *, version: WeightsVersion
-    ) -> Future[WeightsSnapshot | None]:
-        """Take the weights out of this rank's flat `shards`, which may change on return.
-
-        The future has the snapshot on rank 0, None elsewhere; on every rank it raises:
-            WeightSyncError: a parameter is not finite, or a rank could not store its buckets.
-        """
+    def collect(self, shards: list[Tensor], *, version: WeightsVersion) -> Collected:
+        """Take the weights out of this rank's flat `shards`, which may change on return."""
         self._count = count = self._count + 1
         self._thread.submit(self._let_go)
         stored = []
         if self._gives:
             for received in self._gather.rounds(shards):
                 stored.append(self._thread.submit(self._store, received, count, version))
-        return self._thread.submit(self._join, stored, count, version)
+        return Collected(self._thread.submit(self._join, stored, count, version))
 
     def close(self) -> None:
         """Store no more; what runs is left to its deadline."""

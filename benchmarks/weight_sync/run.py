@@ -104,7 +104,7 @@ class _Trainer:
         shards, version = local_shards(self._policy.policy), WeightsVersion(0, batches)
         collected = self._collector.collect(shards, version=version)
         gathered_at = time.monotonic()
-        snapshot: Any = collected.result(TIMEOUT_S)
+        snapshot: Any = collected.wait()
         snapshot = dataclasses.replace(snapshot, canary=canary)
         collected_at = time.monotonic()
         client: Any = _Direct(self._worker)

@@ -52,6 +52,7 @@ class World:
         main = object.__new__(MainRank)
         main.plan = SimpleNamespace(config=config, incarnation=INCARNATION)
         main.client, main.canary, main._newest = self, canary_tokens(PROMPTS), None
+        main._collected = None
         main._publisher, main.report = Publisher(), Absent()
         main.published_as = INCARNATION, torch.float32
         main._announcements = Announcements(main._publisher, on_synced=on_synced)

@@ -53,7 +53,7 @@ def sharded(mesh, *, tied=True):
 
 
 def collect(collector, policy, batches):
-    return collector.collect(local_shards(policy), version=WeightsVersion(3, batches)).result(60)
+    return collector.collect(local_shards(policy), version=WeightsVersion(3, batches)).wait()
 
 
 def attempt(call):
@@ -89,7 +89,7 @@ def all_of_it(rank, *, mesh_shape, tied):
         snapshot = collect(collector, policy, batches)
         num_own.append(len(collector._own))
     del snapshot
-    collector.collect(local_shards(policy), version=WeightsVersion(3, 7)).result(60)
+    collector.collect(local_shards(policy), version=WeightsVersion(3, 7)).wait()
     num_own.append(len(collector._own))
     kept = {key: data for key, (data, _) in first[0].items()}
     return {
