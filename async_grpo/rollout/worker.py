@@ -98,6 +98,7 @@ class GenerationWorker:
             max_model_len=self._engine.max_model_len,
             tokenizer_hash=self._tokenizer_hash,
             temperature=self._temperature,
+            dtype=self._engine.dtype,
             devices=await self._alive(self._engine.devices()),
             lease_s=self._config.worker_lease_s,
             startup=self._startup,

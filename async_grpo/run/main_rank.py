@@ -80,10 +80,11 @@ class MainRank:
         *,
         hashes: Future[Mapping[str, str]],
         teacher_widths: Mapping[str, int],
+        dtype: torch.dtype,
     ) -> None:
         """Begin the run at the controller; `teacher_widths` are the vocabularies' sizes by name.
 
-        Raises `ConfigError` when another run lives there."""
+        `dtype` is that of published weights. Raises `ConfigError` when another run lives there."""
         self.plan = plan
         self.teacher_widths = teacher_widths
         self.hashes: Future[Mapping[str, str]] | None = hashes
@@ -96,7 +97,7 @@ class MainRank:
         self._recorder_death: Awaitable[None] | None = None
         self.client = self._begin(find_or_make_controller())
         self._watcher = Watcher(lambda: self.client, record.incidents)
-        config, dtype = plan.config, torch.bfloat16 if demand.device else torch.float32
+        config = plan.config
         self.published_as = plan.incarnation, dtype
         self._publisher = Publisher(dtype=dtype)
         self._announcements = Announcements(

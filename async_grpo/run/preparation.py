@@ -53,6 +53,10 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.user_code import UserCode
+from async_grpo.weight_sync.buckets import torch_dtype
+from async_grpo.weight_sync.layout import laid_out_bytes, lay_out
+from async_grpo.weight_sync.manifest import ExpectedWeights
+from async_grpo.weight_sync.routes import published_dtype, store_complaint
 
 logger = logging.getLogger(__name__)
 
@@ -80,19 +84,34 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     longest_prompt = max(questions.longest_prompt, held_out.longest_prompt)
     demand = Demand(config, facts, longest_prompt, longest_pair=pairs.longest, device=device_id())
     controller = find_or_make_controller()
-    recruit(controller, demand)
+    workers = recruit(controller, demand)
+    dtype = published_dtype(workers)
+    warn_of_small_store(config, dtype=dtype, num_ranks=num_ranks)
     teachers = teachers_of(controller, config)
     hashes = with_teachers(hashes, teachers, start=start)
     try_rewards(controller, first_of_each_file(config, questions), config)
     widths = {name: info.vocab_size for name, info in teachers.items()}
     gateway = start_gateway(plan, controller, address) if address else None
-    main = MainRank(plan, demand, record, hashes=hashes, teacher_widths=widths)
+    main = MainRank(
+        plan, demand, record, hashes=hashes, teacher_widths=widths, dtype=torch_dtype(dtype)
+    )
     main.gateway = gateway
     record.forget()
     logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)
     for sentence in find_algorithm(config).in_words():
         logger.info("%s", sentence)
     return main
+
+
+def warn_of_small_store(config: TrainConfig, *, dtype: str, num_ranks: int) -> None:
+    """Say when new weights do not fit this node's object store beside those that are served."""
+    shapes = ExpectedWeights.read(config.model_name_or_path, dtype=dtype).shapes
+    model_bytes = laid_out_bytes(tuple(lay_out((n, dtype, s) for n, s in shapes.items())))
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))  # torchrun's, of this node
+    store_bytes = int(cluster.resources_here().get("object_store_memory", 0))
+    complaint = store_complaint(model_bytes, store_bytes=store_bytes, share=num_here / num_ranks)
+    if complaint:
+        logger.warning("%s", complaint)
 
 
 def warn_of_few(config: TrainConfig, num_records: int) -> None:

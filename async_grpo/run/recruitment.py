@@ -53,14 +53,14 @@ class Demand:
     device: str = ""  # the identity of the trainer's NVIDIA device, empty when it has none
 
 
-def recruit(controller: ControllerHandle, demand: Demand) -> None:
+def recruit(controller: ControllerHandle, demand: Demand) -> list[WorkerInfo]:
     """Wait until every role that the run needs has a worker, and check all that are there.
 
-    Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers that cannot
-    serve this run.
+    Returns them. Raises `DeadlineError` after `--worker-timeout-s`, and `ConfigError` for workers
+    that cannot serve this run.
     """
-    for role, why in needed_roles(demand.config).items():
-        _find(controller, role, demand, why)
+    needed = needed_roles(demand.config)
+    return [it for role, why in needed.items() for it in _find(controller, role, demand, why)]
 
 
 def needed_roles(config: TrainConfig) -> dict[str, str]:
@@ -96,7 +96,9 @@ def command_for(role: str, *, model: str) -> str:
     return f"`python worker_dispatcher.py {options.get(role, own_model)}`"
 
 
-def _find(controller: ControllerHandle, role: str, demand: Demand, why: str) -> None:
+def _find(
+    controller: ControllerHandle, role: str, demand: Demand, why: str
+) -> tuple[WorkerInfo, ...]:
     remedy = f"start one with {command_for(role, model=demand.config.model_name_or_path)}"
     timeout_s = demand.config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")
@@ -107,7 +109,7 @@ def _find(controller: ControllerHandle, role: str, demand: Demand, why: str) -> 
         for worker in workers:
             check_worker(worker, demand)
         if workers:
-            return
+            return workers
         now = time.monotonic()
         if now - started > timeout_s:
             raise DeadlineError(

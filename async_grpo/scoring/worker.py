@@ -151,6 +151,7 @@ class LogprobWorker:
             model_hash=self._model_hash,
             hidden_size=self._scorer.head.weight.shape[1],
             item_size=self._scorer.head.weight.element_size(),
+            dtype=str(self._scorer.head.weight.dtype).removeprefix("torch."),
             devices=self._devices,
             lease_s=self._lease_s,
             startup=tuple(self._startup),

@@ -28,6 +28,7 @@ class WorkerInfo:
     model_hash: str = ""  # of a teacher: `model.folder.hash_model`
     hidden_size: int = 0  # of a teacher, as the next one: what its payloads are made of
     item_size: int = 0  # bytes of one of its weights
+    dtype: str = ""  # of weights that follow the policy; empty: it has none
     devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
     lease_s: float = LEASE_S  # silent for so long, it counts as lost
     startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds

@@ -1,16 +1,60 @@
-"""Whether a transport leads from the trainer's device to a worker. Pure.
+"""What is published, and whether it reaches the workers. Pure.
 
 A device is named by the identity that its driver gives it, the same in every process.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from async_grpo.errors import ConfigError, WeightSyncError
+from async_grpo.roles import role_of
 from async_grpo.types import WorkerInfo
 
 OBJECT_STORE = "object_store"
+GIB = 2**30
+NUM_SNAPSHOTS = 2  # in the object store at a time: one is served while the next is stored
+
+
+def published_dtype(workers: Iterable[WorkerInfo]) -> str:
+    """The narrowest type that loses nothing to workers that follow the policy.
+
+    >>> from async_grpo.types import WorkerInfo
+    >>> each = {
+    ...     dtype: WorkerInfo("w", "generation", "n", 1, "m", 128, 8.0, 0.0, 512, dtype=dtype)
+    ...     for dtype in ("bfloat16", "float16", "float32")
+    ... }
+    >>> published_dtype([each["bfloat16"]]), published_dtype([each["float16"]])
+    ('bfloat16', 'float32')
+    >>> published_dtype([each["bfloat16"], each["float32"]])
+    'float32'
+    """
+    loading = (worker for worker in workers if role_of(worker.role).loads_weights)
+    return "bfloat16" if {worker.dtype for worker in loading} == {"bfloat16"} else "float32"
+
+
+def store_complaint(model_bytes: int, *, store_bytes: int, share: float) -> str:
+    """What is wrong with a node's object store that must hold a share of two snapshots, or "".
+
+    >>> store_complaint(10 * GIB, store_bytes=20 * GIB, share=1.0)
+    ''
+    >>> print(store_complaint(10 * GIB, store_bytes=5 * GIB, share=0.5))
+    this node's object store has 5.0 GiB and must hold 50% of 2 snapshots of 10.0 GiB of weights: \
+they would go to a disk and back; start Ray with --object-store-memory 10737418240 or more, and a \
+container with --shm-size 11g or more
+    """
+    needed = math.ceil(NUM_SNAPSHOTS * model_bytes * share)
+    if needed <= store_bytes:
+        return ""
+    part = f"{share:.0%} of " if share < 1 else ""
+    return (
+        f"this node's object store has {store_bytes / GIB:.1f} GiB and must hold {part}"
+        f"{NUM_SNAPSHOTS} snapshots of {model_bytes / GIB:.1f} GiB of weights: they would go to a "
+        f"disk and back; start Ray with --object-store-memory {needed} or more, and a container "
+        f"with --shm-size {math.ceil(needed * 1.05 / GIB)}g or more"
+    )
 
 
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
