@@ -23,8 +23,8 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.errors import AsyncGrpoError, ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION
 from async_grpo.types import PublishReport, WeightsSnapshot
+from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_complaints
-from async_grpo.weight_sync.transport import Transport
 
 logger = logging.getLogger(__name__)
 Due = Mapping[str, WeightsSnapshot]  # by role
@@ -33,9 +33,9 @@ Due = Mapping[str, WeightsSnapshot]  # by role
 class Announcements:
     """One at a time; remembers what each role serves."""
 
-    def __init__(self, transport: Transport, *, on_synced: Callable[[SyncReport], None]) -> None:
+    def __init__(self, publisher: Publisher, *, on_synced: Callable[[SyncReport], None]) -> None:
         """`on_synced` hears of every finished sync of the policy, from the thread."""
-        self._transport = transport
+        self._publisher = publisher
         self._on_synced = on_synced
         self._serves: dict[str, WeightsSnapshot] = {}  # by role
         self._has_served = False
@@ -84,7 +84,7 @@ class Announcements:
         newest = due[GENERATION]
         for snapshot in dict.fromkeys((newest, *due.values())):
             roles, started = tuple(r for r, s in due.items() if s is snapshot), time.monotonic()
-            reports = self._transport.announce(
+            reports = self._publisher.announce(
                 client, snapshot, roles=roles, timeout_s=deadlines.WEIGHTS_APPLIED_S
             )
             for role, report in reports.items():

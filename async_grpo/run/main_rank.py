@@ -55,10 +55,11 @@ from async_grpo.types import (
     WeightsVersion,
     canary_tokens,
 )
+from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.collector import Collected
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.references import ReferenceSchedule
-from async_grpo.weight_sync.transport import open_transport
+from async_grpo.weight_sync.transport import open_sender
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle, GatewayHandle
@@ -101,9 +102,10 @@ class MainRank:
         self.published_as = plan.incarnation, dtype
         self._publisher = Publisher(dtype=dtype)
         self._announcements = Announcements(
-            open_transport(config.weight_transport, self._publisher),
+            self._publisher,
             on_synced=lambda sync: self.report.synced(sync),
         )
+        self._sender = open_sender(config.weight_transport)
         self._references = ReferenceSchedule(config)
         self._newest: WeightsSnapshot | None = None
         self._collected: tuple[Collected, tuple[CanaryRow, ...]] | None = None  # since `_newest`
@@ -209,6 +211,19 @@ class MainRank:
         """Take the newest weights, to be announced, and how the trainer scores with them."""
         self._collected = newest, canary
 
+    def send(self, tensors: NamedTensors) -> None:
+        """Send the newest weights over devices, ahead of their announcement; collective."""
+        assert self._collected is not None and self._sender is not None, "as configured"
+        newest, canary = self._collected
+        snapshot = newest.wait()
+        assert snapshot is not None, "rank 0 gets the snapshot"
+        self._sender.send(
+            self.client,
+            replace(snapshot, canary=canary),
+            tensors,
+            timeout_s=deadlines.WEIGHTS_APPLIED_S / 2,  # the object store keeps as much
+        )
+
     def announce(self, num_batches: int) -> None:
         """Announce the newest weights as those after `num_batches` batches, in a thread."""
         version = WeightsVersion(self.plan.incarnation, num_batches)
@@ -264,4 +279,8 @@ class OtherRank(Absent):
     def evaluate(self, ranks: Ranks, stop: Event) -> None:
         """Wait until rank 0 has its answer."""
         while ranks.agree(DONE) == EVALUATING:
+            pass
+
+    def send(self, tensors: NamedTensors) -> None:
+        for _ in tensors:
             pass

@@ -23,12 +23,13 @@ from async_grpo.roles import teacher
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.teaching import meet_teachers
 from async_grpo.training.express import Express
-from async_grpo.training.fsdp import compute_dtype, local_shards
+from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, local_shards
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.collector import Collected, Collector
+from async_grpo.weight_sync.routes import OBJECT_STORE
 from async_grpo.weight_sync.shards import Shards
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
@@ -101,6 +102,9 @@ class SampledData(Iterator[StreamItem]):
             canary = score_canary(self._learner, self._main.canary)
             self._collected = self._collect(num_batches)
             self._main.collected(self._collected, canary)
+            if self._config.weight_transport != OBJECT_STORE:
+                self._wait_collected()  # all ranks go on, or none
+                self._main.send(iter_device_tensors(self._learner.policy, self._dtype))
         self._main.announce(num_batches)
         return time.monotonic() - started
 
@@ -129,9 +133,9 @@ class SampledData(Iterator[StreamItem]):
     def _collect(self, num_batches: int) -> Collected:
         """Take the policy's weights of this moment; collective."""
         if self._collector is None:
-            self._incarnation, dtype = self._ranks.share(lambda: self._main.published_as)
+            self._incarnation, self._dtype = self._ranks.share(lambda: self._main.published_as)
             self._collector = Collector(
-                Shards.of(self._learner.policy), device=self._learner.device, dtype=dtype
+                Shards.of(self._learner.policy), device=self._learner.device, dtype=self._dtype
             )
         version = WeightsVersion(self._incarnation, num_batches)
         return self._collector.collect(local_shards(self._learner.policy), version=version)

@@ -103,14 +103,23 @@ def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
     Collective: every rank must exhaust it. Rank 0 receives (name, CPU tensor), valid until the next
     optimizer step; the others receive nothing.
     """
-    reshard(policy)
     is_receiver = not dist.is_initialized() or dist.get_rank() == 0
-    for name, parameter in hf_named_parameters(policy):
-        full = parameter.detach()
-        if isinstance(full, DTensor):
-            full = full.full_tensor()
+    for name, full in iter_device_tensors(policy):
         if is_receiver:
             yield name, full.cpu()
+
+
+def iter_device_tensors(
+    policy: PolicyModel, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """As `iter_full_tensors`, for every rank and on its device; cast to `dtype` before gathering.
+
+    Collective: every rank must exhaust it.
+    """
+    reshard(policy)
+    for name, parameter in hf_named_parameters(policy):
+        full = parameter.detach() if dtype is None else parameter.detach().to(dtype)
+        yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
 
 def local_shards(policy: PolicyModel) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Sends a snapshot over devices to the workers that are there, ahead of the object store."""
+"""Sends weights over devices to the workers that are there, ahead of the object store."""
 
 from __future__ import annotations
 
@@ -6,95 +6,132 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from async_grpo import cluster, deadlines
-from async_grpo.errors import ConfigError, DeadlineError
+from async_grpo.errors import AsyncGrpoError, ConfigError, WeightSyncError
 from async_grpo.roles import GENERATION
-from async_grpo.types import PublishReport, WeightsSnapshot, WorkerInfo
-from async_grpo.weight_sync.links import Link
-from async_grpo.weight_sync.publisher import Publisher, Roles
+from async_grpo.types import WeightsSnapshot, WorkerInfo
+from async_grpo.weight_sync.buckets import NamedTensors
+from async_grpo.weight_sync.links import Link, Members
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient
     from async_grpo.types.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
-NUM_SENDERS = 4  # links that send at a time, each with its own tensors on the trainer's device
-Connect = Callable[[WorkerInfo, "WorkerHandle"], Link]
+Check = Callable[[WorkerInfo], None]
+Connect = Callable[[Members], Link]
 
 
-class DeviceTransport:
-    """One link a worker, so that a slow or dead one holds up no other.
+class _Shared:
+    """Tensors that a transfer takes, until somebody else uses up the rest of them."""
 
-    A link is made with the first update that a worker is there for, and dropped when the worker
-    leaves or a transfer fails; no other link is concerned.
+    def __init__(self, tensors: NamedTensors) -> None:
+        self._tensors = iter(tensors)
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with self._lock:
+            if self._is_over:
+                raise WeightSyncError("the transfer was given up")
+            return next(self._tensors)
+
+    def use_up(self) -> None:
+        """Take the rest; a transfer that hangs on gets no more."""
+        with self._lock:
+            self._is_over = True
+            for _ in self._tensors:
+                pass
+
+
+class DeviceSender:
+    """One link from trainer rank 0 to all workers at once.
+
+    It is made with the first update, and made anew when a worker joins, leaves, or does not get its
+    weights: whoever is not reached loads from the object store.
     """
 
-    def __init__(self, publisher: Publisher, connect: Connect) -> None:
-        """`connect` raises `ConfigError` for a worker that the transport does not lead to."""
-        self._publisher = publisher
+    def __init__(self, connect: Connect, *, check: Check) -> None:
+        """`check` raises `ConfigError` for a worker that devices do not lead to."""
         self._connect = connect
-        self._links: dict[WorkerInfo, Link | None] = {}  # None: it uses the object store
-        self._slots = threading.BoundedSemaphore(NUM_SENDERS)
+        self._check = check
+        self._refused: set[WorkerInfo] = set()
+        self._members: Members = {}
+        self._link: Link | None = None
 
-    def announce(
-        self, client: RunClient, snapshot: WeightsSnapshot, *, roles: Roles, timeout_s: float
-    ) -> dict[str, PublishReport]:
-        """See `Transport`; devices have half of the time, so that the object store keeps as much.
-
-        A worker that serves the snapshot already acknowledges it at once.
-        """
-        started = time.monotonic()
-        if GENERATION in roles and snapshot.unchanged_since is None:
-            self._send_to_all(snapshot, client, deadline=started + timeout_s / 2)
-        remaining_s = timeout_s - (time.monotonic() - started)
-        return self._publisher.announce(client, snapshot, roles=roles, timeout_s=remaining_s)
-
-    def _send_to_all(
-        self, snapshot: WeightsSnapshot, client: RunClient, *, deadline: float
+    def send(
+        self,
+        client: RunClient,
+        snapshot: WeightsSnapshot,
+        tensors: NamedTensors,
+        *,
+        timeout_s: float,
     ) -> None:
-        call = client.receivers(GENERATION)
-        receivers = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who="the controller")
-        for worker in self._links.keys() - {worker for worker, _ in receivers}:
-            self._drop(worker)
-        outcomes = {
-            worker: self._begin(link, snapshot, deadline, who=worker.worker_id)
-            for worker, handle in receivers
-            if (link := self._link(worker, handle)) is not None
-        }
-        for worker, outcome in outcomes.items():
+        """Have the workers serve a snapshot, whose parameters are `tensors` on this rank's device.
+
+        `tensors` is used up whatever happens, since other ranks gather them along. A transfer that
+        fails is told of and ends no run.
+        """
+        deadline = time.monotonic() + timeout_s
+        shared = _Shared(tensors)
+        try:
+            members = self._ready(client, snapshot, deadline=deadline)
+            if members.keys() != self._members.keys():
+                self._drop()
+            if members:
+                self._link = self._link or self._connect(members)
+                self._members = members
+                self._transfer(self._link, snapshot, shared, deadline=deadline)
+        except AsyncGrpoError as error:  # such as a controller that is lost: others will tell
+            logger.warning("weights %s take the object store alone: %s", snapshot.version, error)
+        finally:
+            shared.use_up()
+
+    def _ready(self, client: RunClient, snapshot: WeightsSnapshot, *, deadline: float) -> Members:
+        """Who can be reached and would take the snapshot: nothing stands still for others."""
+        receivers = cluster.wait(
+            client.receivers(GENERATION), timeout_s=deadlines.ANSWER_S, who="the controller"
+        )
+        asked: dict[WorkerInfo, tuple[WorkerHandle, Any]] = {}
+        for worker, handle in receivers:
+            if self._leads_to(worker):
+                asked[worker] = handle, handle.expect_weights.remote(snapshot)
+        until = min(deadline, time.monotonic() + deadlines.ANSWER_S)
+        ready = {}
+        for worker, (handle, answer) in asked.items():
+            who = f"{worker.role} worker {worker.worker_id}"
             try:
-                outcome.result(max(deadline - time.monotonic(), 0.0))
-            except Exception as error:  # the thread's boundary: of vLLM, torch, NCCL or Ray
-                logger.warning(
-                    "weights %s did not reach worker %s over its device: %s",
-                    snapshot.version,
-                    worker.worker_id,
-                    str(error) or "its time is over",
-                )
-                outcome.cancel()
-                self._drop(worker)
+                cluster.wait(answer, timeout_s=max(until - time.monotonic(), 0.0), who=who)
+            except AsyncGrpoError as error:
+                logger.warning("%s gets no weights over its device: %s", who, error)
+            else:
+                ready[worker] = handle
+        return ready
 
-    def _link(self, worker: WorkerInfo, handle: WorkerHandle) -> Link | None:
-        if worker not in self._links:
-            try:
-                self._links[worker] = self._connect(worker, handle)
-            except ConfigError as error:  # it has joined a run that began without it
-                logger.warning("weights reach it through the object store: %s", error)
-                self._links[worker] = None
-        return self._links[worker]
+    def _leads_to(self, worker: WorkerInfo) -> bool:
+        if worker in self._refused:
+            return False
+        try:
+            self._check(worker)
+        except ConfigError as error:  # it has joined a run that began without it
+            logger.warning("weights reach it through the object store: %s", error)
+            self._refused.add(worker)
+            return False
+        return True
 
-    def _drop(self, worker: WorkerInfo) -> None:
-        if (link := self._links.pop(worker)) is not None:
-            link.close()
-
-    def _begin(
-        self, link: Link, snapshot: WeightsSnapshot, deadline: float, *, who: str
-    ) -> Future[None]:
-        """Send in a thread that ends with the process: a transfer that hangs must not keep it."""
+    def _transfer(
+        self, link: Link, snapshot: WeightsSnapshot, tensors: NamedTensors, *, deadline: float
+    ) -> None:
+        """Send in a thread: a transfer may be blocked where no exception reaches it."""
         outcome: Future[None] = Future()
 
         def fail(error: BaseException) -> None:
@@ -103,15 +140,25 @@ class DeviceTransport:
 
         def run() -> None:
             try:
-                if not self._slots.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-                    raise DeadlineError("other workers took all of the time")
-                # Free again with the outcome, though this thread may hang on.
-                outcome.add_done_callback(lambda _: self._slots.release())
-                link.send(snapshot, deadline=deadline, on_failure=fail)
+                link.send(snapshot, tensors, deadline=deadline, on_failure=fail)
                 with contextlib.suppress(InvalidStateError):
                     outcome.set_result(None)
             except BaseException as error:  # the thread's boundary: the outcome carries it
                 fail(error)
 
-        threading.Thread(target=run, name=f"weights-to-{who}", daemon=True).start()
-        return outcome
+        threading.Thread(target=run, name="weights-over-devices", daemon=True).start()
+        try:
+            outcome.result(max(deadline - time.monotonic(), 0.0))
+        except Exception as error:  # of vLLM, torch, NCCL or Ray
+            logger.warning(
+                "weights %s did not reach all of %d workers over their devices: %s",
+                snapshot.version,
+                len(self._members),
+                str(error) or "its time is over",
+            )
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link, self._members = None, {}

@@ -1,4 +1,4 @@
-"""Weights over NCCL: vLLM's stock trainer engine, one group for trainer rank 0 and one worker.
+"""Weights over NCCL: vLLM's stock trainer engine, one group for trainer rank 0 and all workers.
 
 Imported on demand: vLLM costs the trainer seconds.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -15,18 +16,18 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
 )
 
-from async_grpo.types import WeightsSnapshot, WorkerInfo
-from async_grpo.weight_sync.buckets import torch_dtype
-from async_grpo.weight_sync.links import OnFailure, Sender, WorkerClient, device_tensors
+from async_grpo.types import WeightsSnapshot
+from async_grpo.weight_sync.buckets import NamedTensors, torch_dtype
+from async_grpo.weight_sync.links import Members, OnFailure, Sender, WorkersClient
 from async_grpo.weight_sync.routes import check_group
 
 
-class SnapshotSource(WeightSource):
-    """A snapshot in host memory, as vLLM reads weights."""
+class GatheredSource(WeightSource):
+    """Parameters as the ranks gather them on their devices, as vLLM reads weights; only once."""
 
-    def __init__(self, snapshot: WeightsSnapshot, device: torch.device) -> None:
+    def __init__(self, snapshot: WeightsSnapshot, tensors: NamedTensors) -> None:
         self._snapshot = snapshot
-        self._device = device
+        self._tensors = tensors
 
     def metadata(self) -> list[ParamMeta]:
         return [
@@ -35,27 +36,37 @@ class SnapshotSource(WeightSource):
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return device_tensors(self._snapshot, self._device)
+        return iter(self._tensors)
 
 
 class NcclLink:
-    """The rendezvous is made with the first update and kept until the worker leaves."""
+    """The rendezvous is made with the first update and kept as long as the members stay."""
 
-    def __init__(self, client: WorkerClient, *, worker: WorkerInfo, sender: Sender) -> None:
-        self._client = client
-        self._num_receivers = len(worker.devices)
+    def __init__(self, members: Members, *, sender: Sender, packed: bool = True) -> None:
+        """`packed`: parameters travel many at a time, in two buffers of a GiB."""
+        self._client = WorkersClient(members)
         self._sender = sender
+        self._info = NCCLTrainerInitInfo(
+            master_address=sender.address,
+            master_port=0,
+            world_size=1 + sum(len(worker.devices) for worker in members),
+            packed=packed,
+            rank=0,
+        )
         self._engine: NCCLTrainerWeightTransferEngine | None = None
-        # Its own, so that a receiver that hangs holds up no other link. None: not a CUDA device.
-        on_cuda = sender.device.type == "cuda"
-        self._stream = torch.cuda.Stream(sender.device) if on_cuda else None
 
-    def send(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
-        """See `Link`; one parameter at a time travels, in the snapshot's order."""
+    def send(
+        self,
+        snapshot: WeightsSnapshot,
+        tensors: NamedTensors,
+        *,
+        deadline: float,
+        on_failure: OnFailure,
+    ) -> None:
+        """See `Link`; parameters travel in the snapshot's order."""
         self._client.prepare(snapshot, deadline=deadline, on_failure=on_failure)
-        device = self._sender.device
-        source = SnapshotSource(snapshot, device)
-        with torch.accelerator.device_index(device.index), torch.cuda.stream(self._stream):
+        source = GatheredSource(snapshot, tensors)
+        with torch.accelerator.device_index(self._sender.device.index):  # this is a thread
             if self._engine is None:
                 self._engine = self._rendezvous(source)
             self._engine.source = source
@@ -66,14 +77,8 @@ class NcclLink:
         if self._engine is not None:
             self._engine.shutdown()
 
-    def _rendezvous(self, source: SnapshotSource) -> NCCLTrainerWeightTransferEngine:
-        info = NCCLTrainerInitInfo(
-            master_address=self._sender.address,
-            master_port=_free_port(self._sender.address),
-            world_size=1 + self._num_receivers,
-            packed=False,  # packed chunks would share two streams among all links
-            rank=0,
-        )
+    def _rendezvous(self, source: WeightSource) -> NCCLTrainerWeightTransferEngine:
+        info = replace(self._info, master_port=_free_port(self._sender.address))
         engine = NCCLTrainerWeightTransferEngine.trainer_init(
             info, client=self._client, source=source
         )

@@ -26,7 +26,7 @@ from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import check_route
-from async_grpo.weight_sync.transport import open_transport
+from async_grpo.weight_sync.transport import open_sender
 
 pytestmark = [pytest.mark.gpu, pytest.mark.integration, pytest.mark.timeout(1800)]
 
@@ -51,7 +51,7 @@ class Stack:
         self.info = get(self.early.info.remote())
         torch.cuda.set_device(self.trainer_device())
         self.publisher = Publisher(dtype=torch.bfloat16, bucket_bytes=40_000)
-        self.transport = open_transport("nccl", self.publisher)
+        self.sender = open_sender("nccl")
 
     def trainer_device(self):
         ids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(device_count())]
@@ -74,7 +74,12 @@ class Stack:
         version = WeightsVersion(0, batches)
         model = self.models[version] = load_model(self.folder, noise_seed=batches + 1)
         snapshot = self.publisher.pack(model.named_parameters(), version=version)
-        reports = self.transport.announce(
+        tensors = (
+            (name, parameter.detach().to("cuda", torch.bfloat16))
+            for name, parameter in model.named_parameters()
+        )
+        self.sender.send(self.client, snapshot, tensors, timeout_s=TIMEOUT_S)
+        reports = self.publisher.announce(
             self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
         )
         assert not reports["generation"].failures

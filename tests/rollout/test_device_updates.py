@@ -4,6 +4,8 @@ Run here is everything but NCCL itself, for which `devices_on_cpu` stands:
 rendezvous, the four calls, loading into a paused model, the canary, acknowledgement, failures.
 """
 
+import dataclasses
+import inspect
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +24,8 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import WeightSyncError
 from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
-from async_grpo.weight_sync.device import DeviceTransport
-from async_grpo.weight_sync.links import Sender, WorkerClient
+from async_grpo.weight_sync.device import DeviceSender
+from async_grpo.weight_sync.links import Sender
 from async_grpo.weight_sync.publisher import Publisher
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -66,13 +68,12 @@ class Stack:
         self.folder, self.make_link = folder, NcclLink
         self.client = RegistryClient(ping_interval_s=0.5)
         self.publisher = Publisher(bucket_bytes=40_000)
-        self.transport = DeviceTransport(self.publisher, self.connect)
+        self.sender = DeviceSender(self.connect, check=lambda worker: None)
         self.models, self.snapshots = {}, {}
 
-    def connect(self, info, handle):
-        client = WorkerClient(handle, who=info.worker_id)
+    def connect(self, members):
         sender = Sender(torch.device("cpu"), "GPU-of-trainer", "127.0.0.1")
-        return self.make_link(client, worker=info, sender=sender)
+        return self.make_link(members, sender=sender, packed=False)  # which needs CUDA's streams
 
     def start(self, name):
         environment = worker_environment() | {"PYTHONPATH": HERE}
@@ -89,8 +90,10 @@ class Stack:
         return self.publisher.pack(model.named_parameters(), version=version)
 
     def announce(self, snapshot):
-        reports = self.transport.announce(
-            self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S
+        tensors = self.models[snapshot.version].named_parameters()
+        self.sender.send(self.client, snapshot, iter(tensors), timeout_s=TIMEOUT_S / 2)
+        reports = self.publisher.announce(
+            self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S / 2
         )
         return reports["generation"]
 
@@ -119,6 +122,21 @@ def stack(model_folder):
         local_ray(num_cpus=8, object_store_mib=200),
     ):
         yield Stack(model_folder, patch)
+
+
+def test_vllms_trainer_engine_takes_what_we_give_it():
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    fields = {
+        field.name: field.default for field in dataclasses.fields(nccl_engine.NCCLTrainerInitInfo)
+    }
+    assert fields["packed"] is True
+    assert {"master_address", "master_port", "world_size", "rank"} <= fields.keys()
+    parameters = inspect.signature(
+        nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init
+    ).parameters
+    assert list(parameters) == ["init_info", "client", "source"]
+    assert "rank_offset" in inspect.signature(nccl_engine.NCCLWeightTransferInitInfo).parameters
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +204,7 @@ def test_weights_that_are_not_newer_are_refused_to_whoever_sends_them(stack, wor
     stack.assert_serves(worker, WeightsVersion(0, 2))
 
 
-def test_a_late_joiner_serves_the_version_and_has_a_route_from_the_next_on(stack, worker):
+def test_a_late_joiner_serves_the_version_and_is_of_the_group_from_the_next_on(stack, worker):
     late = stack.start("late")
     stack.assert_serves(late, WeightsVersion(0, 2))
     report = stack.announce(stack.collect(4))

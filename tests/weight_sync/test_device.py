@@ -1,4 +1,4 @@
-"""Sending ahead of the object store: who is reached, who is not; nobody waits for others."""
+"""Sending ahead of the object store: who is reached, who is not; the ranks gather to the end."""
 
 import threading
 import time
@@ -6,85 +6,85 @@ import time
 import pytest
 
 from async_grpo import cluster
-from async_grpo.errors import ConfigError, WorkerError
-from async_grpo.roles import GENERATION, REFERENCE
+from async_grpo.errors import ConfigError, DeadlineError, ProcessLostError, WorkerError
+from async_grpo.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WeightsVersion, WorkerInfo
-from async_grpo.weight_sync.device import NUM_SENDERS, DeviceTransport
+from async_grpo.weight_sync.device import DeviceSender
 
 FIRST, SECOND = (WeightsSnapshot(WeightsVersion(0, batch), ()) for batch in (0, 1))
-TIMEOUT_S = 6.0
+TIMEOUT_S = 1.0
 
 
-class FakeRegistry:
-    def __init__(self, *names):
-        self.workers = [worker(name) for name in names]
+class FakeHandle:
+    def __init__(self, refusal=None):
+        self.refusal, self.asked = refusal, []
 
-    def receivers(self, role):
-        assert role == GENERATION
-        return tuple((info, f"handle of {info.worker_id}") for info in self.workers)
+    @property
+    def expect_weights(self):
+        return self
 
-
-class FakePublisher:
-    """The object store, which everybody is told of after the devices."""
-
-    def __init__(self):
-        self.announced = []
-
-    def announce(self, client, snapshot, *, roles, timeout_s):
-        self.announced.append((snapshot, timeout_s))
-        return {}
+    def remote(self, snapshot):
+        self.asked.append(snapshot)
+        return self.refusal
 
 
 class FakeLink:
     """Remembers what was sent; hangs until it is closed, or fails, when it was told to."""
 
-    def __init__(self, behaviour):
+    def __init__(self, members, behaviour):
+        self.members = [worker.worker_id for worker in members]
         self.behaviour = behaviour
         self.sent = []
-        self.sent_at = 0.0
         self.closed = threading.Event()
 
-    def send(self, snapshot, *, deadline, on_failure):
+    def send(self, snapshot, tensors, *, deadline, on_failure):
+        first = next(tensors)
         if self.behaviour == "fail":
-            raise WorkerError("out of memory")
+            raise RuntimeError("out of memory")
         if self.behaviour == "refuse":
-            on_failure(WorkerError("another model"))
+            on_failure(WorkerError("died"))
         if self.behaviour in ("hang", "refuse"):
             self.closed.wait(10)
-            raise RuntimeError("aborted")
-        self.sent.append(snapshot)
-        self.sent_at = time.monotonic()
+            next(tensors)
+        self.sent.append((snapshot, [first, *tensors]))
 
     def close(self):
         self.closed.set()
 
 
 class Bench:
-    """A transport between fakes; `links` in the order in which they were made."""
+    """A sender between fakes; `links` in the order in which they were made."""
 
-    def __init__(self, *names, **behaviours):
-        self.registry = FakeRegistry(*names)
-        self.publisher = FakePublisher()
-        self.behaviours = behaviours
-        self.links = []
-        self.transport = DeviceTransport(self.publisher, self.connect)
+    def __init__(self, **refusals):
+        self.handles = {name: FakeHandle(refusal) for name, refusal in refusals.items()}
+        self.workers = [worker(name) for name in refusals]
+        self.behaviour, self.links, self.gathered = "work", [], []
+        self.elsewhere = set()
+        self.sender = DeviceSender(self.connect, check=self.check)
 
-    def connect(self, info, handle):
-        assert handle == f"handle of {info.worker_id}"
-        behaviour = self.behaviours.get(info.worker_id, "work")
-        if behaviour == "elsewhere":
+    def receivers(self, role):
+        assert role == GENERATION
+        return tuple((info, self.handles[info.worker_id]) for info in self.workers)
+
+    def check(self, info):
+        if info.worker_id in self.elsewhere:
             raise ConfigError(f"worker {info.worker_id} has no device")
-        link = FakeLink(behaviour)
-        self.links.append((info.worker_id, link))
-        return link
 
-    def announce(self, snapshot, *, roles=(GENERATION,)):
+    def connect(self, members):
+        self.links.append(FakeLink(members, self.behaviour))
+        return self.links[-1]
+
+    def gather(self):
+        for index in range(5):
+            self.gathered.append(index)
+            yield f"w{index}", index
+
+    def send(self, snapshot):
+        self.gathered.clear()
         started = time.monotonic()
-        self.transport.announce(self.registry, snapshot, roles=roles, timeout_s=TIMEOUT_S)
+        self.sender.send(self, snapshot, self.gather(), timeout_s=TIMEOUT_S)
+        assert self.gathered == [0, 1, 2, 3, 4], "other ranks would wait for ever"
         return time.monotonic() - started
-
-    def link(self, name):
-        return [link for owner, link in self.links if owner == name]
 
 
 def worker(name, *, pid=1):
@@ -93,124 +93,78 @@ def worker(name, *, pid=1):
 
 @pytest.fixture(autouse=True)
 def calls_answer_at_once(monkeypatch):
-    monkeypatch.setattr(cluster, "wait", lambda call, *, timeout_s, who: call)
+    def wait(answer, *, timeout_s, who):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(cluster, "wait", wait)
 
 
-def test_everybody_is_sent_the_weights_and_then_told_of_them():
-    bench = Bench("a", "b")
+def test_one_link_leads_to_all_workers_and_is_used_again():
+    bench = Bench(a=None, b=None)
     for snapshot in (FIRST, SECOND):
-        bench.announce(snapshot)
-    assert [link.sent for _, link in bench.links] == [[FIRST, SECOND]] * 2
-    assert [snapshot for snapshot, _ in bench.publisher.announced] == [FIRST, SECOND]
+        bench.send(snapshot)
+    (link,) = bench.links
+    assert link.members == ["a", "b"]
+    assert [snapshot for snapshot, _ in link.sent] == [FIRST, SECOND]
+    assert [len(tensors) for _, tensors in link.sent] == [5, 5]
 
 
-def test_a_worker_that_hangs_holds_up_no_other():
-    bench = Bench("a", "b", "c", b="hang")
-    started = time.monotonic()
-    seconds = bench.announce(FIRST)
-    for name in "ac":
-        (link,) = bench.link(name)
-        assert link.sent == [FIRST] and link.sent_at - started < TIMEOUT_S / 4
-    assert bench.link("b")[0].closed.is_set()
-    assert TIMEOUT_S / 2 <= seconds < TIMEOUT_S * 3 / 4
-    ((_, left_s),) = bench.publisher.announced
-    assert TIMEOUT_S / 4 < left_s <= TIMEOUT_S / 2
+@pytest.mark.parametrize("refusal", [WorkerError("another model"), DeadlineError("no answer")])
+def test_whoever_refuses_or_does_not_answer_is_left_out_before_anything_stands_still(refusal):
+    bench = Bench(a=refusal, b=None)
+    bench.send(FIRST)
+    assert [link.members for link in bench.links] == [["b"]]
+    bench.handles["a"].refusal = None
+    bench.send(SECOND)
+    assert [link.members for link in bench.links] == [["b"], ["a", "b"]]
+    assert bench.links[0].closed.is_set() and not bench.links[1].closed.is_set()
 
 
-def test_a_link_that_failed_is_made_anew_and_no_other_is():
-    bench = Bench("a", "b", a="fail")
-    assert bench.announce(FIRST) < TIMEOUT_S / 4
-    bench.behaviours = {}
-    bench.announce(SECOND)
-    failed, again = bench.link("a")
-    assert failed.closed.is_set() and not again.closed.is_set()
-    assert again.sent == [SECOND]
-    assert [link.sent for link in bench.link("b")] == [[FIRST, SECOND]]
-    assert len(bench.publisher.announced) == 2, "nobody may miss an announcement for it"
+def test_a_link_is_made_anew_when_somebody_joins_leaves_or_comes_back():
+    bench = Bench(a=None, b=None)
+    bench.send(FIRST)
+    del bench.workers[0]
+    bench.send(SECOND)
+    bench.workers.append(worker("a", pid=2))
+    bench.send(SECOND)
+    bench.workers[1] = worker("a", pid=3)
+    bench.send(SECOND)
+    assert [link.members for link in bench.links] == [["a", "b"], ["b"], ["b", "a"], ["b", "a"]]
+    assert [link.closed.is_set() for link in bench.links] == [True, True, True, False]
 
 
-def test_a_refusal_ends_the_wait_though_the_sender_still_hangs():
-    bench = Bench("a", "b", a="refuse")
-    assert bench.announce(FIRST) < TIMEOUT_S / 4
-    assert bench.link("a")[0].closed.wait(1)
-    assert bench.link("b")[0].sent == [FIRST]
+@pytest.mark.parametrize("behaviour", ["fail", "refuse", "hang"])
+def test_a_transfer_that_fails_is_aborted_and_ends_no_run(behaviour, caplog):
+    bench = Bench(a=None)
+    bench.behaviour = behaviour
+    seconds = bench.send(FIRST)
+    assert bench.links[0].closed.is_set() and bench.links[0].sent == []
+    if behaviour == "hang":
+        assert TIMEOUT_S * 0.9 <= seconds < 2 * TIMEOUT_S
+        assert "its time is over" in caplog.text
+    else:
+        assert seconds < TIMEOUT_S / 2
+    bench.behaviour = "work"
+    bench.send(SECOND)
+    assert [snapshot for snapshot, _ in bench.links[1].sent] == [SECOND]
 
 
-def test_the_link_of_a_worker_that_left_is_closed():
-    bench = Bench("a", "b")
-    bench.announce(FIRST)
-    del bench.registry.workers[0]
-    bench.announce(SECOND)
-    assert bench.link("a")[0].closed.is_set() and bench.link("a")[0].sent == [FIRST]
-    assert not bench.link("b")[0].closed.is_set()
-
-
-def test_a_worker_that_came_back_under_its_name_gets_its_own_link():
-    bench = Bench("a")
-    bench.announce(FIRST)
-    bench.registry.workers = [worker("a", pid=2)]
-    bench.announce(SECOND)
-    assert [link.sent for link in bench.link("a")] == [[FIRST], [SECOND]]
-
-
-def test_a_late_joiner_without_a_device_is_left_to_the_object_store(caplog):
-    bench = Bench("a", b="elsewhere")
-    bench.announce(FIRST)
-    bench.registry.workers.append(worker("b"))
+def test_a_worker_without_a_device_is_told_of_once_and_left_to_the_object_store(caplog):
+    bench = Bench(a=None, b=None)
+    bench.elsewhere = {"b"}
     for _ in range(3):
-        bench.announce(SECOND)
-    assert bench.link("a")[0].sent == [FIRST, SECOND, SECOND, SECOND]
-    assert len(bench.publisher.announced) == 4
+        bench.send(FIRST)
+    assert [link.members for link in bench.links] == [["a"]]
+    assert bench.handles["b"].asked == []
     assert caplog.text.count("worker b has no device") == 1
 
 
-def test_senders_that_hang_for_ever_leave_room_for_the_next_update():
-    names = [f"w{index}" for index in range(NUM_SENDERS)]
-    bench = Bench(*names, **dict.fromkeys(names, "refuse"))
-    for link in (bench.connect(*receiver) for receiver in bench.registry.receivers(GENERATION)):
-        link.close = lambda: None  # not even an abort frees these threads
-        bench.transport._links[bench.registry.workers[len(bench.transport._links)]] = link
-    bench.announce(FIRST)
-    bench.behaviours = {}
-    assert bench.announce(SECOND) < TIMEOUT_S / 4
-    assert all(bench.link(name)[-1].sent == [SECOND] for name in names)
-    for _, link in bench.links:
-        link.closed.set()
-
-
-def test_weights_that_only_have_a_new_name_are_not_sent():
-    bench = Bench("a")
-    bench.announce(FIRST)
-    bench.announce(FIRST.renamed(SECOND.version))
-    assert bench.link("a")[0].sent == [FIRST]
-    assert bench.publisher.announced[1][0].version == SECOND.version
-
-
-def test_the_reference_role_is_told_and_not_sent():
+def test_nobody_to_send_to_and_a_lost_controller_end_no_run(caplog):
     bench = Bench()
-    bench.announce(FIRST, roles=(REFERENCE,))
-    assert bench.links == [] and len(bench.publisher.announced) == 1
-
-
-def test_a_device_holds_the_tensors_of_few_senders_at_a_time():
-    names = [f"w{index}" for index in range(3 * NUM_SENDERS)]
-    bench = Bench(*names)
-    lock, at_once, highest = threading.Lock(), 0, 0
-
-    def send(self, snapshot, *, deadline, on_failure):
-        nonlocal at_once, highest
-        with lock:
-            at_once += 1
-            highest = max(highest, at_once)
-        time.sleep(0.02)
-        with lock:
-            at_once -= 1
-        self.sent.append(snapshot)
-
-    for info, handle in bench.registry.receivers(GENERATION):
-        link = bench.connect(info, handle)
-        link.send = send.__get__(link)
-        bench.transport._links[info] = link
-    bench.announce(FIRST)
-    assert highest == NUM_SENDERS
-    assert all(link.sent == [FIRST] for _, link in bench.links)
+    bench.send(FIRST)
+    assert bench.links == []
+    bench.receivers = lambda role: ProcessLostError("the controller died")
+    bench.send(SECOND)
+    assert "take the object store alone: the controller died" in caplog.text

@@ -1,4 +1,4 @@
-"""The trainer's calls to one worker: their order is vLLM's, and each has the update's deadline."""
+"""The trainer's calls to all workers: their order is vLLM's, and they have one deadline."""
 
 import time
 from types import SimpleNamespace
@@ -9,11 +9,12 @@ import torch
 
 from async_grpo import cluster
 from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
-from async_grpo.types import WeightsVersion
+from async_grpo.types import WeightsVersion, WorkerInfo
 from async_grpo.weight_sync.buckets import pack
 from async_grpo.weight_sync.layout import tensor_bytes
-from async_grpo.weight_sync.links import WorkerClient, device_tensors
+from async_grpo.weight_sync.links import WorkersClient, device_tensors
 
+PENDING = object()
 NAMED = [(f"w{i}", torch.full((i + 1, 700), float(i))) for i in range(9)]
 
 
@@ -36,72 +37,75 @@ class FakeHandle:
         return SimpleNamespace(remote=remote)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    """(seconds, who) of each wait; an answer that is an error is raised."""
+    """Who was waited for; an answer that is an error is raised, one that is PENDING never comes."""
     seen = []
 
     def wait(call, *, timeout_s, who):
-        seen.append((timeout_s, who))
+        seen.append(who)
         if isinstance(call, Exception):
             raise call
         return call
 
     monkeypatch.setattr(cluster, "wait", wait)
+    monkeypatch.setattr(cluster, "is_ready", lambda call: call is not PENDING)
     return seen
 
 
-def client_of(handle, snapshot, *, timeout_s=10.0):
-    failures = []
-    client = WorkerClient(handle, who="generation worker w")
+def worker(name, num_devices):
+    devices = tuple(f"GPU-{name}{i}" for i in range(num_devices))
+    return WorkerInfo(name, "generation", "n", 1, "m", 128, 8.0, 0.0, 512, devices=devices)
+
+
+def client_of(*handles, timeout_s=10.0):
+    failures, snapshot = [], snapshot_of(NAMED, 3)
+    members = {worker(f"w{i}", 2): handle for i, handle in enumerate(handles)}
+    client = WorkersClient(members)
     deadline = time.monotonic() + timeout_s
     client.prepare(snapshot, deadline=deadline, on_failure=failures.append)
-    return client, failures
+    return client, failures, snapshot
 
 
-def test_vllms_four_calls_reach_the_worker_with_what_they_bring(waits):
-    handle, snapshot = FakeHandle(), snapshot_of(NAMED, 3)
-    client, failures = client_of(handle, snapshot)
-    client.init_weight_transfer_engine({"world_size": 2})
+def test_vllms_four_calls_reach_all_workers_each_with_ranks_of_its_own(waits):
+    handles = [FakeHandle(), FakeHandle()]
+    client, failures, snapshot = client_of(*handles)
+    client.init_weight_transfer_engine({"world_size": 5, "rank_offset": 1})
     client.start_weight_update()
     client.update_weights({"names": ["w0"]})
     client.finish_weight_update()
-    opened, expected, received = handle.calls
-    assert opened[:2] == ("open_route", {"world_size": 2})
-    assert expected == ("expect_weights", snapshot)
-    assert received[:3] == ("receive_weights", snapshot, {"names": ["w0"]})
-    assert 5 < received[3] <= opened[2] <= 10, "the worker keeps the same deadline"
-    assert not failures and {who for _, who in waits} == {"generation worker w"}
+    for handle, offset in zip(handles, (1, 3), strict=True):
+        opened, received = handle.calls
+        assert opened[:2] == ("open_route", {"world_size": 5, "rank_offset": offset})
+        assert received[:3] == ("receive_weights", snapshot, {"names": ["w0"]})
+        assert 5 < received[3] <= opened[2] <= 10, "the workers keep the same deadline"
+    assert not failures
+    assert waits == ["generation worker w0", "generation worker w1"] * 2
 
 
-def test_an_update_has_one_deadline_and_not_one_a_call(waits):
-    client, _ = client_of(FakeHandle(), snapshot_of(NAMED, 0), timeout_s=0.2)
-    client.init_weight_transfer_engine({})
-    time.sleep(0.1)
-    client.start_weight_update()
-    time.sleep(0.15)
-    client.update_weights({})
-    first, second, third = (seconds for seconds, _ in waits)
-    assert first <= 0.2 and second <= first - 0.1 and third == 0
-
-
-@pytest.mark.parametrize("error", [WeightSyncError("another model"), WorkerError("died")])
-def test_a_failure_is_told_at_once_and_raised(waits, error):
-    client, failures = client_of(FakeHandle(receive_weights=error), snapshot_of(NAMED, 0))
-    client.start_weight_update()
-    with pytest.raises(type(error)):
+def test_an_update_has_one_deadline_and_who_misses_it_is_named():
+    client, failures, _ = client_of(
+        FakeHandle(), FakeHandle(receive_weights=PENDING), timeout_s=0.2
+    )
+    client.init_weight_transfer_engine({"rank_offset": 1})
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match="from worker w1"):
         client.update_weights({})
-    assert failures == [error]
-
-
-def test_a_worker_that_does_not_answer_is_a_failure_too(waits):
-    client, failures = client_of(FakeHandle(open_route=DeadlineError("w")), snapshot_of(NAMED, 0))
-    with pytest.raises(DeadlineError):
-        client.init_weight_transfer_engine({})
+    assert time.monotonic() - started < 1
     assert len(failures) == 1
 
 
-def test_the_parameters_of_a_snapshot_are_those_that_were_gathered(waits):
+@pytest.mark.parametrize("error", [WeightSyncError("another model"), WorkerError("died")])
+def test_a_failure_is_told_at_once_and_raised_though_others_go_on(error):
+    first, second = FakeHandle(receive_weights=PENDING), FakeHandle(receive_weights=error)
+    client, failures, _ = client_of(first, second)
+    started = time.monotonic()
+    with pytest.raises(type(error)):
+        client.update_weights({})
+    assert failures == [error] and time.monotonic() - started < 1
+
+
+def test_the_parameters_of_a_snapshot_are_those_that_were_gathered():
     snapshot = snapshot_of(NAMED, 0)
     assert len(snapshot.buckets) > 2
     sent = list(device_tensors(snapshot, torch.device("cpu")))
@@ -110,7 +114,7 @@ def test_the_parameters_of_a_snapshot_are_those_that_were_gathered(waits):
         assert torch.equal(tensor, original)
 
 
-def test_damaged_bytes_are_not_sent(waits):
+def test_damaged_bytes_are_not_sent():
     snapshot = snapshot_of(NAMED, 0)
     snapshot.buckets[1].data[5] ^= np.uint8(1)
     sent = []
