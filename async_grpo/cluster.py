@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 import re
 import signal
 import threading
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Exported = tuple[Any, ...]  # of an object reference: bytes and texts
 Places = tuple[tuple[str, int], ...]  # host and port of each
 
 CONTROLLER = "controller"
@@ -259,7 +259,7 @@ def put_bytes(data: NDArray[np.uint8]) -> Any:
         ) from error
 
 
-def export_reference(reference: Any) -> bytes:
+def export_reference(reference: Any) -> Exported:
     """A reference for another process, which `import_reference` turns into one again.
 
     Unlike one that travels in a call it keeps nothing alive: the bytes end with the reference of
@@ -269,14 +269,14 @@ def export_reference(reference: Any) -> bytes:
 
     _, owner, status = global_worker.core_worker.serialize_object_ref(reference)
     parts = (reference.binary(), reference.call_site(), owner, status)
-    return pickle.dumps((*parts, reference.tensor_transport()))
+    return *parts, reference.tensor_transport()
 
 
-def import_reference(exported: bytes) -> Any:
+def import_reference(exported: Exported) -> Any:
     """The inverse of `export_reference`."""
     from ray._private.serialization import _object_ref_deserializer
 
-    return _object_ref_deserializer(*pickle.loads(exported))
+    return _object_ref_deserializer(*exported)
 
 
 async def fetch_bytes(

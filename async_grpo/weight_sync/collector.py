@@ -33,7 +33,7 @@ class _Stored(NamedTuple):
     """A bucket in the object store, as its rank tells the others of it."""
 
     bucket: int
-    reference: bytes
+    reference: cluster.Exported
     size_bytes: int
     checksum: int
 

@@ -72,7 +72,7 @@ def all_of_it(rank, *, mesh_shape, tied):
     options = {"device": CPU, "dtype": torch.bfloat16, "bucket_bytes": BUCKET_BYTES}
     collector = Collector(Shards.of(policy), **options)
     snapshot = collect(collector, policy, 1)
-    expected = {n: p.full_tensor().detach() for n, p in hf_named_parameters(policy)}
+    expected = {n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)}
     first = dict(store.held), snapshot
     store.fails = rank == dist.get_world_size() - 1
     refused = attempt(lambda: collect(collector, policy, 2))
