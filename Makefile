@@ -1,14 +1,16 @@
 # Every target makes or updates .venv first, which takes no time when it is current.
 SHELL := /bin/bash
 BIN := .venv/bin
+# Tests run on CPUs. Where there are devices they have an environment of their own for that.
+TEST_VENV := $(if $(and $(wildcard /dev/nvidia0),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
 # Modules are searched for doctests too. Three files at a time, on two cores: a cluster that starts
 # is mostly waiting. In the order of tests/conftest.py, not by the number of a file's tests.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+PYTEST := $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
 	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev quickstart test test-fast test-all test-original lint types imports benchmarks guard
+.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original lint types imports benchmarks guard
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,26 +21,33 @@ setup: ## .venv with everything that a run needs (PYTHON=..., DEVICE=cpu|gpu)
 dev: ## .venv with the tools of tests and lint too
 	@PYTHON="$(PYTHON)" DEVICE="$(DEVICE)" tools/setup_env.sh dev
 
+dev-tests: # what the tests run in
+	@VENV=$(TEST_VENV) PYTHON="$(PYTHON)" DEVICE="$(if $(filter %-cpu,$(TEST_VENV)),cpu,$(DEVICE))" \
+		tools/setup_env.sh dev
+
 quickstart: setup ## watch a tiny model learn arithmetic puzzles (ARGS="--seed 1")
 	@$(BIN)/async-grpo quickstart $(ARGS)
 
 # Tests never ask a model hub, and share the cores: a thread each is fastest.
 test test-fast test-original test-all: export HF_HUB_OFFLINE = 1
 test test-fast test-original test-all: export OMP_NUM_THREADS = 1
+ifeq ($(TEST_VENV),.venv-cpu)
+test test-fast test-original test-all: export CUDA_VISIBLE_DEVICES =
+endif
 # Hundreds of processes import the package: each would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: dev ## all tests but those that are slow or need a GPU
+test: dev-tests ## all tests but those that are slow or need a GPU
 	$(PYTEST) -m "not gpu and not slow"
 
-test-fast: dev ## tests that start no Ray, vLLM or second process
+test-fast: dev-tests ## tests that start no Ray, vLLM or second process
 	$(PYTEST) -m "not gpu and not integration and not slow"
 
-test-original: dev ## the command blocks of the original async-grpo's README, as they stand
-	$(BIN)/python -m pytest tests/integration/test_original_readme.py
+test-original: dev-tests ## the command blocks of the original async-grpo's README, as they stand
+	$(TEST_VENV)/bin/python -m pytest tests/integration/test_original_readme.py
 
 test-all: export PROOFS = full
-test-all: dev ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates
+test-all: dev-tests ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates
 	$(PYTEST) -o timeout=3600
 
 lint: dev ## style and format

@@ -38,17 +38,19 @@ CONTROLLER = "controller"
 
 
 def connect(address: str, *, namespace: str) -> None:
-    """Join a running cluster as a driver.
+    """Join a running cluster as a driver, unless this process has.
 
     Raises `ClusterError` within seconds when there is none, or when it refuses this machine.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # An answer that nobody waits for any more may be an error, as when the run has ended.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    found = find_head(address)
     import ray
     from ray.exceptions import RayError
 
+    if ray.is_initialized():
+        return
+    found = find_head(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -137,6 +139,27 @@ def free_here() -> dict[str, float]:
 
     node = ray.get_runtime_context().get_node_id()
     return dict(available_resources_per_node().get(node, {}))
+
+
+def holders_here(resource: str) -> str:
+    """The actors that have some of a resource of this node; empty when none has.
+
+    Such as "LogprobWorker (process 7, GPU 0)".
+    """
+    import ray
+    from ray._private.state import state
+    from ray.core.generated.gcs_pb2 import ActorTableData
+
+    here = bytes.fromhex(ray.get_runtime_context().get_node_id())
+    found = []
+    for row in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+        actor = ActorTableData.FromString(row)
+        if actor.node_id == here and actor.required_resources.get(resource):
+            ids = [each.index for m in actor.resource_mapping for each in m.resource_ids
+                   if m.name == resource]  # fmt: skip
+            number = f", {resource} {', '.join(map(str, ids))}" if ids else ""
+            found.append(f"{actor.class_name} (process {actor.pid}{number})")
+    return ", ".join(sorted(found))
 
 
 def object_store_bytes() -> int:

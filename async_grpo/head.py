@@ -31,6 +31,7 @@ def private_cluster(folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "GLOO_SOCKET_IFNAME": "lo",  # engines' and trainers' groups
+        "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
         # Ray's default on other systems than Linux, whose name it has.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -4,11 +4,12 @@
 # A stamp in .venv holds the hash of what was installed. It is removed before anything changes and
 # written last, so an interrupted installation is repeated, not trusted.
 # PYTHON names the interpreter (default: the first of python3, python3.11 ... that is new enough),
-# DEVICE=cpu or DEVICE=gpu overrides the choice of the set.
+# DEVICE=cpu or DEVICE=gpu overrides the choice of the set, VENV the folder (.venv).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv="$PWD/.venv"
+venv="${VENV:-.venv}"
+[[ "$venv" = /* ]] || venv="$PWD/$venv"
 log="$venv/setup.log"
 export PIP_NO_INPUT=1 PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -46,6 +47,28 @@ find_device() {
     fi
 }
 
+check_gpu() { # what the builds for devices need: async_grpo/devices/checks.py asks again at start
+    local driver include glibc
+    [ "$(uname -m)" = x86_64 ] || fail "requirements/gpu.txt is for x86_64, this is $(uname -m)" \
+        "see docs/cluster.md"
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | awk '{print $2}')
+    if [ -n "$glibc" ] && [ "$(printf '2.31\n%s\n' "$glibc" | sort -V | head -n 1)" != 2.31 ]; then
+        fail "glibc 2.31 or newer is needed, this is $glibc" "use a container, as docs/cluster.md has it"
+    fi
+    if [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; then
+        driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | head -n 1) || true
+        [[ "$driver" =~ ^[0-9]+\. ]] || fail "nvidia-smi does not tell the driver's version ($driver)" \
+            "mend the driver, or install for the CPU: DEVICE=cpu make setup"
+        [ "${driver%%.*}" -ge 580 ] || fail "CUDA 13 needs the NVIDIA driver 580 or newer, this is $driver" \
+            "update it, or install for the CPU: DEVICE=cpu make setup"
+    fi
+    include=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')
+    [ -e "$include/Python.h" ] || fail "Triton compiles against $include/Python.h, which is not there" \
+        "install the headers of $python (Debian and Ubuntu: python3-dev) and repeat"
+    command -v "${CC:-cc}" >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || fail "Triton needs a C compiler, there is no ${CC:-cc}" \
+        "install gcc, or name one: make setup CC=/path/to/cc"
+}
+
 create_venv() {
     # A copied or moved folder would still run the scripts of the old place.
     if [ -e "$venv" ] && ! { [ -x "$venv/bin/python" ] && is_new_enough "$venv/bin/python" \
@@ -68,7 +91,7 @@ remedy() {
     elif grep -qE 'NewConnectionError|NameResolutionError|timed out|ProxyError|SSLError' "$log"; then
         echo "the package index cannot be reached; check the network or pip's proxy settings and repeat"
     else
-        echo "see .venv/setup.log, then repeat"
+        echo "see $log, then repeat"
     fi
 }
 
@@ -109,6 +132,7 @@ exec 9<requirements/base.txt
 flock 9 2>/dev/null || true # two makes at once: the second waits, then finds nothing to do
 device=$(find_device)
 python=$(find_python)
+[ "$device" = cpu ] || [ -e "$venv/setup.stamp" ] || check_gpu # before anything is made
 create_venv
 ensure setup.stamp install_run
 if [ "${1:-}" = dev ]; then

@@ -29,7 +29,7 @@ import click
 from async_grpo import deadlines, head
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import Interrupted, interrupt_once, where_to_go_on
-from async_grpo.cli.local_plan import plan_here
+from async_grpo.cli.local_plan import LocalPlan, described, devices_in, plan_here
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.plot import plot
 from async_grpo.cli.processes import Process, free_port
@@ -60,6 +60,7 @@ class LocalRun:
     num_cpus: int
     ray_address: str  # empty: a head of its own
     num_ranks: int
+    plan_for: tuple[int, ...] = ()  # machines of so many devices: say it, and start nothing
     num_devices: int = 0  # that its own head counts
     placement: str = ""  # who gets which device, in a sentence
 
@@ -83,6 +84,12 @@ class LocalRun:
     "--prepare", default="", help="what to run first, to make the data; && between several"
 )
 @click.option("--num-cpus", default=0, help="CPUs that Ray counts; 0: this machine's")
+@click.option(
+    "--plan-for",
+    default="",
+    metavar="8,8",
+    help="say who would get which device of machines with so many, and start nothing",
+)
 @click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
 @command_boundary()
 def launch(**options: Any) -> None:
@@ -97,7 +104,13 @@ def launch(**options: Any) -> None:
 
 
 def planned(
-    *, config: str, train_options: Sequence[str], prepare: str, num_cpus: int, ray_address: str
+    *,
+    config: str,
+    train_options: Sequence[str],
+    prepare: str,
+    num_cpus: int,
+    ray_address: str,
+    plan_for: str,
 ) -> LocalRun:
     """The run of a file, from the options of `launch`; raises what its commands would refuse."""
     shared, tables = read_tables(config)
@@ -127,6 +140,7 @@ def planned(
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each, _ in workers)),
         ray_address=ray_address,
         num_ranks=context.params["nproc_per_node"],
+        plan_for=devices_in(plan_for) if plan_for else (),
     )
 
 
@@ -137,18 +151,20 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
     """
     if run.ray_address:
         return run
-    found = plan_here(
-        [len(inventory.devices)], [config for config, _ in run.workers], run.train,
-        num_ranks=run.num_ranks,
-    )  # fmt: skip
+    found = _plan(run, [len(inventory.devices)])
     workers = zip(run.workers, found.worker_options, strict=True)
     return replace(
         run,
         workers=tuple((config, (*options, *added)) for (config, options), added in workers),
         train_options=(*run.train_options, *found.train_options),
         num_devices=found.num_devices,
-        placement=f"{inventory} here; {found.sentence}" if found.num_devices else found.sentence,
+        placement=f"{inventory} here; {found.plan.sentence}",
     )
+
+
+def _plan(run: LocalRun, nodes: Sequence[int]) -> LocalPlan:
+    workers = [config for config, _ in run.workers]
+    return plan_here(nodes, workers, run.train, num_ranks=run.num_ranks)
 
 
 def _check_environments(config: TrainConfig) -> None:
@@ -181,6 +197,9 @@ def _commands(text: str) -> Iterator[tuple[str, ...]]:
 
 def run_here(run: LocalRun) -> None:
     """Carry the run out; exits with the trainer's code where that is not 0."""
+    if run.plan_for:
+        click.echo(described(_plan(run, run.plan_for).plan))
+        return
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
     run = placed(run, usable_devices())

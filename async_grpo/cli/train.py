@@ -29,6 +29,8 @@ from async_grpo.cli.torchrun import (
 )
 from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
+from async_grpo.devices.environment import prepare_for_devices
+from async_grpo.devices.reservation import rank_device
 from async_grpo.imports import without_collection
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once
@@ -75,6 +77,7 @@ def main(*, nproc_per_node: int, **_: Any) -> None:
     _check_started(nproc_per_node)
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    prepare_for_devices(os.environ)
     keep_to_loopback(os.environ)
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(
@@ -129,12 +132,22 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     config = resolved(config)
     if is_main_rank():
         check_at_once(config)
+    from async_grpo.algorithms.find import find_algorithm
+
     with without_collection():
         from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all needing torch
 
     timeout_s = config.stall_timeout_s + config.worker_timeout_s + deadlines.GROUP_SLACK_S
+    share = config.gpus_per_rank
     try:
-        _train(config, Ranks.start(timeout_s=timeout_s), stop=stop)
+        with rank_device(
+            asks_ray=not find_algorithm(config).learns_from_pairs,
+            address=config.ray_address,
+            namespace=config.namespace,
+            share=share,
+        ) as device:
+            ranks = Ranks.start(timeout_s=timeout_s, device_index=device, memory_share=share)
+            _train(config, ranks, stop=stop)
     except RuntimeError as error:
         if (lost := as_rank_loss(error)) is None:
             raise

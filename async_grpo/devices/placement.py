@@ -1,7 +1,8 @@
 """Who gets which device: from what machines have and what a run asks for. Pure.
 
-Demands are tried from the best to the least: a device for everybody; fewer trainer ranks, which
-changes no gradient; workers that share devices by fractions; one device that all share.
+Demands are tried from the best to the least: a device for everybody; fewer ranks and workers, of
+whom the run's result does not depend; workers that share devices by fractions; one device that all
+share.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ class Plan:
     """Where everybody works, and how it came to that."""
 
     seats: tuple[Seat, ...]
-    num_ranks: int
-    shares: tuple[float, ...]  # of a rank, then of a worker of each demand
+    placed: tuple[Demand, ...]  # the ranks, then the workers: so many of each, with such shares
     sentence: str
 
 
@@ -57,22 +57,25 @@ def plan(nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand]) -> P
     if not sum(nodes):
         seats = [Seat(f"{each.who} {i}", 0, (), 1.0) for each in demands for i in range(each.count)]
         words = "no NVIDIA device: everything runs on the CPUs"
-        return Plan(tuple(seats), ranks.count, tuple(each.share for each in demands), words)
+        return Plan(tuple(seats), demands, words)
     for wanted in _from_best_to_least(nodes, ranks, workers):
         seats_found = _place(nodes, wanted)
         if seats_found is not None:
-            words = _in_words(nodes, wanted, num_wanted=ranks.count)
-            shares = tuple(each.share for each in wanted)
-            return Plan(tuple(seats_found), wanted[0].count, shares, words)
+            return Plan(tuple(seats_found), wanted, _in_words(nodes, wanted, asked=demands))
     raise _refusal(nodes, ranks, workers)
 
 
 def _from_best_to_least(
     nodes: Sequence[int], ranks: Demand, workers: Sequence[Demand]
 ) -> Iterator[tuple[Demand, ...]]:
-    for count in range(ranks.count, 0, -1):
-        yield (replace(ranks, count=count), *workers)
-    one = replace(ranks, count=1)
+    wanted = [ranks, *workers]
+    yield tuple(wanted)
+    while most := max(wanted, key=lambda each: (each.count > 1) * each.count * each.devices):
+        if most.count <= 1:
+            break
+        wanted[wanted.index(most)] = replace(most, count=most.count - 1)
+        yield tuple(wanted)
+    one, workers = wanted[0], wanted[1:]
     sharers = [each for each in workers if each.devices == 1 and each.share == 1]
     num_sharers = sum(each.count for each in sharers)
     whole = sum(each.count * each.devices for each in workers if each not in sharers)
@@ -139,7 +142,7 @@ def _room(
     return None
 
 
-def _in_words(nodes: Sequence[int], demands: Sequence[Demand], *, num_wanted: int) -> str:
+def _in_words(nodes: Sequence[int], demands: Sequence[Demand], *, asked: Sequence[Demand]) -> str:
     parts = []
     for each in demands:
         if not each.count:
@@ -150,8 +153,10 @@ def _in_words(nodes: Sequence[int], demands: Sequence[Demand], *, num_wanted: in
         else:
             noun = "a device" if each.devices == 1 else f"{each.devices} devices"
             parts.append(f"{each.count} {name} with {noun}{' each' if each.count > 1 else ''}")
-    fewer = f" ({num_wanted} ranks were asked for)" if demands[0].count < num_wanted else ""
-    return f"{_words_of(nodes)}: {', '.join(parts)}{fewer}"
+    pairs = zip(demands, asked, strict=True)
+    fewer = [f"{old.count} {old.who}s" for new, old in pairs if new.count < old.count]
+    missing = f" ({' and '.join(fewer)} were asked for)" if fewer else ""
+    return f"{_words_of(nodes)}: {', '.join(parts)}{missing}"
 
 
 def _words_of(nodes: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -13,6 +14,7 @@ import ray
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.checks import usable_devices
+from async_grpo.devices.environment import forwarded
 from async_grpo.errors import ConfigError
 from async_grpo.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 
@@ -54,19 +56,17 @@ def worker_kinds(config: WorkerConfig) -> tuple[WorkerKind, ...]:
 def _devices_taken(config: WorkerConfig) -> float:
     """By one worker, as Ray counts them; none on a node without.
 
-    Raises `ConfigError` where Ray counts none of this node's, and a worker would take one unseen.
+    Raises `ConfigError` for what a machine with devices lacks, and where Ray counts none of them: a
+    worker would take one unseen.
     """
-    if not config.num_devices:
+    if not config.num_devices or not (here := usable_devices()).devices:
         return 0.0
-    if cluster.resources_here().get("GPU", 0.0) > 0:
-        return config.num_devices * config.gpus_per_worker
-    here = usable_devices()
-    if here.devices:
+    if not cluster.resources_here().get("GPU"):
         raise ConfigError(
             f"workers take devices that Ray counts, and of the {here} of this node it counts none: "
             "start Ray here with --num-gpus, or the workers on another node"
         )
-    return 0.0
+    return config.num_devices * config.gpus_per_worker
 
 
 def _verifier_pool(config: WorkerConfig) -> WorkerKind:
@@ -109,8 +109,8 @@ def _start_generation_worker(
     from async_grpo.rollout.worker import GenerationWorker, worker_environment
 
     kind = JudgeWorker if config.mode == JUDGE else GenerationWorker
-    environment = {"env_vars": worker_environment(on_cpu=not taken["GPU"])}
-    return _actor(kind, taken, runtime_env=environment).remote(
+    variables = worker_environment(on_cpu=not taken["GPU"]) | forwarded(os.environ)
+    return _actor(kind, taken, variables=variables).remote(
         replace(config, model_path=os.path.abspath(config.model_path)), worker_id=worker_id
     )
 
@@ -143,7 +143,8 @@ def _start_logprob_worker(
 ) -> WorkerHandle:
     from async_grpo.scoring.worker import LogprobWorker
 
-    return _actor(LogprobWorker, taken).remote(
+    variables = forwarded(os.environ) if taken["GPU"] else {}
+    return _actor(LogprobWorker, taken, variables=variables).remote(
         os.path.abspath(config.model_path),
         role=config.role,
         worker_id=worker_id,
@@ -160,13 +161,14 @@ def _actor(
     taken: Mapping[str, float],
     *,
     max_concurrency: int = 1000,
-    **options: Any,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
+    """Of this node, with these variables beside those of `ray start`."""
     return ray.remote(actor_class).options(
         num_cpus=taken.get("CPU", 0.0),
         num_gpus=taken.get("GPU", 0.0),
         max_concurrency=max_concurrency,
         enable_task_events=False,
         scheduling_strategy=cluster.on_this_node(),
-        **options,
+        runtime_env={"env_vars": dict(variables)} if variables else None,
     )

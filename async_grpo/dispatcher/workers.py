@@ -187,7 +187,13 @@ class Workers:
                 raise (ConfigError if too_small else ClusterError)(
                     f"{self._config.num_workers} {self._config.role} worker(s) need "
                     f"{needed[what]:g} {what} of Ray on this node, {free.get(what, 0.0):g} of "
-                    f"{whole.get(what, 0.0):g} are free: stop other workers, "
+                    f"{whole.get(what, 0.0):g} are free{_held(what)}: stop other workers, "
                     f"or start Ray with a larger --num-{what.lower()}s"
                 )
             time.sleep(POLL_INTERVAL_S)
+
+
+def _held(what: str) -> str:
+    """Who has the devices of this node: a trainer's ranks hold theirs too."""
+    holders = cluster.holders_here(what) if what == "GPU" else ""
+    return f", held by {holders}" if holders else ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -20,6 +23,8 @@ USAGE = UsageContext.OPENAI_API_SERVER
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
 CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
+BESIDES_BYTES = 4 << 30  # of activations, CUDA graphs and the context of an engine on a device
+WHOLE_SHARE = 0.92  # of a device that vLLM has for itself: its own default
 KV_BLOCK_TOKENS = 32  # the least: prompts share whole blocks, and a sequence may waste one
 
 
@@ -52,10 +57,25 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     )
     if on_cpu:
         args = _for_cpu(args, config)
-    elif config.memory_share:
-        args.gpu_memory_utilization = config.memory_share
+    elif share := config.memory_share or share_for_cache(
+        config, device_bytes=current_platform.get_device_total_memory
+    ):
+        args.gpu_memory_utilization = share
     set_engine_options(args, config.engine_options)
     return args
+
+
+def share_for_cache(config: WorkerConfig, *, device_bytes: Callable[[], int]) -> float:
+    """Of a device, for the weights and a KV cache of a given size; 0: vLLM is to fill the device.
+
+    vLLM asks for so much free memory before it looks at the size of the cache.
+    """
+    if not config.kv_cache_gib:
+        return 0.0
+    files = Path(config.model_path).glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in files) / config.tensor_parallel_size
+    needed = weights + config.kv_cache_gib * 2**30 + BESIDES_BYTES
+    return min(needed / device_bytes(), WHOLE_SHARE)
 
 
 def _for_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> AsyncEngineArgs:

@@ -20,6 +20,7 @@ from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.checkpoint.saving import Checkpoints
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train import TrainConfig
+from async_grpo.devices.current import device_id
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.preparation import open_run
@@ -42,9 +43,9 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
     if start.is_finished:
         export_finished(config, ranks, start)
         return
+    devices = ranks.gather(device_id())
     main: MainRank | OtherRank = (
-        ranks.on_main(lambda: open_run(config, record, start=start, num_ranks=ranks.world_size))
-        or OtherRank()
+        ranks.on_main(lambda: open_run(config, record, start=start, devices=devices)) or OtherRank()
     )
     with first_failure_recorded(record, ranks), main:
         if not ranks.is_main:

@@ -33,7 +33,6 @@ from async_grpo.data.mixture import MixedOrder, TypedQuestions
 from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import GivenTable, QuestionTable
-from async_grpo.devices.current import device_id
 from async_grpo.environments.find import users_environment
 from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
@@ -61,8 +60,14 @@ from async_grpo.weight_sync.routes import published_dtype, store_complaint
 logger = logging.getLogger(__name__)
 
 
-def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks: int) -> MainRank:
-    """Check everything that can be wrong, find the workers, begin the run; in this order."""
+def open_run(
+    config: TrainConfig, record: RunRecord, *, start: Start, devices: Sequence[str]
+) -> MainRank:
+    """Check everything that can be wrong, find the workers, begin the run; in this order.
+
+    `devices` are the identities of every rank's, empty on a CPU.
+    """
+    num_ranks = len(devices)
     facts, address = check_model_folder(config.model_name_or_path), free_address(config)
     if config.renderer != AUTO:  # named for an environment that chats, in workers that come later
         find_renderer(config.model_name_or_path, config.renderer)
@@ -82,7 +87,9 @@ def open_run(config: TrainConfig, record: RunRecord, *, start: Start, num_ranks:
     store = cluster.object_store_bytes()
     plan = replace(plan, rules=start_rules(config), object_store_bytes=store)
     longest_prompt = max(questions.longest_prompt, held_out.longest_prompt)
-    demand = Demand(config, facts, longest_prompt, longest_pair=pairs.longest, device=device_id())
+    demand = Demand(
+        config, facts, longest_prompt, longest_pair=pairs.longest, devices=tuple(devices)
+    )
     controller = find_or_make_controller()
     workers = recruit(controller, demand)
     dtype = published_dtype(workers)

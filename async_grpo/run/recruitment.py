@@ -50,7 +50,12 @@ class Demand:
     model: ModelFacts
     longest_prompt: int  # in tokens
     longest_pair: int = 0  # of the given ones, which teachers read: prompt and completion
-    device: str = ""  # the identity of the trainer's NVIDIA device, empty when it has none
+    devices: tuple[str, ...] = ()  # identities of the ranks' NVIDIA devices; empty ones on CPUs
+
+    @property
+    def device(self) -> str:
+        """Of rank 0, which sends weights."""
+        return self.devices[0] if self.devices else ""
 
 
 def recruit(controller: ControllerHandle, demand: Demand) -> list[WorkerInfo]:
@@ -125,6 +130,7 @@ def _find(
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     """Raise `ConfigError` for a worker whose answers this run could not use."""
     config, model, who = demand.config, demand.model, f"worker {worker.worker_id}"
+    _check_device(worker, demand)
     follows = role_of(worker.role).follows
     if follows == "none" or worker.role.startswith(judge("")):  # it reads texts, of any length
         return
@@ -164,3 +170,19 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
             f"{who} serves at most {worker.max_model_len} tokens, {row} needs {needed}: start it "
             f"with a larger {flag}, or {remedy}"
         )
+
+
+def _check_device(worker: WorkerInfo, demand: Demand) -> None:
+    """Raise `ConfigError` for a device that a rank has too, unless it was shared on purpose.
+
+    Ray keeps them apart where it knows of both; not where it was not told of the trainer's.
+    """
+    if demand.config.gpus_per_rank < 1:
+        return
+    for rank, device in enumerate(demand.devices):
+        if device and device in worker.devices:
+            raise ConfigError(
+                f"trainer rank {rank} and worker {worker.worker_id} have the same device {device}: "
+                "give Ray and trainer others with CUDA_VISIBLE_DEVICES, or share it with "
+                "--gpus-per-worker and --gpus-per-rank"
+            )

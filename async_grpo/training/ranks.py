@@ -60,17 +60,22 @@ class Ranks:
     mesh: DeviceMesh
 
     @classmethod
-    def start(cls, *, timeout_s: float) -> Ranks:
+    def start(
+        cls, *, timeout_s: float, device_index: int | None = None, memory_share: float = 1.0
+    ) -> Ranks:
         """Join the process group that the environment describes; without one, be the only rank.
 
-        A collective that a rank does not reach within `timeout_s` ends the others.
+        A collective that a rank does not reach within `timeout_s` ends the others. `device_index`:
+        as torch counts, None on a CPU; `memory_share` of it is what this rank may allocate.
         """
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT="0")
         device = torch.device("cpu")
-        if torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if device_index is not None:
+            device = torch.device("cuda", device_index)
             torch.cuda.set_device(device)
+            if memory_share < 1:
+                torch.cuda.set_per_process_memory_fraction(memory_share)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,

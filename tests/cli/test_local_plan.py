@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from async_grpo.cli.launch_file import launch, placed, planned
 from async_grpo.devices.inventory import Device, Inventory
@@ -64,3 +65,20 @@ def test_a_run_that_fits_no_plan_is_refused_before_anything_starts(monkeypatch, 
     run = planned(**launch.make_context("launch", [str(file)]).params)
     with pytest.raises(ConfigError, match=r"2 NVIDIA devices cannot hold a trainer rank and 1 gen"):
         placed(run, machine(2))
+
+
+def test_a_plan_for_other_machines_is_said_and_nothing_starts(monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    typed = ["examples/quickstart.toml", "--plan-for", "8,8", "--output-dir", str(tmp_path / "run")]
+    result = CliRunner().invoke(launch, typed, catch_exceptions=False)
+    assert result.output.splitlines() == [
+        "8 + 8 NVIDIA devices: 2 trainer ranks with a device each, 1 generation worker with a "
+        "device, 1 reference worker with a device",
+        "  trainer rank 0           machine 0, device 0",
+        "  trainer rank 1           machine 0, device 1",
+        "  generation worker 0      machine 1, device 7",
+        "  reference worker 0       machine 1, device 6",
+    ]
+    assert not (tmp_path / "run").exists()
+    result = CliRunner().invoke(launch, [*typed, "--plan-for", "two"])
+    assert result.exit_code == 1 and "such as 8 or 8,8, got 'two'" in result.stderr

@@ -1,6 +1,7 @@
 """The planner: a table of inventories, and what holds for any of them."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -66,10 +67,12 @@ QUICK_START = (engines(1), scorers(1))
         ([8, 8], 12, (engines(1, 4),), {
             **{f"trainer rank {i}": (i // 8, (i % 8,), 1) for i in range(12)},
             "generation worker 0": (1, (4, 5, 6, 7), 1)}),
-        ([3], 2, (engines(2), scorers(2)), {  # two devices for four of equal shares
-            "trainer rank 0": (0, (0,), 1),
-            "generation worker 0": (0, (1,), 0.45), "generation worker 1": (0, (1,), 0.45),
-            "reference worker 0": (0, (2,), 0.45), "reference worker 1": (0, (2,), 0.45)}),
+        ([4], 4, (engines(4),), {
+            "trainer rank 0": (0, (0,), 1), "trainer rank 1": (0, (1,), 1),
+            "generation worker 0": (0, (3,), 1), "generation worker 1": (0, (2,), 1)}),
+        ([3], 2, (engines(2), scorers(1), replace(scorers(1), who="teacher")), {  # three on two
+            "trainer rank 0": (0, (0,), 1), "generation worker 0": (0, (1,), 0.45),
+            "reference worker 0": (0, (1,), 0.45), "teacher 0": (0, (2,), 0.45)}),
     ],
 )  # fmt: skip
 def test_who_gets_which_device(nodes, num_ranks, workers, expected):
@@ -82,7 +85,7 @@ def test_who_gets_which_device(nodes, num_ranks, workers, expected):
         ([1], (engines(1, 2),), "1 NVIDIA device cannot hold a trainer rank and 1 generation wor"),
         ([2], (engines(1, 2),), "2 NVIDIA devices cannot hold a trainer rank and 1 generation w"),
         ([2, 2], (engines(1, 4),), r"2 \+ 2 NVIDIA devices cannot .* of 4: lower --num-workers"),
-        ([1], (engines(12),), "cannot hold a trainer rank and 12 generation"),
+        ([1], (engines(1),) * 9, "cannot hold a trainer rank and 1 generation"),
         ([1], (engines(1, share=0.95),), "share devices with --gpus-per-worker"),
     ],
 )
@@ -98,7 +101,7 @@ def test_the_plan_says_what_was_decided():
     assert plan([1], ranks=ranks(2), workers=QUICK_START).sentence == (
         "1 NVIDIA device: 1 trainer rank with 36% of a device and its memory, 1 generation worker "
         "with 36% of a device and its memory, 1 reference worker with 18% of a device and its "
-        "memory (2 ranks were asked for)"
+        "memory (2 trainer ranks were asked for)"
     )
     assert plan([8], ranks=ranks(4), workers=[engines(2, 2)]).sentence == (
         "8 NVIDIA devices: 4 trainer ranks with a device each, 2 generation workers with 2 devices "
@@ -122,8 +125,8 @@ def test_no_device_is_promised_twice_and_everybody_is_placed_or_refused(nodes, n
         found = plan(nodes, ranks=ranks(num), workers=d)
     except ConfigError:
         assert sum(nodes)
-        # One rank and every worker with devices of its own would have fitted one roomy node.
-        assert 1 + sum(each.count * each.devices for each in d) > max(nodes)
+        # One of each with devices of its own would have fitted one roomy node.
+        assert 1 + sum(each.devices for each in d if each.count) > max(nodes)
         return
     taken = Counter()
     for seat in found.seats:
@@ -133,11 +136,11 @@ def test_no_device_is_promised_twice_and_everybody_is_placed_or_refused(nodes, n
             assert LEAST_SHARE <= seat.share <= 1
         assert len(set(seat.devices)) == len(seat.devices)
     assert all(share <= 1 + 1e-9 for share in taken.values())
+    for asked, placed in zip((ranks(num), *d), found.placed, strict=True):
+        assert min(asked.count, 1) <= placed.count <= asked.count
+        assert placed.share == asked.share or asked.share == 1  # what a user has fixed stays
     names = Counter(seat.who.rpartition(" ")[0] for seat in found.seats)
-    assert 1 <= names["trainer rank"] == found.num_ranks <= num
-    for who in ("generation worker", "reference worker"):
-        assert names[who] == sum(each.count for each in d if each.who == who)
-    for demand, share in zip((ranks(num), *d), found.shares, strict=True):
-        assert share == demand.share or demand.share == 1  # what a user has fixed stays
+    for who in names:
+        assert names[who] == sum(each.count for each in found.placed if each.who == who)
     if sum(nodes):
         assert all(seat.devices for seat in found.seats)

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ConfigError
+from async_grpo.rollout.engine_args import share_for_cache
 from async_grpo.rollout.engine_options import set_engine_options
 
 MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
@@ -29,6 +31,21 @@ def test_values_have_the_types_of_vllm():
 
 def test_without_options_nothing_changes():
     assert with_options() == AsyncEngineArgs(model=MODEL)
+
+
+def test_a_cache_of_a_given_size_takes_the_share_of_itself_and_the_weights(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    with (tmp_path / "a.safetensors").open("ab") as file:
+        file.truncate(16 << 30)  # sparse
+
+    def share(device_gib, **options):
+        config = WorkerConfig(model_path=str(tmp_path), **options)
+        return share_for_cache(config, device_bytes=lambda: device_gib << 30)
+
+    assert share(80) == 0.0
+    assert share(80, kv_cache_gib=20.0) == (16 + 20 + 4) / 80
+    assert share(80, kv_cache_gib=20.0, tensor_parallel_size=2) == (8 + 20 + 4) / 80
+    assert share(24, kv_cache_gib=20.0) == 0.92
 
 
 @pytest.mark.parametrize(

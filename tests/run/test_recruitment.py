@@ -20,7 +20,7 @@ OPD = f"{TESTS}/algorithms/opd.py:OnPolicyDistillation"
 TWO_TURNS = f"{TESTS}/environments/two_turns.py:TwoTurns"
 
 
-def demand(*, longest_prompt=16, longest_pair=0, **options):
+def demand(*, longest_prompt=16, longest_pair=0, devices=(), **options):
     config = TrainConfig(
         model_name_or_path="model",
         data_path="data",
@@ -29,7 +29,7 @@ def demand(*, longest_prompt=16, longest_pair=0, **options):
         **options,
     )
     model = ModelFacts("model", 128, 4096, (), tokenizer_hash="ab" * 32)
-    return Demand(config, model, longest_prompt, longest_pair)
+    return Demand(config, model, longest_prompt, longest_pair, devices)
 
 
 def test_a_worker_that_just_fits_is_taken():
@@ -39,6 +39,9 @@ def test_a_worker_that_just_fits_is_taken():
     check_worker(replace(WORKER, role="reference"), demand(weight_transport="nccl"))
     check_worker(replace(WORKER, role=MATH, vocab_size=256), demand())  # padded
     check_worker(WORKER, demand(longest_pair=50))  # which no generation worker reads
+    check_worker(replace(WORKER, devices=("GPU-2",)), demand(devices=("GPU-0", "GPU-1")))
+    shared = demand(devices=("GPU-0",), gpus_per_rank=0.4)
+    check_worker(replace(WORKER, devices=("GPU-0",)), shared)
     check_worker(WorkerInfo("e1", ENVIRONMENT, "node", 1, "", 0, 8.0, 0.0, 0), demand())
 
 
@@ -85,6 +88,11 @@ def test_a_worker_that_just_fits_is_taken():
             replace(WORKER, role=MATH, tokenizer_hash="cd" * 32),
             {},
             r"worker w1 must have the tokenizer of the model that is trained, but that of other",
+        ),
+        (
+            replace(WORKER, role=REFERENCE, devices=("GPU-1",)),
+            {"devices": ("GPU-0", "GPU-1")},
+            r"trainer rank 1 and worker w1 have the same device GPU-1: give Ray and trainer others",
         ),
         (
             WORKER,

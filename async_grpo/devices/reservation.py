@@ -1,0 +1,193 @@
+"""A trainer rank's device, held in Ray, so that no worker gets the same one.
+
+consumes:     the devices of this machine, and what Ray has given of them
+produces:     the device that this rank uses, as long as the rank lives
+waits for:    Ray to start an actor that holds the device, and does nothing else
+unblocked by: a free device; workers that have just ended give theirs back in seconds
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo import cluster, deadlines
+from async_grpo.devices.checks import check_seen, usable_devices
+from async_grpo.devices.inventory import VISIBLE, Inventory
+from async_grpo.errors import ClusterError, ConfigError, DeadlineError
+
+logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.5
+REMEDY = (
+    "stop those that are not needed, start the trainer with fewer ranks, or share devices with "
+    "--gpus-per-worker and --gpus-per-rank"
+)
+
+
+class DeviceHolder:
+    """Wrap with `ray.remote(num_gpus=share)`; the rank that has made it ends it."""
+
+    async def device(self) -> str:
+        """The device's number or uuid, by which Ray knows it."""
+        import ray
+
+        ids: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+        return ids[0]
+
+    async def visible(self) -> str | None:
+        """What Ray was started with on this node: CUDA_VISIBLE_DEVICES, None without."""
+        return os.environ.get(VISIBLE)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHere:
+    """One of the trainer's ranks on this machine."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> RankHere:
+        """The rank that torchrun, or `local_ranks`, has started; without them the only one."""
+        names = (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+        return cls(*(int(environ.get(name, default)) for name, default in names))
+
+
+def own_device(inventory: Inventory, rank: RankHere, *, share: float) -> int:
+    """Where torch counts the device of a rank that shares the machine with no worker.
+
+    Raises `ConfigError` for more ranks than devices, which NCCL would refuse later.
+    """
+    num_devices = len(inventory.devices)
+    if rank.local_size > num_devices:
+        raise ConfigError(
+            f"--nproc-per-node must be at most the devices of this machine ({inventory}), got "
+            f"{rank.local_size}: a device takes one rank"
+        )
+    if share < 1 and rank.local_size > 1:
+        raise ConfigError(
+            f"--gpus-per-rank must be 1 with {rank.local_size} ranks on a machine, got {share:g}: "
+            "two of them could not meet on one device"
+        )
+    return rank.local_rank
+
+
+@contextmanager
+def held_device(inventory: Inventory, rank: RankHere, *, share: float) -> Iterator[int]:
+    """Where torch counts the device that Ray gives this rank, and to no worker within the block.
+
+    Without devices of Ray's on this node, or where Ray was given others than this process, the
+    rank takes its own. Raises `ClusterError`, naming who holds the devices, when none is free.
+    """
+    own = own_device(inventory, rank, share=share)
+    if not cluster.resources_here().get("GPU") or not _overlaps(inventory):
+        yield own
+        return
+    who = f"trainer rank {rank.rank}"
+    _await_room(who, share)
+    holder = _start(share)
+    try:
+        yield _given(holder, inventory, who=who, share=share)
+    finally:
+        _end(holder)
+
+
+def _given(holder: Any, inventory: Inventory, *, who: str, share: float) -> int:
+    """Where torch counts the device that a holder was given."""
+    try:
+        name = cluster.wait(
+            holder.device.remote(), timeout_s=deadlines.PLACED_S, who="a device of Ray's"
+        )
+    except DeadlineError:
+        raise _no_device(who, share) from None
+    position = inventory.position(name)
+    if position is None:
+        raise ConfigError(
+            f"{who} was given device {name} by Ray, which {VISIBLE}={os.environ.get(VISIBLE)} "
+            "hides from it: give Ray and trainer the same devices, or none in common"
+        )
+    logger.info("%s holds %s of device %s in Ray", who, f"{share:.0%}", name)
+    return position
+
+
+@contextmanager
+def rank_device(
+    *, asks_ray: bool, address: str, namespace: str, share: float
+) -> Iterator[int | None]:
+    """Where torch counts the device of this process, which is a trainer rank; None on a CPU.
+
+    `asks_ray`: the run has workers, who must not get the same. Raises `ConfigError` for a machine
+    whose devices torch cannot use: no run falls back to the CPU without a word.
+    """
+    inventory = usable_devices()
+    if not inventory.devices:
+        yield None
+        return
+    import torch
+
+    check_seen(inventory, num_seen=torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    rank = RankHere.of(os.environ)
+    if not asks_ray:
+        yield own_device(inventory, rank, share=share)
+        return
+    cluster.connect(address, namespace=namespace)
+    with held_device(inventory, rank, share=share) as position:
+        yield position
+
+
+def _start(share: float) -> Any:
+    import ray
+
+    return (
+        ray.remote(DeviceHolder)
+        .options(
+            num_cpus=0,
+            num_gpus=share,
+            enable_task_events=False,
+            scheduling_strategy=cluster.on_this_node(),
+        )
+        .remote()
+    )
+
+
+def _end(holder: Any) -> None:
+    import ray
+
+    ray.kill(holder)
+
+
+def _overlaps(inventory: Inventory) -> bool:
+    """Whether Ray may give out a device that this process sees too."""
+    if VISIBLE not in os.environ:
+        return True
+    holder = _start(0.0)
+    names = cluster.wait(
+        holder.visible.remote(), timeout_s=deadlines.ANSWER_S, who="an actor of this node"
+    )
+    _end(holder)
+    if names is None:
+        return True
+    return any(inventory.position(name.strip()) is not None for name in names.split(","))
+
+
+def _await_room(who: str, share: float) -> None:
+    """Raise `ClusterError` unless devices are free: Ray would wait for one without a word."""
+    deadline = time.monotonic() + deadlines.ROOM_S
+    while cluster.free_here().get("GPU", 0.0) < share:
+        if time.monotonic() > deadline:
+            raise _no_device(who, share)
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _no_device(who: str, share: float) -> ClusterError:
+    free, whole = cluster.free_here().get("GPU", 0.0), cluster.resources_here()["GPU"]
+    return ClusterError(
+        f"{who} needs {share:g} of a device, and Ray has {free:g} of {whole:g} free on this node, "
+        f"held by {cluster.holders_here('GPU') or 'nobody'}: {REMEDY}"
+    )
