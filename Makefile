@@ -2,7 +2,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 # Tests run on CPUs. Where there are devices they have an environment of their own for that.
-TEST_VENV := $(if $(and $(wildcard /dev/nvidia0),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
+DEVICE_FILE := /dev/nvidia0
+TEST_VENV := $(if $(and $(wildcard $(DEVICE_FILE)),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
 # Modules are searched for doctests too. Three files at a time, on two cores: a cluster that starts
 # is mostly waiting. In the order of tests/conftest.py, not by the number of a file's tests.

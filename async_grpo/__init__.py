@@ -52,8 +52,8 @@ anybody waits stands in deadlines.py.
 
 `types/` and `config/` are what rooms exchange; `algorithms/` and `environments/` are the seams for
 code of yours, `bridges/` plays other people's environments, `roles.py` names the roles. `data/`
-reads questions, `checkpoint/` saves and resumes, `telemetry/` watches, `cli/` and `dispatcher/`
-start things.
+reads questions, `checkpoint/` saves and resumes, `telemetry/` watches, `devices/` says what a
+machine has and who gets which of it, `cli/` and `dispatcher/` start things.
 """
 
 __version__ = "0.1.0"

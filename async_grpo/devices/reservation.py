@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo import cluster, deadlines
-from async_grpo.devices.checks import check_seen, usable_devices
 from async_grpo.devices.inventory import VISIBLE, Inventory
 from async_grpo.errors import ClusterError, ConfigError, DeadlineError
 
@@ -125,13 +124,12 @@ def rank_device(
     `asks_ray`: the run has workers, who must not get the same. Raises `ConfigError` for a machine
     whose devices torch cannot use: no run falls back to the CPU without a word.
     """
-    inventory = usable_devices()
+    from async_grpo.devices.current import seen_devices  # imports torch
+
+    inventory = seen_devices()
     if not inventory.devices:
         yield None
         return
-    import torch
-
-    check_seen(inventory, num_seen=torch.cuda.device_count() if torch.cuda.is_available() else 0)
     rank = RankHere.of(os.environ)
     if not asks_ray:
         yield own_device(inventory, rank, share=share)

@@ -92,9 +92,9 @@ class Teacher:
     def __init__(
         self, config: GenerateConfig, facts: ModelFacts, tokenizer: Any, *, longest_prompt: int
     ) -> None:
-        import torch  # which reads the environment of vLLM's compiler later than this
+        from async_grpo.devices.current import seen_devices  # torch reads vLLM's environment later
 
-        on_cpu = not torch.cuda.is_available()
+        on_cpu = not seen_devices().devices
         os.environ.update(worker_environment(on_cpu=on_cpu) | QUIET)
         if on_cpu:  # a process of its own costs 8 s of imports
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

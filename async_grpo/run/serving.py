@@ -103,9 +103,9 @@ def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], ob
 
 
 def _engine(model: str, config: ServeConfig) -> ServedEngine:
-    import torch  # which reads the environment of vLLM's compiler later than this
+    from async_grpo.devices.current import seen_devices  # torch reads vLLM's environment later
 
-    os.environ.update(worker_environment(on_cpu=not torch.cuda.is_available()) | QUIET)
+    os.environ.update(worker_environment(on_cpu=not seen_devices().devices) | QUIET)
     from async_grpo.rollout.served import ServedEngine
 
     return ServedEngine(

@@ -21,7 +21,7 @@ import ray
 from numpy.typing import NDArray
 
 from async_grpo import cluster, deadlines
-from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
+from async_grpo.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.imports import without_collection
 from async_grpo.roles import REFERENCE, role_of
 from async_grpo.types import (
@@ -90,10 +90,11 @@ class LogprobWorker:
         role: str = REFERENCE,
         dtype: str = "auto",
         temperature: float | None = None,
+        on_device: bool = False,
         memory_share: float = 0.0,
         lease_s: float = deadlines.LEASE_S,
     ) -> None:
-        """`memory_share`: of its device's memory that it may take; 0: all that is left."""
+        """`on_device`: Ray has given it one; `memory_share` of its memory it may take, 0: all."""
         # Not at the top: dispatchers import this file, and these imports take seconds.
         began = time.monotonic()
         import torch
@@ -107,8 +108,13 @@ class LogprobWorker:
             from async_grpo.weight_sync.buckets import unpack
 
         imported = time.monotonic()
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if device.type == "cuda" and memory_share:
+        if on_device and not torch.cuda.is_available():
+            raise ConfigError(
+                f"worker {worker_id} was given a device by Ray, and torch sees none: see what "
+                '`python -c "import torch; torch.cuda.init()"` says on its node'
+            )
+        device = torch.device("cuda" if on_device else "cpu")
+        if on_device and memory_share:
             torch.cuda.set_per_process_memory_fraction(memory_share)
         self._devices = tuple(filter(None, [device_id()]))
         self._teach, self._to_array = teach, to_array

@@ -73,6 +73,7 @@ class Ranks:
         device = torch.device("cpu")
         if device_index is not None:
             device = torch.device("cuda", device_index)
+            torch.cuda.init()  # or the mesh below would take the device of LOCAL_RANK
             torch.cuda.set_device(device)
             if memory_share < 1:
                 torch.cuda.set_per_process_memory_fraction(memory_share)

@@ -30,8 +30,10 @@ mkdir -p "$logs"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$PWD/$logs/ray-token" RAY_ADDRESS="$first:$port"
 trap 'kill $(jobs -p) 2>/dev/null; rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
 
+# A step would otherwise get one CPU of each node, and wait for those before it.
+step=(srun --overlap --cpu-bind=none --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")
 on() { # a node, then a command that is a task of its own there
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" --cpus-per-task=1 "${@:2}"
+    "${step[@]}" --nodes=1 --ntasks=1 --nodelist="$1" "${@:2}"
 }
 
 on "$first" ray start --head --port "$port" --include-dashboard=false --block >"$logs/ray-$first.log" 2>&1 &
@@ -48,7 +50,7 @@ for node in "${generators[@]}"; do
         --num-workers $((devices / tensor_parallel)) --tensor-parallel-size "$tensor_parallel" \
         >"$logs/generation-$node.log" 2>&1 &
 done
-srun --overlap --nodes="$trainer_nodes" --ntasks="$trainer_nodes" --nodelist="$(IFS=, && echo "${trainers[*]}")" \
+"${step[@]}" --nodes="$trainer_nodes" --ntasks="$trainer_nodes" --nodelist="$(IFS=, && echo "${trainers[*]}")" \
     torchrun --nnodes "$trainer_nodes" --nproc-per-node "$devices" --rdzv-backend c10d \
     --rdzv-endpoint "$first:$((port + 10000))" --rdzv-id "$SLURM_JOB_ID" \
     trainer_core.py --config "$config" --nproc-per-node "$devices"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_grpo.devices import reservation
+from async_grpo.devices import current
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.devices.reservation import RankHere, own_device, rank_device
 from async_grpo.errors import ConfigError
@@ -44,7 +44,7 @@ def test_without_devices_nothing_is_asked_and_the_rank_is_on_the_cpu():
 
 
 def test_devices_that_torch_cannot_use_are_no_cpu_run(monkeypatch):
-    monkeypatch.setattr(reservation, "usable_devices", lambda: machine(2))
+    monkeypatch.setattr(current, "usable_devices", lambda: machine(2))
     with (  # torch is built for CPUs here
         pytest.raises(ConfigError, match=r"torch must see the 2 x A .* of this machine, got 0"),
         device(asks_ray=False),

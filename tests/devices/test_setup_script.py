@@ -59,3 +59,19 @@ def test_what_the_builds_for_devices_lack_is_named_with_the_remedy(machine, said
 def test_a_machine_that_has_it_all_gets_as_far_as_its_environment(set_up):
     done = set_up()
     assert done.returncode == 1 and "-m venv" in done.stderr and "does not work" in done.stderr
+
+
+def test_tests_have_an_environment_of_their_own_where_there_are_devices():
+    def said(*variables):
+        command = ["make", "-n", "test-fast", *variables]
+        environ = {"PATH": os.environ["PATH"]}
+        return subprocess.run(
+            command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=60,
+            check=True,
+        ).stdout  # fmt: skip
+
+    with_devices = said("DEVICE_FILE=/dev/null")
+    assert 'VENV=.venv-cpu PYTHON="" DEVICE="cpu"' in with_devices
+    assert "\n.venv-cpu/bin/python -m pytest" in with_devices
+    assert "\n.venv/bin/python -m pytest" in said("DEVICE_FILE=/dev/null", "DEVICE=cpu")
+    assert "\n.venv/bin/python -m pytest" in said("DEVICE_FILE=/nowhere")
