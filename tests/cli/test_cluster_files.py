@@ -17,13 +17,16 @@ from async_grpo.config.worker import WorkerConfig
 REPOSITORY = Path(__file__).parents[2]
 SLURM = REPOSITORY / "examples" / "cluster" / "slurm.sh"
 SCRIPTS = [*REPOSITORY.glob("tools/*.sh"), *REPOSITORY.glob("examples/**/*.sh")]
-# Says what it was asked to run, and where; a Ray head listens on its port, as long as it is there.
+# Says what it was asked to run, and where. A Ray head listens on its port as long as it is there;
+# the trainer does not end before all others have begun.
 SRUN = f"""#!/bin/sh
 echo "$*" >> srun.log
 case "$*" in *"ray start --head"*) exec {sys.executable} -c '
 import socket, sys, time
 listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
-time.sleep(30)' "$@" ;; esac
+time.sleep(30)' "$@" ;;
+*torchrun*) n=0; while [ $(wc -l <srun.log) -lt $NUM_STEPS ] && [ $n -lt 200 ]; do
+    /bin/sleep 0.1; n=$((n + 1)); done ;; esac
 """
 
 
@@ -52,7 +55,7 @@ def submit(tmp_path):
         environ = {
             "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_JOB_NODELIST": "all", "SLURM_JOB_ID": str(os.getpid()),
-            "SLURM_GPUS_ON_NODE": "8", **variables,
+            "SLURM_GPUS_ON_NODE": "8", "NUM_STEPS": "7", **variables,
         }  # fmt: skip
         done = subprocess.run(
             ["bash", SLURM, "run.toml"], env=environ, cwd=tmp_path, capture_output=True, text=True,
