@@ -103,6 +103,7 @@ def turn_figures(size: Size) -> list[Figure]:
     asker = ray.remote(Asker).options(**OPTIONS).remote(controller, run)
 
     async def turns() -> None:
+        await controller.heard.remote(run)  # a run of which nothing is heard is ended
         await asker.ask.remote(size.num_turns)
 
     walls, costs = measured(turns, {"controller": controller, "asker": asker}, size.repeats)
