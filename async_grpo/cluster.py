@@ -62,7 +62,10 @@ def connect(address: str, *, namespace: str) -> None:
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         text = " ".join(str(error).split())[:300]
-        raise ClusterError(f"cannot connect to the Ray cluster at {found}: {text}") from error
+        raise ClusterError(
+            f"cannot connect to the Ray cluster at {found}, of which this machine must be a node "
+            f"(`ray start --address {found}`): {text}"
+        ) from error
     logger.info("joined the Ray cluster at %s", found)
     # Ray prints its own long account of every worker that dies; our one sentence stands for it.
     ray._private.worker._worker_logs_enabled = False

@@ -20,7 +20,7 @@ FILE = "examples/quickstart.toml"
 @click.option("--output-dir", default="runs/quickstart", help="folder of the run; replaced")
 @click.option("--num-batches", default=90, help="batches to train")
 @click.option("--seed", default=0, help="seed of the questions and of their order")
-@click.option("--num-ranks", default=2, help="trainer ranks")
+@click.option("--num-ranks", default=2, help="trainer ranks; fewer where devices are few")
 @click.option("--max-staleness", default=1, help="batches that generation may run ahead")
 @command_boundary()
 def quickstart(

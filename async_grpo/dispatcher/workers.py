@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Self
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
 CONTROLLER = "the controller"
+RAY_DIGITS = 4  # of a resource's fraction
 
 
 class Workers:
@@ -48,10 +49,12 @@ class Workers:
     def __enter__(self) -> Self:
         """Start the workers; the controller is looked for by the first `check`, while they load."""
         kinds = worker_kinds(self._config)
-        needed: Counter[str] = Counter()
+        needed: defaultdict[str, float] = defaultdict(float)
         for kind in kinds:
-            needed.update({what: n * kind.num_workers for what, n in kind.resources.items()})
-        self._check_room(+needed)
+            for what, amount in kind.resources.items():
+                needed[what] += amount * kind.num_workers
+        # Rounded as Ray counts: 3 x 0.2 of a device is more than 0.6 in binary.
+        self._check_room({what: round(n, RAY_DIGITS) for what, n in needed.items() if n})
         self._workers = [
             SupervisedWorker(kind, self._config, say=self._say)
             for kind in kinds

@@ -376,6 +376,14 @@ def test_workers_without_room_are_refused_before_anything_is_made(scene):
     assert scene.controller.calls == []
 
 
+def test_fractions_that_just_fit_are_taken(scene, monkeypatch):
+    kind = WorkerKind(GENERATION, 3, {"GPU": 0.2}, scene.start)
+    monkeypatch.setattr(module, "worker_kinds", lambda _config: (kind,))
+    scene.free = {"GPU": 0.6}
+    with make_workers(scene, num_workers=3):
+        assert len(scene.names) == 3
+
+
 def test_room_that_this_node_never_has_is_not_waited_for(scene, monkeypatch):
     monkeypatch.setattr(deadlines, "ROOM_S", 60.0)
     with pytest.raises(ConfigError, match=r"5 generation .* need 5 CPU .*, 4 of 4 are free"):
