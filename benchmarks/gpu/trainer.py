@@ -57,7 +57,7 @@ class Variant:
 
 def measure(variant: Variant, *, repeats: int = 6) -> Iterator[Figure]:
     """Speed and memory of one variant, on a process group of one rank."""
-    ranks = Ranks.start(timeout_s=300.0)
+    ranks = Ranks.start(timeout_s=300.0, device_index=0 if torch.cuda.is_available() else None)
     with tempfile.TemporaryDirectory() as folder:
         learner = _learner(variant, ranks, folder)
         yield from _speed(variant, learner, repeats=repeats)

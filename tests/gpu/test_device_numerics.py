@@ -24,7 +24,7 @@ SHAPE = numerics.SHAPE
 
 @pytest.fixture
 def ranks():
-    ranks = Ranks.start(timeout_s=120)
+    ranks = Ranks.start(timeout_s=120, device_index=0)
     yield ranks
     ranks.stop()
 
