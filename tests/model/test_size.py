@@ -58,7 +58,7 @@ def counted(work):
     return sum(counts.values()) + pairs / 2
 
 
-def test_a_minibatch_is_counted_as_torch_counts_it_but_for_what_is_computed_twice():
+def test_a_minibatch_is_counted_as_torch_counts_it():
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
@@ -81,11 +81,10 @@ def test_a_minibatch_is_counted_as_torch_counts_it_but_for_what_is_computed_twic
 
     once = counted(forward)
     both = once + counted(found[0].backward)
-    size = size_of(policy.model)
-    own = training_flops(size, packed)
-    again = 2 * size.head_parameters * packed.target_ids.numel()  # logits, in the backward pass
-    assert 3 * once == pytest.approx(own, rel=0.05)
-    assert both - again == pytest.approx(own, rel=0.05)
+    own = training_flops(size_of(policy.model), packed)
+    assert 3 * once == pytest.approx(own, rel=0.01)
+    # The head's logits are computed twice, and torch does not see `addmm_`, which is as large.
+    assert both == pytest.approx(own, rel=0.01)
 
 
 def test_a_shared_prompt_is_counted_once_and_a_filler_not_at_all():
