@@ -259,8 +259,9 @@ class Hardware:
     a pair of tokens, layer and element of attention; shared prompts once, nothing that is computed
     again"""
     seconds_gathering = quotient("gathering_seconds", "num_ranks", "seconds", "FSDP's collectives")
-    """of a rank in FSDP's all-gathers and reduce-scatters, since those of the line before, waiting
-    for later ranks included; on a device the time of their streams, most of it beside computing"""
+    """of a rank in FSDP's all-gathers and reduce-scatters since those of the line before, waiting
+    for later ranks included (not in the all-reduce between groups of HYBRID_SHARD); on a device the
+    time of their streams, most of it beside computing"""
     seconds_agreeing = quotient("agreeing_seconds", "num_ranks", "seconds", "Agreeing")
     """of a rank in the audit of this step, and in the sums of metrics and the gradient norm of the
     step before, likewise"""
