@@ -139,6 +139,9 @@ class TrainConfig(DistillationConfig):
     """tokens whose logits exist at a time; 0: those of a whole minibatch"""
     mixed_precision: str = option("auto", choices=("auto", "no", "bf16"))
     """compute type; master weights are float32"""
+    attention: str = option("auto", choices=("auto", "packed", "flash_attention_2"))
+    """kernel of attention over packed rows: auto is packed, torch's own, by FlashAttention-3 where
+    that is installed; flash_attention_2 needs flash-attn; each is checked before training"""
     fsdp_sharding_strategy: str = option(
         "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
     )

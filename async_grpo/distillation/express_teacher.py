@@ -20,7 +20,6 @@ from async_grpo.distillation.express import ExpressGroup, Give, Meeting
 from async_grpo.distillation.express_plan import Block, Send
 from async_grpo.distillation.express_round import ExpressRound, Reading
 from async_grpo.errors import ExpressLost
-from async_grpo.model.logprobs import product
 from async_grpo.model.scoring import Scorer, TokenIds
 
 Pair = tuple[TokenIds, TokenIds]  # prompt ids [P], output ids [L]
@@ -76,18 +75,12 @@ class ExpressTeacher:
 
     def _giving(self, hidden: Tensor, own: Block, dtype: torch.dtype) -> Give:
         """Logits [C, columns] of a send: this rank's columns of the head, for one chunk of rows."""
-        columns = slice(*own.columns)
-        head = self._scorer.head
-        weight = head.weight[columns]
-        bias = None if head.bias is None else head.bias[columns]
+        head = self._scorer.head.columns(slice(*own.columns))
 
         def give(send: Send) -> Tensor:
             part = slice(*(column - own.columns[0] for column in send.columns))
             rows = torch.tensor(send.source_rows, device=hidden.device)
-            logits = product(hidden.index_select(0, rows), weight[part].T)
-            if bias is not None:
-                logits += bias[part]
-            return logits.to(dtype)
+            return head.columns(part).logits(hidden.index_select(0, rows)).to(dtype)
 
         return give
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from async_grpo.distillation.divergence import divergence, gradient_by_logits
-from async_grpo.model.logprobs import LEAST_LOGPROB, head_logits
+from async_grpo.model.head import Head
+from async_grpo.model.logprobs import LEAST_LOGPROB
 from async_grpo.roles import TEACHER
 from async_grpo.types import Payload
 
@@ -34,8 +35,7 @@ class Teacher:
     """What a rank knows of a teacher."""
 
     width: int  # columns of its logits
-    head: Tensor | None = None  # [width, d], for the payload `hidden`
-    bias: Tensor | None = None  # [width]
+    head: Head | None = None  # of `width` columns, for the payload `hidden`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,10 +134,9 @@ class DenseDivergence(Divergence):
         if teacher.head is None:
             logits = rows[LOGITS][:, :num_columns]
         else:
-            head, bias = teacher.head[:num_columns], teacher.bias
-            bias = None if bias is None else bias[:num_columns]
-            hidden = rows[HIDDEN][:, : head.shape[1]]  # filled up to the widest teacher's
-            logits = head_logits(hidden.to(head.dtype), head, bias)
+            head = teacher.head.columns(slice(num_columns))
+            hidden = rows[HIDDEN][:, : head.weight.shape[1]]  # filled up to the widest teacher's
+            logits = head.logits(hidden.to(head.weight.dtype))
         logprobs = torch.log_softmax(logits.to(policy) / self.temperature, dim=-1)
         return logprobs.clamp_(min=LEAST_LOGPROB)
 

@@ -6,33 +6,71 @@ K key-value heads, D head size.
 
 from __future__ import annotations
 
+import functools
+import logging
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils import is_flash_attn_2_available
 
+from async_grpo.errors import ModelError
+
+logger = logging.getLogger(__name__)
 PACKED = "packed"  # the name under which transformers knows `packed_attention`
+FLASH_2 = "flash_attention_2"  # transformers' own name
+FLASH_3_PACKAGE = "flash_attn_interface"
+HOPPER = 9  # major compute capability of the devices that FlashAttention-3 is for
+# What transformers hands on that has done its work before attention, or says what we know.
+WITHOUT_EFFECT = {"position_ids", "use_cache", "cu_seq_lens_k", "max_length_k"}
 Heads = tuple[Tensor, Tensor, Tensor]  # query [1, A, T, D], key and value [1, K, T, D]
 HALF_TYPES = (torch.bfloat16, torch.float16)
 # The kernel has always taken grouped heads; from torch 2.12 on, `varlen_attn` needs a flag for it.
 GROUPED_HEADS = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
 
 
-def choose_attention(device: torch.device, *, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The best attention for packed rows that `device` has, computing in `dtype`.
+def choose_attention(
+    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, wanted: str = "auto"
+) -> str:
+    """Transformers' name of the attention for packed rows on `device`, computing in `dtype`.
 
-    `flash_attention_3` or `flash_attention_2` where installed (CUDA and half precision only), else
-    our own `packed`.
+    `wanted`: `packed` is our own, by torch's kernel; `auto` is the same by FlashAttention-3 where
+    that is installed; `flash_attention_2` is transformers'. Raises ModelError where it cannot run.
     """
-    if device.type == "cuda" and dtype in HALF_TYPES:
-        if is_flash_attn_3_available():
-            return "flash_attention_3"
-        if is_flash_attn_2_available():
-            return "flash_attention_2"
+    is_half_on_cuda = device.type == "cuda" and dtype in HALF_TYPES
+    if wanted == FLASH_2:
+        if not is_half_on_cuda or not is_flash_attn_2_available():
+            raise ModelError(
+                f"attention {FLASH_2} needs a CUDA device, bf16 or fp16 and the package flash-attn "
+                f"(requirements/gpu-flash-attn.txt), got {device.type}, {dtype} and flash-attn "
+                f"{'installed' if is_flash_attn_2_available() else 'not installed'}: use "
+                "--attention auto"
+            )
+        return FLASH_2
+    if wanted == "auto" and is_half_on_cuda and is_flash_3_active(device):
+        logger.info("attention uses FlashAttention-3")
     return PACKED
+
+
+@functools.cache
+def is_flash_3_active(device: torch.device) -> bool:
+    """Let torch's kernels, `varlen_attn` among them, be those of FlashAttention-3, if possible.
+
+    These are made for one generation of devices, and come in a package of their own.
+    """
+    if torch.cuda.get_device_capability(device)[0] != HOPPER or not find_spec(FLASH_3_PACKAGE):
+        return False
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:  # of torch before 2.11; made for another torch
+        logger.warning("FlashAttention-3 is installed but cannot be used: %s", error)
+        return False
+    return True
 
 
 def packed_attention(
@@ -50,20 +88,22 @@ def packed_attention(
     max_length_q: int | None = None,
     repeat_index: Tensor | None = None,
     first_index: Tensor | None = None,
-    **_unused: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within every sequence of a row; the signature is transformers'.
 
     query [1, A, T, D], key and value [1, K, T, D], cu_seq_lens_q [S+1] (absent: one sequence).
     Where sequences share a prompt that lies in the row once, `repeat_index` [U] and `first_index`
-    [T] lead to the row of whole sequences and back (see PackedMinibatch).
+    [T] lead to the row of whole sequences and back (see PackedMinibatch). With `softcap`, scores
+    are softcap * tanh(score / softcap), and exist whole for one sequence at a time.
     Returns [1, T, A, D]. Raises ValueError for what it cannot reproduce.
     """
-    if attention_mask is not None or dropout or softcap or query.shape[0] != 1:
+    unknown = {name for name in others.keys() - WITHOUT_EFFECT if others[name] is not None}
+    if attention_mask is not None or dropout or unknown or query.shape[0] != 1:
         raise ValueError(
-            "packed attention takes one row without mask, dropout or softcap, got "
-            f"rows={query.shape[0]} mask={attention_mask is not None} {dropout=} {softcap=}: "
-            "use a model without these"
+            "packed attention takes one row without mask or dropout, and no other options, got "
+            f"rows={query.shape[0]} mask={attention_mask is not None} {dropout=} "
+            f"options={sorted(unknown)}: use a model without these"
         )
     if cu_seq_lens_q is None or max_length_q is None:
         max_length_q = query.shape[2]
@@ -71,10 +111,11 @@ def packed_attention(
     if repeat_index is not None:
         query, key, value = (_tokens(tensor, repeat_index) for tensor in (query, key, value))
     heads = (query, key, value)
-    if query.device.type == "cuda" and query.dtype in HALF_TYPES:
+    # The fused kernel knows no softcap.
+    if query.device.type == "cuda" and query.dtype in HALF_TYPES and not softcap:
         output = _varlen(heads, cu_seq_lens_q, max_length_q, scaling, sliding_window)
     else:
-        output = _by_sequence(heads, cu_seq_lens_q, scaling, sliding_window)
+        output = _by_sequence(heads, cu_seq_lens_q, scaling, sliding_window, softcap)
     return output if first_index is None else output.index_select(1, first_index), None
 
 
@@ -108,15 +149,22 @@ def _varlen(
 
 @torch.compiler.disable  # lengths differ in every row: compiling would never end
 def _by_sequence(
-    heads: Heads, cu_seqlens: Tensor, scaling: float | None, window: int | None
+    heads: Heads,
+    cu_seqlens: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """One SDPA a sequence, exact on every device and type, [1, T, A, D]."""
+    """One attention a sequence, exact on every device and type, [1, T, A, D]."""
     lengths = cu_seqlens.diff().tolist()
     outputs = []
     # Token after token is how projections lay tensors out: cut and joined so, nothing is reordered.
     rows = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in heads)
     for parts in zip(*rows, strict=True):
         q, k, v = (part.transpose(1, 2) for part in parts)
+        if softcap:
+            outputs.append(_capped(q, k, v, scaling, window, softcap))
+            continue
         mask = _window_mask(q.shape[2], window, q.device)
         output = scaled_dot_product_attention(
             q,
@@ -129,6 +177,27 @@ def _by_sequence(
         )
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1)
+
+
+def _capped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float,
+) -> Tensor:
+    """Attention of one sequence, [1, L, A, D], whose scores [1, A, L, L] are capped."""
+    groups, length = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * (query @ key.transpose(2, 3) * (scale / softcap)).tanh()
+    mask = _window_mask(length, window, query.device)
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    at_least_float32 = torch.promote_types(query.dtype, torch.float32)
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=at_least_float32)
+    return (shares.to(query.dtype) @ value).transpose(1, 2)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

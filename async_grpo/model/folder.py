@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from async_grpo.errors import ModelError
 from async_grpo.model.encoding import encoding_hash
+from async_grpo.model.rescaling import rescaling_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-RESCALED_LOGITS = {  # option of a config: its neutral values
-    "final_logit_softcapping": (None, 0, 0.0),
-    "logit_scale": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "lm_head_multiplier": (None, 1, 1.0),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +158,7 @@ def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
             f"mixture-of-experts models cannot be trained yet, {path} has experts {experts}: use a "
             "dense model"
         )
-    for name, neutral in RESCALED_LOGITS.items():
-        if getattr(config, name, None) not in neutral:
-            raise ModelError(
-                f"a model's logits must be its head's output, but {path} sets "
-                f"{name}={getattr(config, name)}: use a model without it"
-            )
+    rescaling_of(config)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"weights must not be quantised for training, but {path} has a quantization_config: "

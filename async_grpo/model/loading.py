@@ -13,11 +13,10 @@ from async_grpo.errors import ModelError
 from async_grpo.model.attention import PACKED
 from async_grpo.model.folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
-from async_grpo.model.probe import check_packing
+from async_grpo.model.probe import CPU, check_packing
 from async_grpo.model.slices import files_of, fill, materialise, misfit, outline
 
 logger = logging.getLogger(__name__)
-CPU = torch.device("cpu")
 
 
 def load_policy(
@@ -27,19 +26,20 @@ def load_policy(
 
     Raises ModelError when weights are missing or the model cannot be packed exactly.
     """
-    check_trainable(path)
+    check_trainable(path, attention=attention, device=device, dtype=dtype)
     policy = _load_whole(path, _read_config(path), dtype, device)
     policy.model.set_attn_implementation(attention)
     return policy
 
 
-def check_trainable(path: str) -> None:
+def check_trainable(path: str, *, attention: str, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ModelError for a folder without a model, or with one that cannot be packed exactly.
 
-    A trainer's rank 0 asks once for all ranks: the answer depends on the config alone.
+    `device` and `dtype`: where and in what it will compute. A trainer's rank 0 asks once for all
+    ranks: the answer depends on the config alone.
     """
     check_files(Path(path))
-    check_packing(_read_config(path), path)
+    check_packing(_read_config(path), path, attention=attention, device=device, dtype=dtype)
 
 
 def load_sharded(

@@ -2,8 +2,6 @@
 
 Log-probability of the chosen token and entropy always; on request head terms, such as divergences.
 
-Logits are float32 (float64 for a float64 model), also those of bf16 hidden states and weights.
-
 Legend: N scored tokens, H hidden size, V vocabulary, C tokens of one chunk.
 """
 
@@ -15,6 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from async_grpo.model.head import Head, add_product_
+from async_grpo.model.rescaling import UNCHANGED, Rescaling
 
 # exp() of it is 0 in every type, while its products with numbers near 1 stay finite: in place of
 # -inf it makes 0 * log 0 = 0.
@@ -58,19 +59,18 @@ class TokenLogprobs(NamedTuple):
 
 def token_logprobs(
     hidden: Tensor,
-    head_weight: Tensor,
+    head: Head,
     target_ids: Tensor,
     *,
     temperature: float,
     chunk_size: int,
-    bias: Tensor | None = None,
     compile: bool = False,
     terms: Sequence[HeadTerm] = (),
     rows: Mapping[str, Tensor] | None = None,
 ) -> TokenLogprobs:
-    """Log-softmax of `(hidden @ head_weight.T + bias) / temperature` at `target_ids`.
+    """Log-softmax of `head.logits(hidden) / temperature` at `target_ids`.
 
-    hidden [N, H], head_weight [V, H], target_ids [N] int64, bias [V], where -inf excludes a token.
+    hidden [N, H], target_ids [N] int64.
     At most a few [C, V] tensors live at a time, forward and backward: the backward pass recomputes
     the logits of each chunk. `compile`: fuse what is done with each chunk's logits, where there are
     no `terms`; `rows` [N] or [N, K] each is what these read beside the log-probabilities.
@@ -80,28 +80,18 @@ def token_logprobs(
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}: 1024 is usual")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}: 1.0 is usual")
-    setting = _Setting(temperature, chunk_size, compile and not terms, tuple(terms), rows or {})
+    setting = _Setting(
+        head.rescaling, temperature, chunk_size, compile and not terms, tuple(terms), rows or {}
+    )
     logprobs, entropy, *values = _ChunkedLogprobs.apply(
-        hidden, head_weight, bias, target_ids, setting
+        hidden, head.weight, head.bias, target_ids, setting
     )
     names = [term.name for term in terms]
     return TokenLogprobs(logprobs, entropy, dict(zip(names, values, strict=True)))
 
 
-def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`hidden @ weight.T + bias` [C, V] in at least float32, also of bf16: a fresh tensor."""
-    return _logits(hidden, _Head(weight, bias, temperature=1.0))
-
-
-class _Head(NamedTuple):
-    """What makes logits of hidden states."""
-
-    weight: Tensor  # [V, H]
-    bias: Tensor | None  # [V]
-    temperature: float
-
-
 class _Setting(NamedTuple):
+    rescaling: Rescaling
     temperature: float
     chunk_size: int
     compile: bool
@@ -124,7 +114,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         setting: _Setting,
     ) -> tuple[Tensor, ...]:
-        head = _Head(weight, bias, setting.temperature)
+        head = Head(weight, bias, setting.rescaling)
         statistics_of = _compiled(_statistics) if setting.compile else _statistics
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         # Made first: what outlives a chunk, allocated between chunks, would fragment the heap until
@@ -135,7 +125,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
         for rows in _chunks(len(targets), setting.chunk_size):
             logprobs[rows], log_normaliser[rows], entropy[rows], whole = statistics_of(
-                hidden[rows], head, targets[rows], keeps_whole=bool(setting.terms)
+                hidden[rows],
+                head,
+                targets[rows],
+                temperature=setting.temperature,
+                keeps_whole=bool(setting.terms),
             )
             for value, term in zip(values, setting.terms, strict=True):
                 if len(targets):
@@ -151,7 +145,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
         grad_chosen = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
-        head = _Head(weight, bias, ctx.setting.temperature)
+        head = Head(weight, bias, ctx.setting.rescaling)
         pairs = zip(ctx.setting.terms, grads[2:], strict=True)
         used = [(term, grad) for term, grad in pairs if grad is not None and len(targets)]
         gradient_of = _compiled(_grad_logits) if ctx.setting.compile else _grad_logits
@@ -163,6 +157,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 hidden[rows],
                 head,
                 targets[rows],
+                temperature=ctx.setting.temperature,
                 log_normaliser=log_normaliser[rows],
                 entropy=entropy[rows],
                 grad_chosen=grad_chosen[rows],
@@ -174,7 +169,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
-            _add_product_(grad_weight, grad.T, hidden[rows])
+            add_product_(grad_weight, grad.T, hidden[rows])
             del grad  # before the next chunk's is made
         grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
@@ -191,33 +186,8 @@ def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
     return [slice(start, min(start + chunk_size, num_tokens)) for start in starts]
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, whose sums are float32 inside, without rounding them to bf16."""
-    if left.dtype in (torch.float32, torch.float64):
-        return left @ right
-    if left.device.type == "cuda":
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`; in one type without a second tensor of `total`'s size."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += product(left, right)
-
-
-def _logits(hidden: Tensor, head: _Head) -> Tensor:
-    """[C, V] logits over temperature, in at least float32: a fresh tensor."""
-    logits = product(hidden, head.weight.T)
-    if head.bias is not None:
-        logits += head.bias
-    return logits if head.temperature == 1.0 else logits.div_(head.temperature)
-
-
 def _statistics(
-    hidden: Tensor, head: _Head, targets: Tensor, *, keeps_whole: bool
+    hidden: Tensor, head: Head, targets: Tensor, *, temperature: float, keeps_whole: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """log-probability of the targets, log-normaliser and entropy, each [C], and on request all
     log-probabilities [C, V].
@@ -225,7 +195,7 @@ def _statistics(
     With x the logits minus their largest and z = sum exp(x): entropy = log z - sum(x exp(x)) / z,
     whose terms are all positive. One exponential of the chunk serves all three.
     """
-    logits = _logits(hidden, head)
+    logits = _over(head.logits(hidden), temperature)
     largest = logits.amax(-1, keepdim=True)
     logits.sub_(largest)
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
@@ -241,9 +211,10 @@ def _statistics(
 
 def _grad_logits(
     hidden: Tensor,
-    head: _Head,
+    head: Head,
     targets: Tensor,
     *,
+    temperature: float,
     log_normaliser: Tensor,
     entropy: Tensor,
     grad_chosen: Tensor,
@@ -251,29 +222,34 @@ def _grad_logits(
     terms: Sequence[tuple[HeadTerm, Tensor]],
     rows: Mapping[str, Tensor],
 ) -> Tensor:
-    """Gradient with respect to the [C, V] logits before the temperature.
+    """Gradient with respect to the [C, V] output of the head, before rescaling and temperature.
 
     d logprob_target / d logit_j = [j = target] - p_j
     d entropy / d logit_j = -p_j (logprob_j + entropy)
     d term / d logit_j = g_j - p_j Σ_v g_v, where g is its gradient by log-probabilities
     """
-    logprobs = _logits(hidden, head).sub_(log_normaliser[:, None])
+    logits = head.logits(hidden)
+    slope = head.rescaling.slope(logits)
+    logprobs = _over(logits, temperature).sub_(log_normaliser[:, None])
     if head.bias is not None:
         logprobs.clamp_(min=LEAST_LOGPROB)
-    of_terms = [
-        _term_gradient(logprobs, term, grad / head.temperature, rows) for term, grad in terms
-    ]
-    grad_chosen = grad_chosen[:, None] / head.temperature
+    of_terms = [_term_gradient(logprobs, term, grad / temperature, rows) for term, grad in terms]
+    grad_chosen = grad_chosen[:, None] / temperature
     if grad_entropy is None:
         grad = logprobs.exp_().mul_(-grad_chosen)
     else:
         grad = logprobs.exp()
-        grad_entropy = grad_entropy[:, None] / head.temperature
+        grad_entropy = grad_entropy[:, None] / temperature
         logprobs.add_(entropy[:, None]).mul_(grad_entropy).add_(grad_chosen)
         grad.mul_(logprobs).neg_()
     for each in of_terms:
         grad += each
-    return grad.scatter_add_(-1, targets[:, None], grad_chosen)
+    grad.scatter_add_(-1, targets[:, None], grad_chosen)
+    return grad if head.rescaling == UNCHANGED else grad.mul_(slope)
+
+
+def _over(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1.0 else logits.div_(temperature)
 
 
 def _term_gradient(

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.model.attention import PACKED
+from async_grpo.model.head import Head
 from async_grpo.model.logprobs import HeadTerm, TokenLogprobs, token_logprobs
+from async_grpo.model.rescaling import rescaling_of
 from async_grpo.types import PackedMinibatch
 
 
@@ -24,6 +26,7 @@ class PolicyModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self._rescaling = rescaling_of(model.config)
         self.compile_logprobs = False  # what is done with each chunk's logits
 
     def forward(
@@ -35,15 +38,12 @@ class PolicyModel(nn.Module):
         terms: Sequence[HeadTerm] = (),
     ) -> TokenLogprobs:
         """Score `packed.target_ids` [N]; logits exist for `chunk_size` tokens at a time."""
-        hidden = self.hidden_states(packed)
-        head = self.model.get_output_embeddings()
         return token_logprobs(
-            hidden,
-            head.weight,
+            self.hidden_states(packed),
+            self.head,
             packed.target_ids,
             temperature=temperature,
             chunk_size=chunk_size,
-            bias=getattr(head, "bias", None),
             compile=self.compile_logprobs,
             terms=terms,
             rows=packed.scores,
@@ -65,6 +65,12 @@ class PolicyModel(nn.Module):
             first_index=packed.first_index,
         ).last_hidden_state[0]
         return states.index_select(0, packed.logit_positions)
+
+    @property
+    def head(self) -> Head:
+        """What makes logits of the last hidden states; under FSDP2 whole within a forward only."""
+        linear = self.model.get_output_embeddings()
+        return Head(linear.weight, getattr(linear, "bias", None), self._rescaling)
 
     @property
     def shares_prompts(self) -> bool:

@@ -1,7 +1,8 @@
-"""A check at load time that packing is exact for this architecture.
+"""A check before weights are read that attention over packed rows is exact for this architecture.
 
 Options of a config can be listed, architectures cannot: a model whose layers carry state across
-sequences, or whose head does more than multiply, is found by asking it.
+sequences, whose windows only its masks know, or whose head does more than multiply, is found by
+asking it. So is an attention kernel that does not do what it is told.
 """
 
 from __future__ import annotations
@@ -15,52 +16,92 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from async_grpo.errors import ModelError
-from async_grpo.model.attention import PACKED
-from async_grpo.model.collate import collate_pairs
+from async_grpo.model.attention import HALF_TYPES, PACKED
+from async_grpo.model.collate import collate_pairs, to_device
 from async_grpo.model.policy import PolicyModel
 
 LENGTHS = (4, 3, 2)  # a prompt, and outputs of two of its samples
-TOLERANCE = 1e-3  # nats, in float32
 VOCAB_SIZE = 64
+SMALL = {"intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3}
+TOLERANCE = 1e-3  # nats in float32, where attention decides tenths
+HALF_TOLERANCE = 0.02  # in bf16 and fp16, or
+TIMES_EAGER = 4  # times as far from float32 as plain attention in that type is
+SEED = 0
+FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+CPU = torch.device("cpu")
 Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 @torch.no_grad()
-def check_packing(config: PreTrainedConfig, path: str) -> None:
-    """Raise ModelError unless a packed row scores as the model's own separate forwards do.
+def check_packing(
+    config: PreTrainedConfig,
+    path: str,
+    *,
+    attention: str = PACKED,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raise ModelError unless a packed row scores as separate sequences do.
 
-    Asked of a small model of that architecture with random weights, in float32 on the CPU.
+    The row by `attention` on `device` in `dtype`, the sequences by transformers' plain attention,
+    both in a small random model of the config's architecture.
     """
-    policy = PolicyModel(small_model(config))
-    pairs = _pairs(VOCAB_SIZE)
-    row = collate_pairs(pairs, share_prompts=policy.shares_prompts)
-    packed = policy(row, temperature=1.0, chunk_size=3).logprobs
-    alone = torch.cat([_score_alone(policy, *pair) for pair in pairs])
-    difference = (packed - alone).abs().max().item()
-    if not difference <= TOLERANCE:
+    found = ""
+    try:
+        off_by, tolerance = _difference(config, attention, device, dtype)
+        if not off_by <= tolerance:
+            found = f"is off by {off_by:.2g} nats"
+    except FOREIGN as error:  # of code that is neither ours nor known
+        found = f"raises {error!r}"
+    if found:
         raise ModelError(
-            f"a packed row must score as separate sequences do, {path} "
-            f"({type(policy.model).__name__}) is off by {difference:.2g} nats: this architecture "
-            "cannot be trained here, use another model"
+            f"a packed row must score as separate sequences do, but {attention} attention in "
+            f"{path} ({config.model_type}) {found}: this cannot be trained, use "
+            f"{'another model' if attention == PACKED else '--attention auto'}"
         )
 
 
-@torch.no_grad()
+def _difference(
+    config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """How far a packed row is from separate sequences in nats, and how far it may be."""
+    model = small_model(config).to(device)
+    pairs = _pairs(VOCAB_SIZE)
+    expected = _alone(model, pairs)
+    tolerance = TOLERANCE
+    if dtype in HALF_TYPES:
+        model.to(dtype)
+        off_by = (_alone(model, pairs) - expected).abs().max().item()
+        tolerance = max(HALF_TOLERANCE, TIMES_EAGER * off_by)
+    model.set_attn_implementation(attention)
+    policy = PolicyModel(model)
+    row = to_device(collate_pairs(pairs, share_prompts=policy.shares_prompts), device)
+    packed = policy(row, temperature=1.0, chunk_size=3).logprobs
+    return (packed - expected).abs().max().item(), tolerance
+
+
 def small_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Of the config's architecture: a layer of each of its kinds, a small vocabulary."""
+    """Random, of the config's architecture, in float32 with plain attention: a layer of each kind.
+
+    What packing does not depend on is small, and windows are shorter than a sequence. Global random
+    numbers are as they were.
+    """
     small = copy.deepcopy(config)
     kept = _layers_of_each_kind(config)
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(small, name, [value[layer] for layer in kept])
+        elif name in SMALL and isinstance(value, int):
+            setattr(small, name, min(value, SMALL[name]))
     small.num_hidden_layers = len(kept)
     small.vocab_size = VOCAB_SIZE
-    small.pad_token_id = small.bos_token_id = small.eos_token_id = None
+    small.pad_token_id = None  # would be a row of the embedding
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(
-            small, dtype=torch.float32, attn_implementation=PACKED
+            small, dtype=torch.float32, attn_implementation="eager"
         )
+        model.requires_grad_(False)
         for parameter in model.parameters():  # none is zero, so that each has its effect
             spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
             parameter.add_(torch.randn_like(parameter), alpha=spread)
@@ -86,11 +127,14 @@ def _pairs(vocab_size: int) -> list[Pair]:
     return [(prompt, first), (prompt, second), (second, prompt)]
 
 
-def _score_alone(
-    policy: PolicyModel, prompt: NDArray[np.int32], output: NDArray[np.int32]
-) -> Tensor:
-    """What the model's own forward, head included, says of one output."""
-    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
-    logits = policy.model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None]).squeeze(-1)
+def _alone(model: torch.nn.Module, pairs: list[Pair]) -> Tensor:
+    """What the model's own forwards, head included, say of every output, one pair at a time."""
+    scores = []
+    for prompt, output in pairs:
+        ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
+        ids = ids.to(next(model.parameters()).device)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])
+        scores.append(chosen.squeeze(-1))
+    return torch.cat(scores)

@@ -15,6 +15,7 @@ from async_grpo.errors import WeightSyncError
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.folder import check_model_folder
+from async_grpo.model.head import Head
 from async_grpo.model.loading import load_policy
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import hf_named_parameters
@@ -39,10 +40,9 @@ class Scorer:
         self.policy = policy.eval().requires_grad_(False)
 
     @property
-    def head(self) -> torch.nn.Linear:
+    def head(self) -> Head:
         """What makes logits of the last hidden states."""
-        head: torch.nn.Linear = self.policy.model.get_output_embeddings()
-        return head
+        return self.policy.head
 
     @torch.no_grad()
     def score(
@@ -69,14 +69,12 @@ class Scorer:
         width: int | None = None,
     ) -> list[NDArray[np.float32]]:
         """As `score`, of the last hidden states [N, H] of a forward."""
-        head = self.head
         scored = token_logprobs(
             hidden,
-            head.weight[:width],
+            self.head.columns(slice(width)),
             packed.target_ids,
             temperature=temperature,
             chunk_size=CHUNK_SIZE,
-            bias=None if head.bias is None else head.bias[:width],
         )
         return [part.float().cpu().numpy() for part in split_by_row(scored.logprobs, packed)]
 

@@ -15,6 +15,8 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.distillation.head_terms import Teacher
 from async_grpo.errors import DataError, WorkerError
+from async_grpo.model.head import Head
+from async_grpo.model.rescaling import Rescaling
 from async_grpo.roles import teacher
 from async_grpo.types import GivenPair, Question, WorkerInfo
 
@@ -84,14 +86,12 @@ def meet_teachers(
     has_heads = algorithm.config.teacher_payload == "hidden"
     teachers = []
     for name in algorithm.config.teacher_names:
-        head = _head(client, name, device, algorithm.config) if has_heads else {}
-        teachers.append(Teacher(widths[name], head.get("weight"), head.get("bias")))
+        head = _head(client, name, device, algorithm.config) if has_heads else None
+        teachers.append(Teacher(widths[name], head))
     algorithm.learn_from(teachers)
 
 
-def _head(
-    client: RunClient, name: str, device: torch.device, config: TrainConfig
-) -> dict[str, torch.Tensor]:
+def _head(client: RunClient, name: str, device: torch.device, config: TrainConfig) -> Head:
     call = client.teacher_head(teacher(name))
     # The controller itself may wait so long for a teacher to be free.
     limit_s = config.stall_timeout_s + deadlines.ANSWER_S
@@ -100,10 +100,12 @@ def _head(
     if arrays is None:
         raise DataError(f"the head of teacher {name} did not come: look at its worker's node")
     tensors = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
-    return {
+    factor, softcap = tensors.pop("rescaling").tolist()
+    on_device = {
         key: (t.view(torch.bfloat16) if t.dtype == torch.uint16 else t).to(device)
         for key, t in tensors.items()
     }
+    return Head(**on_device, rescaling=Rescaling(factor, softcap or None))
 
 
 def _shown(kinds: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from async_grpo.distillation.head_terms import top_k_with_tail
 from async_grpo.model.collate import split_by_row
-from async_grpo.model.logprobs import head_logits
+from async_grpo.model.head import Head
 from async_grpo.model.scoring import CHUNK_SIZE, Scorer, TokenIds
 from async_grpo.types import Payload
 
@@ -46,13 +46,11 @@ def teach(
     return list(zip(labels, arrays, strict=True))
 
 
-def _tensors(
-    hidden: Tensor, head: torch.nn.Linear, payload: Payload, width: int
-) -> dict[str, Tensor]:
+def _tensors(hidden: Tensor, head: Head, payload: Payload, width: int) -> dict[str, Tensor]:
     """[N, ...] each; but for kind `logits`, logits exist for a chunk of tokens at a time."""
     if payload.kind == "hidden":
         return {"hidden": hidden}
-    chunks = (head_logits(part, head.weight, head.bias) for part in hidden.split(CHUNK_SIZE))
+    chunks = (head.logits(part) for part in hidden.split(CHUNK_SIZE))
     if payload.kind == "logits":
         return {"logits": torch.cat([chunk[:, :width].to(hidden.dtype) for chunk in chunks])}
     k, temperature = payload.top_k, payload.temperature

@@ -192,7 +192,9 @@ class LogprobWorker:
         """What makes logits of this teacher's hidden states: the second return value."""
         head = self._scorer.head
         tensors = {"weight": head.weight, "bias": head.bias}
-        return None, {n: self._to_array(t) for n, t in tensors.items() if t is not None}
+        arrays = {n: self._to_array(t) for n, t in tensors.items() if t is not None}
+        factor, softcap = head.rescaling
+        return None, {**arrays, "rescaling": np.array([factor, softcap or 0.0])}
 
     async def join_express(self, meeting: Meeting, rank: int) -> None:
         """Return when the group has met; raises `ExpressLost`."""

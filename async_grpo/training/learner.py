@@ -50,11 +50,15 @@ class Learner:
         if of_rank_0 := ranks.share(lambda: code):
             of_rank_0.require_same(code)
         dtype = compute_dtype(config.mixed_precision, ranks.device)
-        ranks.on_main(lambda: check_trainable(config.model_name_or_path))
+        path = config.model_name_or_path
+        attention = choose_attention(ranks.device, dtype=dtype, wanted=config.attention)
+        ranks.on_main(
+            lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
+        )
         peak = peak_tflops(config, ranks.device)  # before the model takes its memory
         policy = load_sharded(
-            config.model_name_or_path,
-            attention=choose_attention(ranks.device, dtype=dtype),
+            path,
+            attention=attention,
             dtype=torch.float32,
             device=ranks.device,
             shard=partial(

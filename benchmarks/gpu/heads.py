@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from async_grpo.model.head import Head
 from async_grpo.model.logprobs import token_logprobs
 from benchmarks.gpu import clock
 from benchmarks.gpu.isolation import NotHereError
@@ -28,7 +29,7 @@ def chunked(chunk_size: int, *, compiled: bool = False) -> Loss:
 
     def loss(hidden: Tensor, head: Tensor, ids: Tensor) -> Tensor:
         scored = token_logprobs(
-            hidden, head, ids, temperature=1.0, chunk_size=chunk_size, compile=compiled
+            hidden, Head(head), ids, temperature=1.0, chunk_size=chunk_size, compile=compiled
         )
         return scored.logprobs.sum()
 

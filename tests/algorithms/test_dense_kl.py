@@ -16,8 +16,10 @@ from trained import HERE, OPTIONS, assert_same_parameters, make_learner, make_or
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.model.collate import collate
+from async_grpo.model.head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.model.rescaling import Rescaling
 from async_grpo.training.fsdp import shard
 
 CONFIG = make_config(algorithm=f"{HERE}/dense_kl.py:DenseKl", **OPTIONS)
@@ -56,10 +58,11 @@ def oracle_loss(model, samples):
     chunk_size=st.integers(1, 12),
     temperature=st.floats(0.3, 2.0),
     with_bias=st.booleans(),
+    softcap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 1000),
 )
 def test_value_and_gradient_equal_autograd_s_for_any_chunk(
-    num_tokens, chunk_size, temperature, with_bias, seed
+    num_tokens, chunk_size, temperature, with_bias, softcap, seed
 ):
     generator = torch.Generator().manual_seed(seed)
 
@@ -71,10 +74,13 @@ def test_value_and_gradient_equal_autograd_s_for_any_chunk(
     other = random(num_tokens, 11).log_softmax(-1).detach()
     targets = torch.randint(11, (num_tokens,), generator=generator)
     got = token_logprobs(
-        hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, bias=bias,
-        terms=(KlToOther(),), rows={"other": other},
+        hidden, Head(weight, bias, Rescaling(softcap=softcap)), targets,
+        temperature=temperature, chunk_size=chunk_size, terms=(KlToOther(),), rows={"other": other},
     )  # fmt: skip
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
     logprobs = logits.log_softmax(-1)
     expected = KlToOther().value(logprobs, {"other": other})
     torch.testing.assert_close(got.terms["kl"], expected, rtol=1e-12, atol=1e-12)
@@ -93,7 +99,7 @@ def test_with_a_term_no_tensor_is_larger_than_one_chunk_of_logits():
     with LargestTensor() as largest:
         targets = torch.zeros(200, dtype=torch.int64)
         got = token_logprobs(
-            hidden, weight, targets, temperature=0.9, chunk_size=8, terms=(Uniform(),)
+            hidden, Head(weight), targets, temperature=0.9, chunk_size=8, terms=(Uniform(),)
         )
         got.terms["uniform"].sum().backward()
     assert other.numel() > largest.num_elements == 8 * 300

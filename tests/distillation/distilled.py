@@ -14,6 +14,7 @@ from formulas import token_weight as weight_of
 from oracle import VOCAB_SIZE, oracle_outputs, random_samples
 
 from async_grpo.distillation.head_terms import Teacher, top_k_with_tail
+from async_grpo.model.head import Head
 
 HIDDEN = 7
 
@@ -35,7 +36,7 @@ class Taught:
     def on_rank(self, config, dtype):
         if config.teacher_payload != "hidden":
             return Teacher(self.width)
-        return Teacher(self.width, self.head.to(dtype), self.bias.to(dtype))
+        return Teacher(self.width, Head(self.head.to(dtype), self.bias.to(dtype)))
 
 
 def make_teachers(rng, widths):

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tensor_watchers import LargestTensor
 
 from async_grpo.distillation.head_terms import Teacher, head_term, top_k_with_tail
+from async_grpo.model.head import Head
 from async_grpo.model.logprobs import token_logprobs
+from async_grpo.model.rescaling import Rescaling
 from async_grpo.types import Payload
 
 V, C, HIDDEN = 48, 6, 5
@@ -37,8 +39,8 @@ def through_the_head(logits, term, rows, *, policy_temperature=1.0, chunk_size=4
     hidden = logits.clone().requires_grad_()
     eye = torch.eye(logits.shape[-1], dtype=logits.dtype)
     got = token_logprobs(
-        hidden, eye, torch.zeros(len(logits), dtype=torch.int64), temperature=policy_temperature,
-        chunk_size=chunk_size, terms=(term,), rows=rows,
+        hidden, Head(eye), torch.zeros(len(logits), dtype=torch.int64), chunk_size=chunk_size,
+        temperature=policy_temperature, terms=(term,), rows=rows,
     )  # fmt: skip
     value = got.terms["divergence"]
     (torch.arange(1, len(logits) + 1) * value).sum().backward()
@@ -83,12 +85,15 @@ def test_the_whole_vocabulary_is_autograd_s(alpha, temperature, kind, dtype):
         torch.randn(size, generator=generator, dtype=torch.float64)
         for size in ((C, HIDDEN), (V, HIDDEN), (V,))
     )
-    rows = {"teacher.logits": hidden @ head.T + bias, "teacher.hidden": hidden}
-    teacher = {"head": head.to(dtype), "bias": bias.to(dtype)} if kind == "hidden" else {}
-    rows = {name: values.to(dtype) for name, values in rows.items() if name == f"teacher.{kind}"}
+    rescaling = Rescaling(factor=1.5, softcap=2.0)
+    logits = rescaling.apply_(hidden @ head.T + bias)
+    own = Head(head.to(dtype), bias.to(dtype), rescaling)
+    teacher = {"head": own} if kind == "hidden" else {}
+    row = hidden if kind == "hidden" else logits
+    rows = {f"teacher.{kind}": row.to(dtype)}
     term = make_term(kind, alpha=alpha, temperature=temperature, policy_temperature=0.7, **teacher)
     got = through_the_head(policy.to(dtype), term, rows, policy_temperature=0.7)
-    want = expected(policy, hidden @ head.T + bias, alpha=alpha, temperature=temperature)
+    want = expected(policy, logits, alpha=alpha, temperature=temperature)
     assert_equal(got, want, PRECISIONS[dtype])
 
 
@@ -124,7 +129,7 @@ def test_each_token_is_compared_over_the_columns_that_its_teacher_and_the_policy
         parts = [top_k_rows(own[None], 8, temperature=temperature, width=V) for own in logits]
         rows |= {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     teachers = [
-        Teacher(width, head=head if kind == "hidden" else None)
+        Teacher(width, head=Head(head) if kind == "hidden" else None)
         for width, head in zip(widths, heads, strict=True)
     ]
     payload = Payload(kind, 0, temperature)
@@ -253,12 +258,12 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits(kind, alpha):
         rows = top_k_rows(teacher_logits, 16, dtype=torch.float32)
     if kind == "logits":
         rows = {"teacher.logits": teacher_logits}
-    of = {"head": torch.randn(vocab, HIDDEN)} if kind == "hidden" else {}
+    of = {"head": Head(torch.randn(vocab, HIDDEN))} if kind == "hidden" else {}
     term = make_term(kind, alpha=alpha, temperature=2.0, widths=(vocab,), **of)
     with LargestTensor() as largest:
         targets = torch.zeros(num_tokens, dtype=torch.int64)
         got = token_logprobs(
-            hidden, weight, targets, temperature=0.9, chunk_size=chunk_size, terms=(term,),
+            hidden, Head(weight), targets, temperature=0.9, chunk_size=chunk_size, terms=(term,),
             rows=rows,
         )  # fmt: skip
         (got.terms["divergence"].sum() + got.logprobs.sum()).backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from async_grpo.model.attention import packed_attention
+from async_grpo.model.head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.training.fsdp import iter_full_tensors, shard
 from async_grpo.training.ranks import Ranks
@@ -93,7 +94,9 @@ def hidden_head_ids(num_tokens, vocabulary):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_log_probabilities_and_entropy_have_float32s_accuracy(compiled):
     hidden, head, ids = hidden_head_ids(300, 5000)
-    scored = token_logprobs(hidden, head, ids, temperature=0.7, chunk_size=128, compile=compiled)
+    scored = token_logprobs(
+        hidden, Head(head), ids, temperature=0.7, chunk_size=128, compile=compiled
+    )
     exact = [tensor.detach().cpu().double().requires_grad_() for tensor in (hidden, head)]
     every = (exact[0] @ exact[1].T / 0.7).log_softmax(-1)
     logprobs = every.gather(1, ids.cpu()[:, None])[:, 0]
@@ -112,7 +115,7 @@ def test_no_tensor_of_all_logits_lives_forward_or_backward():
     hidden, head, ids = hidden_head_ids(num_tokens, vocabulary)
 
     def work():
-        scored = token_logprobs(hidden, head, ids, temperature=1.0, chunk_size=chunk)
+        scored = token_logprobs(hidden, Head(head), ids, temperature=1.0, chunk_size=chunk)
         scored.logprobs.sum().backward()
 
     gradients = hidden.nbytes + 3 * head.nbytes  # the head's are summed in float32, then rounded

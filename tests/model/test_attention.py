@@ -5,15 +5,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_grpo.errors import ModelError
+from async_grpo.model import attention
 from async_grpo.model.attention import choose_attention, packed_attention
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
-def formula(query, key, value, *, window=None):
-    """softmax(q k / sqrt(d)) v with a causal mask, for [heads, L, D]."""
+def formula(query, key, value, *, window=None, softcap=None):
+    """softmax(q k / sqrt(d)) v with a causal mask, for [heads, L, D]; scores may be capped."""
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (key, value))
     scores = query @ key.transpose(1, 2) * SIZE**-0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(query.shape[1])[:, None] - torch.arange(query.shape[1])[None]
     visible = (distance >= 0) & (distance < (window or query.shape[1]))
     return scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value
@@ -45,13 +49,14 @@ def attend(tensors, lengths, **kwargs):
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     window=st.none() | st.integers(1, 6),
+    softcap=st.sampled_from([None, 1.5]),
     seed=st.integers(0, 1000),
 )
-def test_every_sequence_attends_as_if_alone(lengths, window, seed):
+def test_every_sequence_attends_as_if_alone(lengths, window, softcap, seed):
     row = [tensor.requires_grad_() for tensor in random_row(sum(lengths), seed)]
-    got = attend(row, lengths, sliding_window=window)
+    got = attend(row, lengths, sliding_window=window, softcap=softcap)
     parts = zip(*(tensor[0].split(lengths, dim=1) for tensor in row), strict=True)
-    expected = torch.cat([formula(*part, window=window) for part in parts], dim=1)
+    expected = torch.cat([formula(*part, window=window, softcap=softcap) for part in parts], dim=1)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(x.sin().sum(), row, retain_graph=True) for x in (got, expected)]
     for got_grad, expected_grad in zip(*grads, strict=True):
@@ -64,12 +69,87 @@ def test_a_row_without_boundaries_is_one_sequence():
     torch.testing.assert_close(output[0].transpose(0, 1), formula(*(x[0] for x in row)))
 
 
-@pytest.mark.parametrize("kwargs", [{"dropout": 0.1}, {"softcap": 30.0}])
-def test_what_it_cannot_reproduce_is_refused(kwargs):
-    with pytest.raises(ValueError, match="without mask, dropout or softcap"):
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"dropout": 0.1}, r"dropout=0.1 options=\[\]"),
+        ({"s_aux": torch.zeros(HEADS), "learned_bias": 0}, r"options=\['learned_bias', 's_aux'\]"),
+    ],
+)
+def test_what_it_cannot_reproduce_is_refused(kwargs, told):
+    with pytest.raises(ValueError, match=f"without mask or dropout, .* {told}: use"):
         attend(random_row(3, seed=0), [3], **kwargs)
 
 
-def test_a_cpu_packs_with_our_own_attention():
-    assert choose_attention(torch.device("cpu")) == "packed"
-    assert choose_attention(torch.device("cuda"), dtype=torch.float32) == "packed"
+def test_options_without_a_value_or_an_effect_are_taken():
+    row, ids = random_row(3, seed=0), torch.arange(3)[None]
+    given = attend(row, [3], s_aux=None, position_ids=ids, use_cache=False, max_length_k=3)
+    assert torch.equal(given, attend(row, [3]))
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("wanted", ["auto", "packed"])
+def test_a_cpu_and_full_precision_pack_with_our_own_attention(wanted):
+    assert choose_attention(CPU, wanted=wanted) == "packed"
+    assert choose_attention(CUDA, dtype=torch.float32, wanted=wanted) == "packed"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A CUDA device by its answers: {"major": its compute capability, "installed": packages}."""
+    has = {"major": 9, "installed": {"flash_attn_interface"}, "activated": []}
+    attention.is_flash_3_active.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (has["major"], 0))
+    monkeypatch.setattr(
+        attention, "find_spec", lambda name: name if name in has["installed"] else None
+    )
+    monkeypatch.setattr(
+        attention, "is_flash_attn_2_available", lambda: "flash_attn" in has["installed"]
+    )
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", has["activated"].append)
+    yield has
+    attention.is_flash_3_active.cache_clear()
+
+
+def test_flash_attention_3_serves_packed_rows_where_it_is_installed(device):
+    assert choose_attention(CUDA) == choose_attention(CUDA) == "packed"
+    assert device["activated"] == ["FA3"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "changes"),
+    [
+        ("packed", {}),
+        ("auto", {"major": 10}),
+        ("auto", {"major": 8}),
+        ("auto", {"installed": set()}),
+    ],
+)
+def test_otherwise_the_kernel_is_torch_s_own(device, wanted, changes):
+    device.update(changes)
+    assert choose_attention(CUDA, wanted=wanted) == "packed"
+    assert device["activated"] == []
+
+
+def test_a_flash_attention_3_that_cannot_be_used_is_told_and_done_without(
+    device, monkeypatch, caplog
+):
+    def fail(name):
+        raise RuntimeError("Module 'flash_attn_interface' does not expose FA3 kernels")
+
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", fail)
+    assert choose_attention(CUDA) == "packed"
+    assert "cannot be used: Module 'flash_attn_interface' does not expose" in caplog.text
+
+
+def test_flash_attention_2_is_used_where_it_is_installed_and_refused_by_name_elsewhere(device):
+    with pytest.raises(ModelError, match=r"got cuda, .* flash-attn not installed: use --att"):
+        choose_attention(CUDA, wanted="flash_attention_2")
+    device["installed"].add("flash_attn")
+    assert choose_attention(CUDA, wanted="flash_attention_2") == "flash_attention_2"
+    with pytest.raises(ModelError, match=r"needs a CUDA device, .*, got cpu"):
+        choose_attention(CPU, wanted="flash_attention_2")
+    with pytest.raises(ModelError, match=r"needs a CUDA device, .*, got cuda, torch.float32"):
+        choose_attention(CUDA, dtype=torch.float32, wanted="flash_attention_2")

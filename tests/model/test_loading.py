@@ -7,12 +7,11 @@ import torch
 from oracle import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from async_grpo.errors import ModelError
 from async_grpo.model.folder import check_model_folder, stated_positions
 from async_grpo.model.loading import load_policy
-from async_grpo.model.probe import small_model
 
 
 def save_tokenizer(folder, size=60):
@@ -146,21 +145,6 @@ def test_an_architecture_that_cannot_be_packed_is_found_by_asking_it(tmp_path, m
     monkeypatch.setattr(modeling_qwen3.Qwen3Model, "forward", carry_state)
     with pytest.raises(ModelError, match="must score as separate sequences"):
         load_policy(str(tmp_path), attention="packed", dtype=torch.float32)
-
-
-def test_packing_is_asked_of_a_layer_of_each_kind_and_no_random_number_is_used():
-    kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
-    config = Gemma3TextConfig(
-        hidden_size=32, head_dim=8, num_attention_heads=4, num_hidden_layers=6, layer_types=kinds
-    )
-    state = torch.get_rng_state()
-    small = small_model(config)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [layer.self_attn.layer_type for layer in small.model.layers] == [
-        kinds[i] for i in (0, 1, 3)
-    ]
-    assert config.num_hidden_layers == 6
-    assert all(parameter.count_nonzero() for parameter in small.parameters())
 
 
 def test_another_architecture_packs_too(tmp_path):

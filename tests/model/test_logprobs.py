@@ -9,12 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_watchers import LargestTensor
 
+from async_grpo.model.head import Head
 from async_grpo.model.logprobs import token_logprobs
+from async_grpo.model.rescaling import UNCHANGED, Rescaling
+
+RESCALINGS = [UNCHANGED, Rescaling(factor=0.25), Rescaling(factor=1.5, softcap=2.0)]
 
 
-def plain(hidden, weight, targets, *, temperature, bias=None):
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
-    logprobs = logits.log_softmax(-1)
+def plain(hidden, weight, targets, *, temperature, bias=None, rescaling=UNCHANGED):
+    logits = rescaling.factor * torch.nn.functional.linear(hidden, weight, bias)
+    if rescaling.softcap:
+        logits = rescaling.softcap * torch.tanh(logits / rescaling.softcap)
+    logprobs = (logits / temperature).log_softmax(-1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs[torch.arange(len(targets)), targets], entropy
 
@@ -35,18 +41,20 @@ def inputs(num_tokens, *, vocab=11, hidden=5, dtype=torch.float64, seed=0):
     chunk_size=st.integers(1, 12),
     temperature=st.floats(0.3, 2.0),
     with_bias=st.booleans(),
+    rescaling=st.sampled_from(RESCALINGS),
     seed=st.integers(0, 1000),
 )
 def test_values_and_gradients_equal_log_softmax_for_any_chunk(
-    num_tokens, chunk_size, temperature, with_bias, seed
+    num_tokens, chunk_size, temperature, with_bias, rescaling, seed
 ):
     hidden, weight, bias, targets = inputs(num_tokens, seed=seed)
     leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
     head_bias = bias if with_bias else None
-    expected = plain(hidden, weight, targets, temperature=temperature, bias=head_bias)
-    got = token_logprobs(
-        hidden, weight, targets, temperature=temperature, chunk_size=chunk_size, bias=head_bias
+    expected = plain(
+        hidden, weight, targets, temperature=temperature, bias=head_bias, rescaling=rescaling
     )
+    head = Head(weight, head_bias, rescaling)
+    got = token_logprobs(hidden, head, targets, temperature=temperature, chunk_size=chunk_size)
     factors = torch.linspace(-1, 2, num_tokens, dtype=torch.float64)
     sums = [(factors * value).sum() + value.square().sum() for value in (*expected, *got[:2])]
     for got_value, expected_value in zip(got[:2], expected, strict=True):
@@ -59,7 +67,7 @@ def test_values_and_gradients_equal_log_softmax_for_any_chunk(
 def test_no_tensor_is_larger_than_one_chunk_of_logits_forward_or_backward():
     hidden, weight, _, targets = inputs(200, vocab=300, hidden=4)
     with LargestTensor() as largest:
-        got = token_logprobs(hidden, weight, targets, temperature=0.9, chunk_size=8)
+        got = token_logprobs(hidden, Head(weight), targets, temperature=0.9, chunk_size=8)
         (got.logprobs.sum() + got.entropy.sum()).backward()
     assert largest.num_elements == 8 * 300
     with LargestTensor() as largest:
@@ -69,7 +77,7 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits_forward_or_backward():
 
 def test_logits_of_low_precision_are_float32():
     hidden, weight, _, targets = inputs(64, vocab=2000, hidden=16, dtype=torch.bfloat16)
-    got = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=10)
+    got = token_logprobs(hidden, Head(weight), targets, temperature=0.7, chunk_size=10)
     exact = plain(hidden.double(), weight.double(), targets, temperature=0.7)
     assert got.logprobs.dtype == got.entropy.dtype == torch.float32
     assert (got.logprobs - exact[0]).abs().max() < 1e-5  # logits in bf16 are off by 0.05
@@ -91,7 +99,9 @@ def test_a_device_gives_the_cpu_s_values_and_gradients_in_low_precision():
                 tensor.detach().to(device).requires_grad_(tensor.is_floating_point())
                 for tensor in inputs(num_tokens, vocab=2000, hidden=16, dtype=torch.bfloat16)
             )
-            got = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=10, bias=bias)
+            got = token_logprobs(
+                hidden, Head(weight, bias), targets, temperature=0.7, chunk_size=10
+            )
             (got.logprobs.sum() + got.entropy.square().sum()).backward()
             grads = [leaf.grad.float().cpu() for leaf in (hidden, weight, bias)]
             results.append([value.detach().cpu() for value in got[:2]] + grads)
@@ -102,7 +112,7 @@ def test_a_device_gives_the_cpu_s_values_and_gradients_in_low_precision():
 @pytest.mark.parametrize("used", ["logprobs", "entropy"])
 def test_each_output_can_be_used_without_the_other(used):
     hidden, weight, bias, targets = inputs(9)
-    got = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=4, bias=bias)
+    got = token_logprobs(hidden, Head(weight, bias), targets, temperature=0.7, chunk_size=4)
     expected = plain(hidden, weight, targets, temperature=0.7, bias=bias)
     leaves = (hidden, weight, bias)
     pairs = zip(
@@ -120,7 +130,7 @@ def test_a_bias_of_minus_infinity_excludes_a_token():
     targets = targets % 8
     excluded = torch.cat([bias[:8].detach(), torch.full((3,), -torch.inf, dtype=bias.dtype)])
     excluded.requires_grad_()
-    got = token_logprobs(hidden, weight, targets, temperature=0.7, chunk_size=6, bias=excluded)
+    got = token_logprobs(hidden, Head(weight, excluded), targets, temperature=0.7, chunk_size=6)
     expected = plain(hidden, weight[:8], targets, temperature=0.7, bias=bias[:8])
     for got_value, expected_value in zip(got[:2], expected, strict=True):
         torch.testing.assert_close(got_value, expected_value, rtol=1e-12, atol=1e-12)
@@ -135,7 +145,7 @@ def test_an_excluded_token_itself_is_impossible():
     hidden, weight, bias, _ = inputs(2)
     bias = bias.detach().index_fill(0, torch.tensor([4]), -torch.inf)
     got = token_logprobs(
-        hidden, weight, torch.tensor([4, 3]), temperature=1.0, chunk_size=2, bias=bias
+        hidden, Head(weight, bias), torch.tensor([4, 3]), temperature=1.0, chunk_size=2
     )
     assert got.logprobs[0] == -torch.inf
     assert got.logprobs[1].isfinite()
@@ -146,19 +156,18 @@ def test_an_excluded_token_itself_is_impossible():
 @pytest.mark.timeout(900)
 def test_compiled_chunks_give_the_same_values_and_gradients():
     """Full chunks and the rest; at length also one token, none, and a bias."""
-    cases = itertools.product((10, 0, 1), (False, True)) if FULL else [(10, False)]
-    for num_tokens, with_bias in cases:
+    cases = itertools.product((10, 0, 1), (False, True), RESCALINGS)
+    for num_tokens, with_bias, rescaling in cases if FULL else [(10, False, RESCALINGS[-1])]:
         hidden, weight, bias, targets = inputs(num_tokens)
         leaves = (hidden, weight, bias) if with_bias else (hidden, weight)
         results = []
         for compile in (False, True):
             got = token_logprobs(
                 hidden,
-                weight,
+                Head(weight, bias if with_bias else None, rescaling),
                 targets,
                 temperature=0.7,
                 chunk_size=4,
-                bias=bias if with_bias else None,
                 compile=compile,
             )
             loss = got.logprobs.sum() + got.entropy.square().sum()
@@ -169,7 +178,9 @@ def test_compiled_chunks_give_the_same_values_and_gradients():
 
 def test_entropy_of_equal_logits_is_log_v():
     hidden, weight = torch.zeros(3, 4), torch.ones(7, 4)
-    got = token_logprobs(hidden, weight, torch.tensor([0, 3, 6]), temperature=1.0, chunk_size=2)
+    got = token_logprobs(
+        hidden, Head(weight), torch.tensor([0, 3, 6]), temperature=1.0, chunk_size=2
+    )
     torch.testing.assert_close(got.entropy, torch.full((3,), 7.0).log())
     torch.testing.assert_close(got.logprobs, -torch.full((3,), 7.0).log())
 
@@ -178,4 +189,6 @@ def test_entropy_of_equal_logits_is_log_v():
 def test_impossible_settings_are_refused(temperature, chunk_size):
     hidden, weight, _, targets = inputs(2)
     with pytest.raises(ValueError, match="must be"):
-        token_logprobs(hidden, weight, targets, temperature=temperature, chunk_size=chunk_size)
+        token_logprobs(
+            hidden, Head(weight), targets, temperature=temperature, chunk_size=chunk_size
+        )

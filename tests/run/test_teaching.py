@@ -10,6 +10,7 @@ from scripted_run import make_config
 
 from async_grpo.checkpoint.resume import Start
 from async_grpo.errors import CheckpointError, ConfigError, DataError
+from async_grpo.model.rescaling import UNCHANGED, Rescaling
 from async_grpo.run import teaching
 from async_grpo.run.preparation import with_teachers
 from async_grpo.run.teaching import check_types, meet_teachers, teachers_of
@@ -140,13 +141,20 @@ def met(payload, widths, device="cpu"):
 
 def test_ranks_get_the_heads_of_teachers_that_send_hidden_states(at_once):
     bits = np.array([[0x3F80, 0xC000]], np.uint16)  # 1 and -2 in bfloat16
-    at_once["teacher:a"] = {"weight": bits}
-    at_once["teacher:b"] = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
+    at_once["teacher:a"] = {"weight": bits, "rescaling": np.array([0.5, 30.0])}
+    at_once["teacher:b"] = {
+        "weight": np.ones((2, 3), np.float32),
+        "bias": np.zeros(2, np.float32),
+        "rescaling": np.array([1.0, 0.0]),
+    }
     first, second = met("hidden", {"a": 1, "b": 2})
-    assert (first.width, first.bias) == (1, None)
-    assert first.head.dtype == torch.bfloat16
-    assert first.head.tolist() == [[1.0, -2.0]]
-    assert (second.width, second.head.shape, second.bias.tolist()) == (2, (2, 3), [0.0, 0.0])
+    assert (first.width, first.head.bias) == (1, None)
+    assert first.head.weight.dtype == torch.bfloat16
+    assert first.head.weight.tolist() == [[1.0, -2.0]]
+    assert first.head.rescaling == Rescaling(factor=0.5, softcap=30.0)
+    assert (second.width, second.head.weight.shape) == (2, (2, 3))
+    assert second.head.bias.tolist() == [0.0, 0.0]
+    assert second.head.rescaling == UNCHANGED
     del at_once["teacher:b"]
     with pytest.raises(DataError, match="the head of teacher b did not come"):
         met("hidden", {"a": 1, "b": 2})

@@ -12,6 +12,7 @@ from tensor_watchers import NumbersRead
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
+from async_grpo.model.head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.schedule import Clocks
@@ -235,7 +236,7 @@ class Bigrams(torch.nn.Module):
     def forward(self, packed, *, temperature, chunk_size, terms=()):
         hidden = self.rows[packed.input_ids][packed.logit_positions]
         setting = {"temperature": temperature, "chunk_size": chunk_size}
-        return token_logprobs(hidden, self.rows, packed.target_ids, **setting)
+        return token_logprobs(hidden, Head(self.rows), packed.target_ids, **setting)
 
 
 def test_no_number_is_read_before_the_step_ends():
