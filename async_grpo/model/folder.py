@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # Any of them holds a vocabulary; tokenizer_config.json alone makes an empty tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names in configs
+LONGROPE = ("longrope", "su")  # its name, and that of older configs
+ORIGINAL = "original_max_position_embeddings"
+OF_SEVERAL_INPUTS = "ForConditionalGeneration"  # how transformers calls such a class
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -30,7 +33,7 @@ class ModelFacts:
 
     path: str
     vocab_size: int  # rows of the embedding: every legal token id is below
-    max_positions: int  # longest prompt + output, in tokens
+    max_positions: int  # longest prompt + output, in tokens; of LongRoPE, its original length
     stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
     tokenizer_hash: str  # of what it encodes: `encoding_hash`
 
@@ -152,6 +155,11 @@ def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
             f"the model must be a causal language model, got {architectures} in {path}: "
             "use a text generation model"
         )
+    if several := [name for name in _flat(architectures) if name.endswith(OF_SEVERAL_INPUTS)]:
+        raise ModelError(
+            f"the model must take text alone, {path} is a {several[0]}, of images or sound: use "
+            "a text model of its family"
+        )
     counts = {name: getattr(config, name, None) or 0 for name in EXPERTS}
     if experts := {name: count for name, count in counts.items() if count > 1}:
         raise ModelError(
@@ -171,7 +179,7 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
 
 
 def stated_positions(folder: Path) -> int | None:
-    """The longest sequence as config.json states it, None when it does not; in no time."""
+    """`max_positions` as config.json states it, None when it does not; in no time."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except ValueError:  # whoever reads the whole of it says what is wrong
@@ -180,8 +188,22 @@ def stated_positions(folder: Path) -> int | None:
 
 
 def _positions(look_up: Callable[[str], object]) -> int | None:
-    values = map(look_up, POSITIONS)
-    return next((value for value in values if isinstance(value, int) and value > 0), None)
+    values = [*map(look_up, POSITIONS)]
+    stated = next((value for value in values if isinstance(value, int) and value > 0), None)
+    limits = (stated, _before_longrope(look_up))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _before_longrope(look_up: Callable[[str], object]) -> int | None:
+    """The length up to which LongRoPE leaves positions as they were; None without it.
+
+    Beyond it an engine turns all its sequences by other angles, the trainer the longer ones alone.
+    """
+    rope = look_up("rope_parameters") or look_up("rope_scaling")
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) not in LONGROPE:
+        return None
+    original = rope.get(ORIGINAL) or look_up(ORIGINAL)
+    return original if isinstance(original, int) else None
 
 
 def _max_positions(config: PreTrainedConfig, path: str) -> int:

@@ -72,6 +72,10 @@ DEFECTS = {
     "large tokenizer": (lambda f: save_tokenizer(f, size=65), r"vocab_size \(64\), got 65"),
     "no eos below vocab": (configure(eos_token_id=64), r"\[1, 64\]"),
     "classifier": (configure(architectures=["Qwen3ForSequenceClassification"]), "causal language"),
+    "images": (
+        configure(architectures=["Gemma3ForConditionalGeneration"]),
+        "is a Gemma3ForConditionalGeneration, of images or sound",
+    ),
     "experts": (configure(num_experts=8), "mixture-of-experts"),
     "softcapping": (configure(final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
     "logit scale": (configure(logit_scale=0.0625), "logit_scale=0.0625"),
@@ -95,6 +99,17 @@ def test_a_defect_is_named_in_one_sentence(folder, defect):
         ('{"n_positions": 1024, "max_position_embeddings": null}', 1024),
         ('{"model_type": "gpt2"}', None),  # the library's default is not looked up
         ('{"max_position_embeddings": "long"}', None),
+        ('{"max_position_embeddings": 900, "original_max_position_embeddings": 256}', 900),
+        (
+            '{"max_position_embeddings": 900, "original_max_position_embeddings": 256, '
+            '"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}',
+            256,
+        ),
+        (
+            '{"max_position_embeddings": 900, "rope_parameters": '
+            '{"rope_type": "longrope", "original_max_position_embeddings": 300}}',
+            300,
+        ),
         ("[1]", None),
         ("{", None),
     ],
