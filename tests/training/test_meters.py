@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,34 @@ def test_without_other_ranks_nobody_waits_and_memory_is_known():
     assert first["agreeing_seconds"] >= 0.05 and first["gathering_seconds"] == 0
     assert not any(second.values())
     assert peak_memory(CPU).keys() == {"peak_process_bytes"}
+
+
+def test_on_a_device_streams_are_timed_by_events_and_memory_by_torch(monkeypatch):
+    """With events that are 250 ms apart, for want of a device."""
+    clock_ms, order = count(0, 250), []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ms = next(clock_ms)
+
+        def elapsed_time(self, later):
+            order.append("read")
+            return later.at_ms - self.at_ms
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: order.append("caught up"))
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 3 << 30)
+    collectives = Collectives(torch.device("cuda"))
+    for _ in range(3):
+        with collectives.gathering():
+            assert not order  # nothing waits for the device between minibatches
+    assert collectives.take()["gathering_seconds"] == 0.75
+    assert order == ["caught up", "read", "read", "read"]
+    assert collectives.take()["gathering_seconds"] == 0
+    assert peak_memory(torch.device("cuda"))["peak_device_bytes"] == 3 << 30
 
 
 def test_a_peak_is_given_or_measured_or_left_out_on_a_cpu(monkeypatch):
