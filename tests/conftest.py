@@ -14,7 +14,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # or Ray leaves a token in t
 HERE = Path(__file__).parent
 collect_ignore = ["bridges/tasksets"]  # of packages that are not installed here
 ONE_ENGINE = ("tests/rollout/test_engine.py", "tests/rollout/test_updates_in_flight.py")
-ROOMS = ("training", "batching", "algorithms", "environments", "chat", "gateway")
+ROOMS = ("training", "batching", "algorithms", "environments", "chat", "gateway", "telemetry")
 sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 
 gc.disable()  # until all is imported: a third of the time that collecting the tests takes

@@ -400,6 +400,7 @@ class ExperienceBatcher:
                 )
             )
             minibatches.append(Minibatch(formed.index, parts))
+        self._log.sent(minibatches)
         return tuple(minibatches)
 
     async def _ends_of_step(self, step: StepKey) -> list[EndOfStep]:
@@ -407,6 +408,7 @@ class ExperienceBatcher:
         await self._log.flush()  # what a checkpoint of this step counts is in the dump
         await self._teachers.buffer.step_ended()
         end = self._end_of_step(step)
+        await self._log.end_step(end, self._plan.config)
         return [end] + [replace(end, resume=None)] * (self._plan.num_ranks - 1)
 
     def _end_of_step(self, step: StepKey) -> EndOfStep:

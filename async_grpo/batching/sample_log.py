@@ -1,6 +1,6 @@
 """Finished samples on their way to the run's recorder: what the model wrote, what became of it.
 
-consumes:     groups whose samples have a fate
+consumes:     groups whose samples have a fate; which rank was sent what, in which round
 produces:     lines for the dump (`run.recorder` writes them), one call under way at a time
 waits for:    the recorder, in a task of its own; a step's end waits a little for the queue
 unblocked by: the recorder's answer, or its deadline
@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import pickle
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError
-from async_grpo.types import Episode, Group, Sample, VersionSpan
+from async_grpo.types import EndOfStep, Episode, Group, Minibatch, RowKey, Sample, VersionSpan
 
 if TYPE_CHECKING:
+    from async_grpo.config.train import TrainConfig
     from async_grpo.types.handles import RecorderHandle
 
 MAX_QUEUED_BYTES = 64 * 2**20
@@ -43,6 +44,8 @@ class SampleLog:
         self._queued_bytes = 0
         self._sending: asyncio.Task[None] | None = None
         self._notices: list[str] = []
+        self._rounds: list[list[list[RowKey]]] = []  # of the current step: what each rank was sent
+        self._has_told = False  # that something is missing
         self._num_unsent = 0
         self._num_refused = 0  # by the recorder's disk
 
@@ -65,11 +68,38 @@ class SampleLog:
             _line(sample, group.attempt, batch, fate, has_tokens=self._has_tokens)
             for sample, fate in zip(group.samples, fates, strict=True)
         ]
+        self._queue_up(lines, num_samples=len(lines))
+
+    def sent(self, minibatches: Sequence[Minibatch]) -> None:
+        """Remember a round of the current step: a minibatch for each rank."""
+        if self._recorder is not None:
+            self._rounds.append([[part.key for part in each.samples] for each in minibatches])
+
+    async def end_step(self, end: EndOfStep, config: TrainConfig) -> None:
+        """Tell what the step was made of, and wait for that a moment."""
+        if self._recorder is None:
+            return
+        first = end.batch * config.batch_size + end.step_in_batch * config.questions_per_step
+        line = {
+            "batch": end.batch,
+            "ordinal": first,
+            "step_in_batch": end.step_in_batch,
+            "step": end.batch * config.steps_per_batch + end.step_in_batch + 1,
+            "num_samples": end.num_samples,
+            "num_tokens": end.num_tokens,
+            "ratio_mode": config.mode,
+            "rounds": self._rounds,
+        }
+        self._rounds = []
+        self._queue_up(line, num_samples=0)
+        await self.flush()
+
+    def _queue_up(self, lines: object, *, num_samples: int) -> None:
         content = pickle.dumps(lines)  # JSON is the recorder's work: it takes many times longer
         if self._queued_bytes + len(content) > MAX_QUEUED_BYTES:
-            self._count_unsent(len(lines), "the run's recorder is slower than the run")
+            self._count_unsent(num_samples, "the run's recorder is slower than the run")
             return
-        self._queue.append((len(lines), content))
+        self._queue.append((num_samples, content))
         self._queued_bytes += len(content)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send(), name="sample-log")
@@ -95,10 +125,11 @@ class SampleLog:
                 self._notices += notices
 
     def _count_unsent(self, number: int, reason: str) -> None:
-        if not self._num_unsent:
+        if not self._has_told:
             self._notices.append(
                 f"{reason}: the run goes on, and counts the samples that are missing from the dump"
             )
+        self._has_told = True
         self._num_unsent += number
 
 
@@ -129,6 +160,8 @@ def _line(
         "finish_reason": episode.finish_reason,
         "num_input_tokens": len(sample.question.input_token_ids),
         "num_output_tokens": episode.num_sampled_tokens,
+        "num_trained_tokens": sample.num_trained_tokens,
+        "workers": list(dict.fromkeys(turn.worker_id for turn in episode.turns)),
         "weights_versions": _by_row(_spans(row.weights_versions) for row in episode.rows),
         **({"turns": _turns(episode)} if len(episode.turns) > 1 else {}),
         **(_token_columns(sample) if has_tokens else {}),
@@ -152,6 +185,7 @@ def _turns(episode: Episode) -> list[dict[str, object]]:
                 "num_tokens": len(turn.token_ids),
                 "weights_versions": _spans(turn.weights_versions),
                 "finish_reason": turn.finish_reason,
+                "worker": turn.worker_id,
             }
         )
         ends[number] = start + len(turn.token_ids)

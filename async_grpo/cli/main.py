@@ -7,17 +7,44 @@ import click
 from async_grpo import __version__
 from async_grpo.cli.generate import main as generate
 from async_grpo.cli.launch_file import launch
+from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.plot import main as plot
 from async_grpo.cli.quickstart import quickstart
+from async_grpo.cli.rollouts import main as rollouts
 from async_grpo.cli.serve import main as serve
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 
+HEADINGS = {
+    "Run": ("quickstart", "launch"),
+    "Run, one process after the other": ("worker", "train"),
+    "Look at a run": ("plot", "rollouts"),
+    "Use a model": ("generate", "serve"),
+}
 
-@click.group()
+
+class Commands(click.Group):
+    """Shows its commands under headings, those that are under none at the end."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        left = list(self.list_commands(ctx))
+        for heading, names in (*HEADINGS.items(), ("Others", left)):
+            found = [name for name in names if name in left]
+            left = [name for name in left if name not in found]
+            if found:
+                with formatter.section(heading):
+                    formatter.write_dl(
+                        [(n, self.commands[n].get_short_help_str(120)) for n in found]
+                    )
+
+
+@click.group(cls=Commands, context_settings={"max_content_width": CONTEXT["max_content_width"]})
 @click.version_option(__version__)
 def main() -> None:
-    """Train language models with GRPO while they generate."""
+    """Train language models with GRPO while they generate.
+
+    `async-grpo COMMAND --help` has its options, with their defaults.
+    """
 
 
 main.add_command(quickstart)
@@ -27,6 +54,7 @@ main.add_command(train)
 main.add_command(generate)
 main.add_command(serve)
 main.add_command(plot, "plot")
+main.add_command(rollouts)
 
 if __name__ == "__main__":
     main(prog_name="async-grpo")

@@ -17,6 +17,7 @@ from async_grpo.errors import ConfigError
 if TYPE_CHECKING:
     from async_grpo.telemetry.curves import Run
 
+MANY = 60  # points, whose noise hides a curve
 REMOTE_HELP = "Read PATH on this host, over `ssh ALIAS`."
 
 
@@ -46,11 +47,13 @@ def main() -> None:
     "--variable",
     "variables",
     multiple=True,
-    help="What to plot; one panel each, also of the evaluations (eval_...). [avg_reward]",
+    help="What to plot; one panel each, also of the evaluations (eval_...). [those of reward, "
+    "held-out accuracy, length, entropy, gradient and mismatch that all runs have]",
 )
 @click.option("-x", "--x-variable", "--x_key", "x", default="step", show_default=True,
               help="Horizontal axis: a variable, or seconds, minutes or hours run.")  # fmt: skip
-@click.option("-s", "--smooth", is_flag=True, help="Moving average, the raw curve faint behind.")
+@click.option("-s", "--smooth/--no-smooth", default=None, show_default=f"above {MANY} steps",
+              help="Moving average, the raw curve faint behind.")  # fmt: skip
 @click.option("--smooth-window", type=click.IntRange(min=1), default=10, show_default=True,
               help="Points of the moving average.")  # fmt: skip
 @click.option("-o", "--output", default="metrics.svg", show_default=True, metavar="FILE",
@@ -60,8 +63,8 @@ def main() -> None:
 @config_option
 @command_boundary()
 def plot(
-    paths: Sequence[str], names: Sequence[str], variables: Sequence[str], x: str, smooth: bool,
-    smooth_window: int, output: str, title: str, remote: str,
+    paths: Sequence[str], names: Sequence[str], variables: Sequence[str], x: str,
+    smooth: bool | None, smooth_window: int, output: str, title: str, remote: str,
 ) -> None:  # fmt: skip
     """Draw variables of one or several runs over each other.
 
@@ -71,13 +74,15 @@ def plot(
     \b
     plot.py plot runs/a runs/b -n baseline -n ours -v avg_reward -v entropy -s -o compare.svg
     """
-    from async_grpo.telemetry.curves import NotMeasuredError, make_curves
+    from async_grpo.telemetry.curves import NotMeasuredError, chosen_variables, make_curves
     from async_grpo.telemetry.figure import check_output, save_figure
 
     check_output(output)
     runs = _read_runs(paths, names, remote)
+    if smooth is None:
+        smooth = max(len(run.rows) for run in runs) > MANY
     window = smooth_window if smooth else None
-    panels, wanted = {}, tuple(dict.fromkeys(variables or ("avg_reward",)))
+    panels, wanted = {}, tuple(dict.fromkeys(variables or chosen_variables(runs)))
     for variable in wanted:
         try:
             panels[variable] = make_curves(runs, x=x, y=variable, smooth_window=window)

@@ -1,7 +1,7 @@
 """Writes what a run leaves behind sample by sample, beside rank 0, so that the controller need not.
 
 consumes:     lines of samples, from the run's batcher
-produces:     the dump of samples
+produces:     the dump of samples, and of what each gradient step was made of
 waits for:    nothing: each call is written before the next one begins
 unblocked by: –
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo import cluster
 from async_grpo.chat.find import find_tokenizer
 from async_grpo.config.train import TrainConfig
-from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump
+from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, steps_file
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import RecorderHandle
@@ -32,13 +32,14 @@ class RunRecorder:
         """`model`: whose tokenizer says what episodes of many turns have read."""
         self._model = model
         self._dump = SampleDump(Path(path), max_bytes=max_bytes)
+        self._steps = SampleDump(steps_file(Path(path)), unit="steps")
         self._writer = ""
         self._earlier: set[str] = set()
 
     async def write(
         self, writer: str, next_ordinal: int, groups: Sequence[bytes]
     ) -> tuple[int, tuple[str, ...]]:
-        """Append groups of lines; samples lost so far, and sentences for people.
+        """Append groups of lines, or lines of steps; samples lost, and sentences for people.
 
         The first call of a writer cuts the dump back to `next_ordinal`, from where it goes on;
         what an earlier writer had sent by then and comes late is sampled again.
@@ -49,9 +50,13 @@ class RunRecorder:
             self._earlier.add(self._writer)
             self._writer = writer
             self._dump.cut_back(next_ordinal)
-        for group in groups:
-            self._dump.write([self._in_words(line) for line in pickle.loads(group)])
-        return self._dump.num_lost, self._dump.take_notices()
+            self._steps.cut_back(next_ordinal)
+        for lines in map(pickle.loads, groups):
+            if isinstance(lines, dict):
+                self._steps.write([lines])
+            else:
+                self._dump.write([self._in_words(line) for line in lines])
+        return self._dump.num_lost, self._dump.take_notices() + self._steps.take_notices()
 
     def _in_words(self, line: dict[str, Any]) -> dict[str, Any]:
         """The line with text in the place of the ids that the model has read between its turns."""

@@ -32,7 +32,7 @@ from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.health import Health
 from async_grpo.telemetry.metrics import metrics_row
 from async_grpo.telemetry.progress import duration, in_brackets, number
-from async_grpo.telemetry.sample_dump import dump_files
+from async_grpo.telemetry.sample_dump import all_files
 from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.held_out import HeldOutLoss
 from async_grpo.training.replay import REPLAY_FOLDER
@@ -140,7 +140,7 @@ class Report:
 
     def sync_files(self) -> None:
         """What is in the files by now survives a power cut, unless the disk refuses."""
-        dumped = dump_files(self._dump) if self._dump else ()
+        dumped = all_files(self._dump) if self._dump else ()
         for path in (self._metrics.path, self._evaluations.path, *dumped):
             try:
                 files.sync(path)
@@ -297,6 +297,6 @@ def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
         cut_back(folder, start.state["report"]["file_bytes"], source=start.source)
         return
     dump = config.dump_samples_filename
-    dumped = [str(path) for path in dump_files((folder / dump).absolute())] if dump else []
+    dumped = [str(path) for path in all_files((folder / dump).absolute())] if dump else []
     folders = (CHECKPOINTS_FOLDER, REPLAY_FOLDER)
     clear(folder, files=(METRICS_FILE, EVALUATIONS_FILE, *dumped), folders=folders)

@@ -26,6 +26,11 @@ METRICS_FILENAME = "training_metrics.jsonl"
 EVALUATIONS_FILENAME = "evaluation_metrics.jsonl"
 BOUNDARY = "---evaluations---"  # the line between the files of a remote run
 CLOCKS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}  # axes made of `total_seconds`
+# What tells whether a run learns, and whether it does so soundly.
+PANELS = (
+    "avg_reward", "eval_accuracy", "avg_output_tokens", "entropy", "grad_norm", "mismatch_kl",
+)  # fmt: skip
+PANELS_OF_PAIRS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 Floats = NDArray[np.float64]
 
 
@@ -103,6 +108,20 @@ def values(run: Run) -> dict[str, list[float]]:
             if _is_number(value):
                 found.setdefault(key, []).append(value)
     return found
+
+
+def chosen_variables(runs: Sequence[Run]) -> list[str]:
+    """What is plotted of `runs` when nobody says: of `PANELS`, what all of them have and moves.
+
+    >>> row = {"loss": 1.5, "grad_norm": 0.1, "avg_reward": None, "entropy": 0.0}
+    >>> chosen_variables([Run("a", "file", [row, row | {"loss": 1.2}])])
+    ['loss', 'grad_norm']
+    """
+    found = [values(run) for run in runs]
+    is_trained = all("avg_reward" in each for each in found)
+    names = PANELS if is_trained else PANELS_OF_PAIRS
+    chosen = [name for name in names if all(any(each.get(name, ())) for each in found)]
+    return chosen or list(names[:1])
 
 
 def make_curves(

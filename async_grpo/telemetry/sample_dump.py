@@ -23,11 +23,12 @@ class SampleDump:
     A disk that refuses costs samples of the dump, not the run; `take_notices` says so.
     """
 
-    def __init__(self, path: Path, *, max_bytes: float = UNLIMITED) -> None:
+    def __init__(self, path: Path, *, max_bytes: float = UNLIMITED, unit: str = "samples") -> None:
+        """`unit` is what a line holds, in the plural."""
         self._path = path
         self._max_file_bytes = max_bytes / NUM_FILES
         self._notices: list[str] = []
-        self._lines = LineFile(path, unit="samples", say=self._notices.append)
+        self._lines = LineFile(path, unit=unit, say=self._notices.append)
 
     @property
     def num_lost(self) -> int:
@@ -47,7 +48,7 @@ class SampleDump:
         except OSError as error:
             self._notices.append(
                 f"{self._path} could not be cut back to what was trained "
-                f"({error.strerror or error}): samples of ordinals from {first} on may be there "
+                f"({error.strerror or error}): lines of ordinals from {first} on may be there "
                 "twice"
             )
 
@@ -115,3 +116,26 @@ def _is_earlier(line: bytes, first: int) -> bool:
     """
     found = re.match(rb'\{"batch": \d+, "ordinal": (\d+),', line)
     return found is not None and line.endswith(b"\n") and int(found[1]) < first
+
+
+def steps_file(path: Path) -> Path:
+    """What was trained in which gradient step of the samples in the dump `path`, a line a step."""
+    return path.with_name(f"{path.stem}.steps{path.suffix}")
+
+
+def tokens_file(path: Path, rank: int) -> Path:
+    """The tokens of them that a rank has trained, with --dump-token-columns."""
+    return path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
+
+
+def token_files(path: Path) -> list[Path]:
+    """All of these that exist, of each rank the oldest first."""
+    names = re.compile(re.escape(path.stem) + r"\.rank_(\d+)" + re.escape(path.suffix))
+    found = path.parent.iterdir() if path.parent.is_dir() else ()
+    ranks = sorted(int(match[1]) for file in found if (match := names.fullmatch(file.name)))
+    return [file for rank in ranks for file in dump_files(tokens_file(path, rank))]
+
+
+def all_files(path: Path) -> list[Path]:
+    """Everything of the dump `path` that exists."""
+    return [*dump_files(path), *dump_files(steps_file(path)), *token_files(path)]

@@ -20,6 +20,7 @@ from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.replay import Replay
 from async_grpo.training.step import GradientStep, StepResult
+from async_grpo.training.token_dump import TokenDump
 from async_grpo.types import EndOfStep, Minibatch
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Learner:
         self.step = GradientStep(policy, config, self.algorithm)
         self._replay = Replay(config.output_dir, rank=ranks.rank)
         self._audit = Audit(self.step.collectives)
+        self._tokens = TokenDump.of(config, ranks)
+        self.step.keeps_terms = self._tokens is not None
         self._size = size_of(policy.model)
         self._peak = peak
 
@@ -86,6 +89,8 @@ class Learner:
         )
         self._replay.keep(minibatch, packed)
         self._audit.trained(minibatch, packed)
+        if self._tokens:
+            self._tokens.keep(minibatch, packed)
         self.step.accumulate(to_device(packed, self.device))
         self.step.count(
             num_fillers=not minibatch.samples,
@@ -103,9 +108,12 @@ class Learner:
         self._audit.end_step(end, step=step)
         if self._peak:
             self.step.measure(peak_tflops=self._peak)
+        terms = self.step.terms
         result = self.step.finish(
             self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens
         )
+        if self._tokens:
+            self._tokens.end_step(end, terms, step=step)
         self._replay.end_step(step, suspects=result.suspects)
         if end.is_last_of_batch:
             self.step.begin_batch()
@@ -116,6 +124,8 @@ class Learner:
         self.step.discard()
         self._replay.discard()
         self._audit.discard()
+        if self._tokens:
+            self._tokens.discard()
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""

@@ -25,6 +25,7 @@ from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
 from async_grpo.training.meters import Collectives, peak_memory
 from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.schedule import Clocks, learning_rate_after
+from async_grpo.training.token_dump import TokenTerms
 from async_grpo.types import PackedMinibatch
 
 NO_SAMPLES = "no samples"
@@ -85,6 +86,8 @@ class GradientStep:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._losses: list[Tensor] = []  # [] each
+        self.keeps_terms = False  # for `training.token_dump`
+        self.terms: list[TokenTerms] = []  # of the current step's minibatches
         self._counts: dict[str, float] = {}
         self._meters: dict[str, float] = {}
 
@@ -94,9 +97,16 @@ class GradientStep:
         if old is not None:
             packed = replace(packed, scores={**packed.scores, "old": old})
         scored = self._policy(packed, **self._setting, terms=self._algorithm.terms)
+        if self.keeps_terms:
+            scored.logprobs.retain_grad()
         result = self._algorithm.loss(scored, packed)
         with deferred_gradients(self._policy, defer=self._config.defer_gradient_sync):
             result.loss.backward()
+        if self.keeps_terms:
+            logprobs = scored.logprobs
+            self.terms.append(
+                TokenTerms(logprobs.detach(), packed.scores.get("old"), logprobs.grad)
+            )
         loss, entropy = result.loss.detach(), scored.entropy.detach()
         sums = {"loss_sum": loss, "entropy_sum": entropy.sum(), **result.sums}
         maxima: dict[str, Tensor] = {}
@@ -172,7 +182,7 @@ class GradientStep:
         self.optimizer.zero_grad(set_to_none=True)
         drop_local_gradients(self._policy)
         self._sums, self._maxima, self._losses, self._counts = {}, {}, [], {}
-        self._meters = {}
+        self._meters, self.terms = {}, []
 
     def _reduce_gradients(self) -> None:
         """One more pass, over a filler, that reduces every rank's whole gradients.

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from players import make_turn
 from scripted import Handle, make_sample, make_verdict, run
+from scripted_run import make_config
 
 from async_grpo.batching import sample_log
 from async_grpo.batching.sample_log import SampleLog
@@ -13,7 +14,14 @@ from async_grpo.environments.episode import EpisodePolicy
 from async_grpo.errors import ProcessLostError
 from async_grpo.run import recorder
 from async_grpo.run.recorder import RunRecorder
-from async_grpo.types import Group, SamplingContract, VersionSpan, WeightsVersion
+from async_grpo.types import (
+    EndOfStep,
+    Group,
+    Minibatch,
+    SamplingContract,
+    VersionSpan,
+    WeightsVersion,
+)
 
 VERSION = WeightsVersion(9, 3)
 
@@ -62,6 +70,8 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
         "finish_reason": "stop",
         "num_input_tokens": len(samples[0].question.input_token_ids),
         "num_output_tokens": 4,
+        "num_trained_tokens": 4,
+        "workers": [samples[0].episode.turns[0].worker_id],
         "weights_versions": [[str(span.version), span.start, span.stop] for span in spans],
     }
     tokens = {
@@ -200,7 +210,7 @@ def test_an_episode_of_many_turns_is_told_turn_by_turn(tmp_path, monkeypatch):
 
     run(scene())
     (line,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
-    model = {"role": "model", "text": "said", "finish_reason": "stop"}
+    model = {"role": "model", "text": "said", "finish_reason": "stop", "worker": ""}
     one = [[str(VERSION), 0, 1]]
     assert line["turns"] == [
         {"role": "environment", "row": 0, "text": "5 6", "num_tokens": 2},
@@ -210,3 +220,31 @@ def test_an_episode_of_many_turns_is_told_turn_by_turn(tmp_path, monkeypatch):
         {"role": "environment", "row": 1, "text": "6 6", "num_tokens": 2},
         model | {"row": 1, "num_tokens": 1, "weights_versions": one},
     ]
+
+
+def test_a_step_says_which_rank_was_sent_what_in_which_round(tmp_path):
+    def part(ordinal, index):
+        return replace(make_sample(VERSION, ordinal=ordinal, index=index), attempt=1)
+
+    async def scene(*, next_ordinal, num_steps):
+        log = SampleLog(
+            Handle(RunRecorder(str(tmp_path / "samples.jsonl"))), next_ordinal=next_ordinal
+        )
+        for step in range(next_ordinal // 2, num_steps):
+            first, second = part(2 * step, 0), part(2 * step, 1)
+            log.sent([Minibatch(0, (first,)), Minibatch(0, (second,))])
+            log.sent([Minibatch(1, ()), Minibatch(1, (part(2 * step + 1, 0),))])
+            end = EndOfStep(*divmod(step, 2), step % 2 == 1, num_samples=3, num_tokens=9)
+            await log.end_step(end, config)
+
+    config = make_config(batch_size=4, train_minibatch_size=2)
+    run(scene(next_ordinal=0, num_steps=3))
+    steps = (tmp_path / "samples.steps.jsonl").read_text()
+    lines = [json.loads(line) for line in steps.splitlines()]
+    assert lines[2] == {
+        "batch": 1, "ordinal": 4, "step_in_batch": 0, "step": 3, "num_samples": 3, "num_tokens": 9,
+        "ratio_mode": config.mode,
+        "rounds": [[[[4, 1, 0, 0]], [[4, 1, 1, 0]]], [[], [[5, 1, 0, 0]]]],
+    }  # fmt: skip
+    run(scene(next_ordinal=2, num_steps=3))  # goes on behind the first step
+    assert (tmp_path / "samples.steps.jsonl").read_text() == steps

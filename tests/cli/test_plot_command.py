@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -266,3 +267,25 @@ def test_the_shim_at_the_top_is_the_command(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "avg_reward" in done.stdout
+
+
+def test_without_options_the_panels_are_those_that_all_runs_have(tmp_path):
+    paths = [
+        write_run(tmp_path / "a", [0.1, 0.5], evaluations=[0.2, 0.4]),
+        write_run(tmp_path / "b", [0.1, 0.5]),
+    ]
+    for chosen, titles in ((paths[:1], ["Held-out accuracy"]), (paths, [])):
+        assert run_plot(*chosen, "-o", tmp_path / "x.svg").exit_code == 0
+        drawn = (tmp_path / "x.svg").read_text()
+        found = re.findall(r"<!-- (Mean reward|Held-out accuracy|Entropy|Gradient norm)", drawn)
+        assert found == ["Mean reward", *titles, "Entropy"]
+
+
+def test_many_points_are_smoothed_unless_it_is_refused(tmp_path):
+    noisy = [index % 2 for index in range(100)]
+    path, pictures = write_run(tmp_path / "run", noisy), []
+    for options in ((), ("--smooth",), ("--no-smooth",)):
+        output = tmp_path / "x.svg"
+        assert run_plot(path, *options, "-o", output).exit_code == 0
+        pictures.append(output.read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]

@@ -23,6 +23,7 @@ from loops import (
     wait_until_registered,
 )
 from oracle import make_sample, oracle_gradient
+from rollouts_pages import NEEDS_NODE, Page, recomputed_weights, write
 from tiny_models import load_model
 
 from async_grpo import cluster
@@ -158,6 +159,18 @@ def test_the_first_gradient_is_that_of_the_dumped_samples(setup, trained):
     gradient = oracle_gradient(load_model(setup.model), samples, config)
     norm = torch.stack([value.norm() for value in gradient.values()]).norm().item()
     assert setup.rows("trained")[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@NEEDS_NODE
+def test_a_page_of_the_run_has_the_trainers_own_gradient_of_every_token(trained):
+    page = Page(write(trained))
+    assert [step["num_samples"] for step in page.header["steps"]] == [12] * 2 * BATCHES
+    assert set(page.columns["rank"]) == {0, 1}
+    assert page.columns["step"] == [1 + n // MINIBATCH for n in page.columns["ordinal"]]
+    assert all(told["workers"][0] for told in page.details)
+    found, trainers = recomputed_weights(page)
+    assert len(found) == sum(page.columns["num_trained_tokens"])
+    assert found == pytest.approx(trainers, rel=1e-4, abs=1e-6)
 
 
 def test_held_out_questions_are_graded_before_and_after(trained):

@@ -19,7 +19,7 @@ def make_learner(folder, **options):
     penalty = {"kl_coefficient": 0.1, "kl_estimator": "k2"}
     paths = {"model_name_or_path": "m", "data_path": "d", "output_dir": str(folder)}
     config = TrainConfig(**(small | penalty | paths | options))
-    ranks = SimpleNamespace(rank=3, device=torch.device("cpu"))
+    ranks = SimpleNamespace(rank=3, world_size=4, device=torch.device("cpu"))
     return Learner(PolicyModel(tiny_model(tied=True)), config, ranks)
 
 

@@ -1,0 +1,233 @@
+"""Writes the page: columns and blocks into one file, in one pass over the dump."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from async_grpo.errors import DataError
+from async_grpo.files import replacing
+from async_grpo.telemetry.page.dump import Amount, Choice, Dump, Key, Line, TrainedTokens, choose
+from async_grpo.telemetry.page.records import TYPES, Columns, detail, key_of
+from async_grpo.telemetry.page.words import Words
+
+HERE = Path(__file__).parent
+BLOCK_BYTES = 2**20  # of JSON in a block: what looking at a sample inflates
+COMPRESSION = 6
+CODE = ("weight.js", "provenance.js", "sample.js", "curves.js", "page.js")
+OPTIONS = (  # of the run, which the page shows and computes with
+    "algorithm", "advantage", "aggregation", "constant_length_samples", "ratio_level",
+    "policy_loss", "clip_low", "clip_high", "dual_clip", "importance_correction",
+    "correction_level", "correction_low", "correction_high", "kl_coefficient", "kl_estimator",
+    "entropy_coefficient", "reward_coefficient", "opd_coefficient", "opd_clip", "gkd_coefficient",
+    "max_grad_norm", "max_staleness",
+)  # fmt: skip
+OF_STEP = ("batch", "step", "num_samples", "num_tokens", "ratio_mode")
+MEASURED = ("grad_norm", "learning_rate")
+NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # another program's line
+FindTokenizer = Callable[[str], Any]
+Place = dict[str, int]  # step, round, rank
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What has become a page."""
+
+    found: Amount
+    num_shown: int
+    num_broken: int  # lines that are no samples
+    size_bytes: int
+
+
+def write_page(
+    run: Path,
+    output: Path,
+    *,
+    max_samples: int,
+    max_mib: float,
+    find_tokenizer: FindTokenizer,
+) -> Written:
+    """The samples of `run` as the page `output`, with the columns and one block in memory.
+
+    Of a dump with more than `max_samples` lines, or `max_mib` MiB, slots are left out evenly.
+    `find_tokenizer` is asked only where the dump has token ids, and may answer None. Raises
+    `DataError` where there is no dump, `OSError` where `output` cannot be written.
+    """
+    with Dump(run) as dump, tempfile.TemporaryFile() as file:
+        amount = dump.amount()
+        choice = choose(amount, max_samples=max_samples, max_bytes=max_mib * 2**20)
+        blocks, columns = _Blocks(file), Columns()
+        steps, places = _steps(dump, choice)
+        has_tokens = _read(dump, choice, columns, blocks, places, find_tokenizer)
+        if not columns.num_samples:
+            raise DataError(
+                f"{dump.path} must hold samples, got no line that is one: {dump.problem}"
+            )
+        header = {
+            "run": dump.folder.absolute().name,
+            "config": {name: dump.config[name] for name in OPTIONS if name in dump.config},
+            "columns": [(name, TYPES[each.typecode]) for name, each in columns.values.items()],
+            "labels": {name: list(labels) for name, labels in columns.labels.items()},
+            "num_samples": columns.num_samples,
+            "num_found": amount.num_lines,
+            "num_broken": dump.num_broken,
+            "blocks": blocks.starts,
+            "steps": steps,
+            "has_tokens": has_tokens,
+        }
+        with replacing(output) as page:
+            _assemble(page, header, columns, file)
+    return Written(amount, columns.num_samples, dump.num_broken, output.stat().st_size)
+
+
+def _read(
+    dump: Dump,
+    choice: Choice,
+    columns: Columns,
+    blocks: _Blocks,
+    places: dict[Key, Place],
+    find_tokenizer: FindTokenizer,
+) -> bool:
+    """Fill columns and blocks; whether there are tokens."""
+    words: Words | None = None
+    trained = TrainedTokens(dump, choice)
+    for line in dump.lines(choice):
+        if words is None and "output_token_ids" in line:
+            words = Words(find_tokenizer(str(dump.config.get("model_name_or_path", ""))))
+        try:
+            key = key_of(line)
+            told = detail(line, trained=partial(trained.of, key), words=words)
+            place = {"step": step_of(line, dump.config)} | places.get(key, {})
+            columns.add(line, place, dump.config)
+        except NOT_OURS as error:
+            dump.broken(f"{type(error).__name__}: {error}")
+        else:
+            blocks.add(told)
+    blocks.flush()
+    trained.close()
+    return words is not None
+
+
+def step_of(line: Line, config: Line) -> int:
+    """Which gradient step of the run, from 1, its slot belongs to.
+
+    >>> step_of({"batch": 2, "ordinal": 21}, {"batch_size": 8, "train_minibatch_size": 4})
+    6
+    """
+    size = config.get("batch_size") or 1
+    per_step = config.get("train_minibatch_size") or size
+    within = (line["ordinal"] - line["batch"] * size) // per_step if per_step < size else 0
+    return int(line["batch"] * (size // per_step) + within + 1)
+
+
+def _steps(dump: Dump, choice: Choice) -> tuple[list[Line], dict[Key, Place]]:
+    """What is known of each gradient step, and where the chosen samples were trained."""
+    measured = dump.measured()
+    steps: dict[int, Line] = {}
+    places: dict[Key, Place] = {}
+    for line in dump.steps():
+        number = line["step"]
+        own = {name: line.get(name) for name in OF_STEP}
+        steps[number] = own | {name: measured.get(number, {}).get(name) for name in MEASURED}
+        for round_index, ranks in enumerate(line["rounds"]):
+            for rank, keys in enumerate(ranks):
+                for ordinal, attempt, index, row in keys:
+                    if row == 0 and choice.has(ordinal):
+                        place = {"step": number, "round": round_index, "rank": rank}
+                        places[ordinal, attempt, index] = place
+    return list(steps.values()), places
+
+
+class _Blocks:
+    """Texts of samples, in gzip'd JSON lists of about `BLOCK_BYTES`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.starts: list[int] = []  # of each block, the number of its first sample
+        self._file = file
+        self._waiting: list[bytes] = []
+        self._num_bytes = 0
+        self._num_samples = 0
+
+    def add(self, told: dict[str, Any]) -> None:
+        content = as_json(told)
+        self._waiting.append(content)
+        self._num_bytes += len(content)
+        if self._num_bytes >= BLOCK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._waiting:
+            return
+        content = b"[" + b",".join(self._waiting) + b"]"
+        self._file.write(_script(f"block-{len(self.starts)}", content))
+        self.starts.append(self._num_samples)
+        self._num_samples += len(self._waiting)
+        self._waiting, self._num_bytes = [], 0
+
+
+def _assemble(page: BinaryIO, header: Line, columns: Columns, blocks: IO[bytes]) -> None:
+    """Numbers and code before the texts: the page is there before they have been read."""
+    style = (HERE / "page.css").read_text(encoding="utf-8")
+    code = "".join((HERE / name).read_text(encoding="utf-8") for name in CODE)
+    numbers = b"".join(values.tobytes() for values in columns.values.values())
+    filled = {
+        "STYLE_HASH": _hash(style),
+        "CODE_HASH": _hash(code),
+        "STYLE": style,
+        "HEADER": _script("header", as_json(header)).decode(),
+        "COLUMNS": _script("columns", numbers).decode(),
+        "QUESTIONS": _script("questions", as_json(columns.heads)).decode(),
+        "CODE": code,
+        "TITLE": html.escape(f"{header['run']}: rollouts"),  # last: a folder may be called @CODE@
+    }
+    start, end = _filled((HERE / "page.html").read_text(encoding="utf-8"), filled)
+    page.write(start.encode())
+    blocks.seek(0)
+    shutil.copyfileobj(blocks, page)
+    page.write(end.encode())
+
+
+def _filled(template: str, values: dict[str, str]) -> tuple[str, str]:
+    """The page before its blocks, and behind them; each name stands once in the template."""
+    start, _, end = template.partition("@BLOCKS@")
+    for name, value in values.items():
+        before, _, after = start.partition(f"@{name}@")
+        start = before + value + after
+    return start, end
+
+
+def _script(name: str, content: bytes) -> bytes:
+    """An element that holds data: base64 has no character that could end it."""
+    packed = base64.b64encode(gzip.compress(content, COMPRESSION, mtime=0))
+    return b'<script type="application/gzip" id="%s">%s</script>\n' % (name.encode(), packed)
+
+
+def as_json(value: Any) -> bytes:
+    """ASCII alone, so that lone surrogates come through; what is not finite becomes null."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _hash(text: str) -> str:
+    """What the page's policy allows: this text, and no other."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,181 @@
+"""One line of the dump as the page needs it: numbers for columns, texts and tokens for a block."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from async_grpo.roles import TEACHER
+from async_grpo.telemetry.page.dump import Key, Line
+from async_grpo.types import token_weight
+
+# {column: its type, as Python's `array` has it, and JavaScript's}
+TYPES = {"d": "Float64Array", "f": "Float32Array", "I": "Uint32Array", "H": "Uint16Array"}
+NUMBERS = {
+    "reward": "d", "format_reward": "d", "overlong_penalty": "d", "kl_penalty": "d",
+    "advantage": "d", "weight": "d", "batch": "I", "step": "I", "ordinal": "I", "question": "I",
+    "num_input_tokens": "I", "num_output_tokens": "I", "num_trained_tokens": "I", "round": "I",
+    "rank": "I", "oldest": "I", "attempt": "H", "index": "H",
+}  # fmt: skip
+CATEGORIES = ("fate", "dataset_type", "verdict", "finish_reason", "adapter")
+NONE = 2**32 - 1  # of an unsigned column: not known
+MAX_HEAD = 200  # characters of a question that filters read, and lists show
+Words = Callable[[Sequence[int]], list[str]]
+
+
+@dataclass(slots=True)
+class Columns:
+    """The numbers of all samples, a value each; categories are numbers of `labels`."""
+
+    values: dict[str, array[Any]] = field(
+        default_factory=lambda: (
+            {name: array(kind) for name, kind in NUMBERS.items()}
+            | {name: array("H") for name in CATEGORIES}
+        )
+    )
+    labels: dict[str, dict[str, int]] = field(
+        default_factory=lambda: {name: {} for name in CATEGORIES}
+    )
+    heads: list[str] = field(default_factory=list)  # how each question begins
+    _questions: dict[int, int] = field(default_factory=dict)  # by the hash of the whole text
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.values["batch"])
+
+    def add(self, line: Line, place: Mapping[str, int], config: Mapping[str, Any]) -> None:
+        """Append a sample; `place`: its step, and its round and rank where they are known."""
+        known = {
+            **line,
+            **place,
+            "question": self._question(str(line.get("input") or "")),
+            "weight": weight_of(line, config),
+            "oldest": min((int(v.rpartition(".")[2]) for v, *_ in spans(line)), default=None),
+        }
+        for name, kind in NUMBERS.items():
+            self.values[name].append(_number(known.get(name), kind))
+        for name in CATEGORIES:
+            labels = self.labels[name]
+            label = str(line.get(name) or "")
+            self.values[name].append(labels.setdefault(label, len(labels)))
+
+    def _question(self, text: str) -> int:
+        number = self._questions.setdefault(hash(text), len(self.heads))
+        if number == len(self.heads):
+            self.heads.append(text[:MAX_HEAD])
+        return number
+
+
+def key_of(line: Line) -> Key:
+    """Which sample of the run it is."""
+    return line["ordinal"], line["attempt"], line["index"]
+
+
+def spans(line: Line) -> list[list[Any]]:
+    """[version, start, stop] of all rows."""
+    found = line["weights_versions"]
+    return [span for row in found for span in row] if _is_by_row(line) else found
+
+
+def num_rows(line: Line) -> int:
+    """Sequences that are trained of the sample."""
+    return len(line["weights_versions"]) if _is_by_row(line) else 1
+
+
+def _is_by_row(line: Line) -> bool:
+    """Whether columns are lists of one value a row, as those of a single row are not."""
+    found = line["weights_versions"]
+    return bool(found) and not (found[0] and isinstance(found[0][0], str))
+
+
+def weight_of(line: Line, config: Mapping[str, Any]) -> float | None:
+    """w_i of its tokens in the loss, by the aggregation of the run."""
+    num_trained = line.get("num_trained_tokens")
+    if num_trained is None or "aggregation" not in config:
+        return None
+    constant = config.get("constant_length_samples", 0)
+    return token_weight(num_trained, config["aggregation"], constant)
+
+
+def detail(
+    line: Line, *, trained: Callable[[int], Line | None], words: Words | None
+) -> dict[str, Any]:
+    """Texts and tokens of a sample.
+
+    `trained` has what a rank said of a row; `words` makes text of token ids, and is None where the
+    dump has none.
+    """
+    kept = ("input", "answer", "output", "reason", "workers")
+    turns = line.get("turns") or [
+        {"role": "environment", "row": 0, "text": line.get("input"),
+         "num_tokens": line.get("num_input_tokens")},
+        {"role": "given" if line.get("given") else "model", "row": 0, "text": line.get("output"),
+         "num_tokens": line.get("num_output_tokens"),
+         "finish_reason": line.get("finish_reason")},
+    ]  # fmt: skip
+    found = {name: line.get(name) for name in kept} | {"turns": turns, "spans": spans(line)}
+    if isinstance(line.get("advantage"), list):
+        found["advantages"] = line["advantage"]
+    if words is not None and "output_token_ids" in line:
+        found["rows"] = [_row(line, number, trained(number), words) for number in
+                         range(num_rows(line))]  # fmt: skip
+    return found
+
+
+def _row(line: Line, number: int, trained: Line | None, words: Words) -> dict[str, Any]:
+    def own(name: str) -> Any:
+        return _of_row(line, number, line.get(name))
+
+    mask = own("loss_mask")
+    row = {
+        "tokens": words(own("output_token_ids")),
+        "mask": "".join("01"[bool(each)] for each in mask),
+        "behaviour": _short(own("behaviour_logprobs")),
+        "reference": _short(own("reference_logprobs")),
+        "teacher": _short(_flat(_of_row(line, number, (line.get("scores") or {}).get(TEACHER)))),
+        "versions": own("weights_versions"),
+    }
+    if trained is not None:
+        terms = {name: _floats(trained.get(name)) for name in ("logprobs", "old", "gradients")}
+        if len(terms["logprobs"] or ()) == row["mask"].count("1"):  # else of another run
+            row |= terms
+    return row
+
+
+def _of_row(line: Line, number: int, values: Any) -> Any:
+    return values[number] if values is not None and _is_by_row(line) else values
+
+
+def _flat(values: Any) -> Any:
+    """None in the place of several columns a token."""
+    return None if values and isinstance(values[0], list) else values
+
+
+def _short(values: Any) -> Any:
+    """Nine digits, which are enough to tell any two float32 apart."""
+    if values is None:
+        return None
+    return [None if each is None else float(f"{each:.9g}") for each in values]
+
+
+def _floats(text: str | None) -> Any:
+    """What `training.token_dump.as_text` wrote."""
+    if text is None:
+        return None
+    return _short(np.frombuffer(base64.b64decode(text), "<f4").tolist())
+
+
+def _number(value: Any, kind: str) -> float | int:
+    if isinstance(value, list):  # an advantage for each token
+        numbers = [each for each in value if each is not None]
+        value = math.fsum(numbers) / len(numbers) if numbers else None
+    if kind in "df":
+        return math.nan if value is None else float(value)
+    most = NONE if kind == "I" else 2**16 - 1
+    return most if value is None else min(int(value), most)

@@ -1,0 +1,140 @@
+/* One sample: its facts, its group, its turns and their tokens. */
+
+async function showSample(i) {
+  const told = await detailOf(i);
+  if (page.chosen !== i) return;  // another was chosen meanwhile
+  const c = page.columns;
+  const rows = (told.rows || []).map((row, number) => withWeights(i, told, row, number));
+  history.replaceState(null, "", `#${c.ordinal[i]}.${c.attempt[i]}.${c.index[i]}`);
+  const hint = rows.length
+    ? "Choose a token, by a click or with the arrow keys, to see how its weight came about."
+    : "A run with --dump-token-columns dumps its tokens: then each has a colour and a provenance here.";
+  el("sample").replaceChildren(headOf(i), factsOf(i, told), groupOf(i), ...coloursOf(rows), ...turnsOf(i, told, rows),
+    make("section", { id: "provenance", "aria-live": "polite" }, make("p", { class: "hint" }, hint)));
+  el("sample").scrollTop = 0;
+  document.body.classList.add("reading");
+  colour(rows);
+}
+
+function headOf(i) {
+  const c = page.columns, attempt = c.attempt[i] ? `, attempt ${c.attempt[i] + 1}` : "";
+  return make("div", { class: "bar" },
+    make("h2", {}, `Step ${c.step[i]}, slot ${c.ordinal[i]}, member ${c.index[i]}${attempt}`),
+    make("button", { type: "button", class: "close", onclick: leaveSample }, "Back"));
+}
+
+function leaveSample() {
+  document.body.classList.remove("reading");
+  el("scroll").focus();
+}
+
+function factsOf(i, told) {
+  const c = page.columns;
+  const facts = [
+    ["Fate", labelOf("fate", i)],
+    ["Verdict", [labelOf("verdict", i), told.reason].filter(Boolean).join(": ")],
+    ["Reward", rewardInWords(i)],
+    ["Graded by", page.header.labels.adapter[c.adapter[i]]],
+    ["Advantage", number(c.advantage[i])],
+    ["Type", page.header.labels.dataset_type[c.dataset_type[i]]],
+    ["Tokens", `${c.num_input_tokens[i]} read, ${c.num_output_tokens[i]} written`],
+    ["Ended by", labelOf("finish_reason", i)],
+    ["Worker", (told.workers || []).join(", ")],
+    ["Versions", versionsInWords(i, told)],
+    ["Trained in", placeInWords(i)],
+    ["Answer", told.answer ?? ""],
+  ].filter(([, value]) => value !== "" && value !== "–");
+  return make("dl", { class: "facts" },
+    ...facts.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+}
+
+function rewardInWords(i) {
+  const c = page.columns, parts = [number(c.reward[i])];
+  for (const name of ["overlong_penalty", "kl_penalty"]) {
+    if (c[name][i]) parts.push(`− ${number(c[name][i])} (${name.replace("_", " ")})`);
+  }
+  const format = Number.isNaN(c.format_reward[i]) ? "" : `; format ${number(c.format_reward[i])}`;
+  return parts.join(" ") + (parts.length > 1 ? ` = ${number(shaped(i))}` : "") + format;
+}
+
+const shaped = (i) => page.columns.reward[i] - page.columns.overlong_penalty[i] - page.columns.kl_penalty[i];
+
+function versionsInWords(i, told) {
+  const parts = told.spans.map(([version, from, to]) => `${batchOf(version)} (tokens ${from}–${to - 1})`);
+  return parts.length ? `${parts.join(", ")}; of batch ${page.columns.batch[i]}` : "";
+}
+
+function placeInWords(i) {
+  const { round, rank } = page.columns;
+  return rank[i] === NONE ? "" : `round ${round[i]}, by rank ${rank[i]}`;
+}
+
+function membersOf(i) {
+  const { ordinal, attempt } = page.columns, found = [];
+  let low = i, high = i;  // a group is written at once
+  while (low > 0 && ordinal[low - 1] === ordinal[i] && attempt[low - 1] === attempt[i]) low--;
+  while (high + 1 < ordinal.length && ordinal[high + 1] === ordinal[i] && attempt[high + 1] === attempt[i]) high++;
+  for (let k = low; k <= high; k++) found.push(k);
+  return found;
+}
+
+function groupOf(i) {
+  const c = page.columns;
+  const show = (k) => {
+    page.chosen = k;
+    page.at = page.order.indexOf(k);
+    drawList();
+    showSample(k);
+  };
+  const buttons = membersOf(i).map((k) => make("button", {
+    type: "button", "aria-current": String(k === i), onclick: () => show(k),
+    title: `member ${c.index[k]}: reward ${number(c.reward[k])}, advantage ${number(c.advantage[k])}`,
+  }, number(c.reward[k], 2)));
+  return make("nav", { class: "group", "aria-label": "The group" }, make("span", {}, "Rewards of the group"), ...buttons);
+}
+
+/* What the model read and wrote, in order; tokens where the dump has them. */
+function turnsOf(i, told, rows) {
+  const ends = {}, isLong = told.turns.length > 2;  // ends of the turns shown, by row
+  return told.turns.map((turn, n) => {
+    const isRead = turn.role === "environment", row = rows[turn.row];
+    const isPrompt = isRead && !(turn.row in ends);  // which is not among its row's output tokens
+    const from = ends[turn.row] ?? 0, to = isPrompt ? 0 : from + (turn.num_tokens ?? 0);
+    ends[turn.row] = to;
+    const role = { environment: n ? "read" : "question", model: "written", given: "given" }[turn.role];
+    const notes = [`${turn.num_tokens} tokens`, turn.row && `row ${turn.row}`,
+      isLong && turn.finish_reason && `ended by ${turn.finish_reason}`, isLong && turn.worker].filter(Boolean);
+    const body = make("div", { class: "text", dir: "auto" });
+    if (row && to > from && to <= row.tokens.length) body.append(...tokensOf(i, told, rows, turn.row, from, to));
+    else body.append(visible(turn.text ?? ""));
+    return make("article", { class: `turn ${isRead ? "read" : "written"}` },
+      make("h3", {}, role, make("small", {}, notes.join(", "))), body);
+  });
+}
+
+function tokensOf(i, told, rows, number, from, to) {
+  const row = rows[number], nodes = [];
+  for (let t = from; t < to; t++) {
+    const text = visible(row.tokens[t]).replace(/\n/g, "↵\n");
+    const token = make("span", { class: row.mask[t] === "1" ? "token" : "token masked", tabindex: "-1" }, text || "∅");
+    token.at = [number, t];
+    token.onclick = () => {
+      el("sample").querySelector(".token[aria-current]")?.removeAttribute("aria-current");
+      token.setAttribute("aria-current", "true");
+      showProvenance(i, told, rows, token.at);
+      token.focus({ preventScroll: true });
+      token.scrollIntoView({ block: "nearest" });
+    };
+    nodes.push(token);
+  }
+  if (nodes.length) nodes[0].tabIndex = 0;
+  return nodes;
+}
+
+function tokenKeys(event) {
+  if (!event.target.classList?.contains("token") || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+  const all = [...el("sample").querySelectorAll(".token")];
+  const next = all[all.indexOf(event.target) + (event.key === "ArrowRight" ? 1 : -1)];
+  if (next) next.click();
+  event.preventDefault();
+}
