@@ -108,6 +108,7 @@ RANK_BREAK_OFF_S = 8.0  # of a rank that lets go of the workers, when nothing is
 RANK_GRACE_S = 25.0  # of a rank that was asked to end, for its step and checkpoint
 RANKS_ENDED_S = 30.0  # of all ranks of a machine that were asked to end
 TRAINER_ENDED_S = 40.0  # of the command that starts them
+JOB_ENDED_S = 120  # of a job that its queue asks to end before its time is up
 CHILD_ENDED_S = 20.0  # of any other command
 
 # The start of a whole run.

@@ -8,69 +8,44 @@ supervised fine-tuning, no head is started.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from async_grpo import deadlines, head
+from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.emit import EMITTED
 from async_grpo.cli.interrupts import Interrupted, interrupt_once, where_to_go_on
-from async_grpo.cli.local_plan import LocalPlan, described, devices_in, plan_here
+from async_grpo.cli.local_plan import described, devices_in, placed, plan_on
+from async_grpo.cli.local_run import (
+    RUN_FILE,
+    LocalRun,
+    as_toml,
+    commands_of,
+    in_words,
+    planned,
+    resuming,
+)
 from async_grpo.cli.options import CONTEXT, OptionsCommand
-from async_grpo.cli.plot import plot
 from async_grpo.cli.processes import Process, free_port
-from async_grpo.cli.run_file import flags_of, read_tables, values_of
-from async_grpo.cli.train import check_algorithm, config_of
-from async_grpo.cli.train import main as train
-from async_grpo.cli.worker import main as worker
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.checks import usable_devices
-from async_grpo.devices.inventory import Inventory
 from async_grpo.errors import ConfigError, DeadlineError, WorkerError
-from async_grpo.roles import GENERATION, VERIFIER
+from async_grpo.files import replacing
 
 logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRun:
-    """A run of one machine as command lines, checked before anything is started."""
-
-    prepare: tuple[tuple[str, ...], ...]  # commands, one after the other
-    workers: tuple[tuple[WorkerConfig, tuple[str, ...]], ...]  # and the options of its dispatcher
-    train: TrainConfig
-    train_options: tuple[str, ...]
-    plot_options: tuple[str, ...]  # empty: no picture
-    num_cpus: int
-    ray_address: str  # empty: a head of its own
-    num_ranks: int
-    plan_for: tuple[int, ...] = ()  # machines of so many devices: say it, and start nothing
-    num_devices: int = 0  # that its own head counts
-    placement: str = ""  # who gets which device, in a sentence
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.train.output_dir)
-
-    @property
-    def logs(self) -> Path:
-        return self.folder / "logs"
 
 
 @click.command(
@@ -84,149 +59,86 @@ class LocalRun:
     "--prepare", default="", help="what to run first, to make the data; && between several"
 )
 @click.option("--num-cpus", default=0, help="CPUs that Ray counts; 0: this machine's")
+@click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
 @click.option(
     "--plan-for",
     default="",
     metavar="8,8",
     help="say who would get which device of machines with so many, and start nothing",
 )
-@click.option("--ray-address", default="", help="cluster to run on; empty: one is made and ended")
+@click.option("--dry-run", is_flag=True, help="print the whole file and every command, start none")
+@click.option(
+    "--emit", type=click.Choice([*EMITTED]), help="print the run as a script for such a queue"
+)
 @command_boundary()
-def launch(**options: Any) -> None:
+def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) -> None:
     """Run FILE on this machine: its data, workers, trainer and picture; then end what was started.
 
-    Options of `async-grpo train` behind FILE go before those of its [train] table.
+    Options of `async-grpo train` behind FILE go before those of its [train] table. The run's folder
+    keeps run.toml, every value of the run: launched in its turn, it goes on with it.
 
     \b
     e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
     """
-    run_here(planned(**options))
-
-
-def planned(
-    *,
-    config: str,
-    train_options: Sequence[str],
-    prepare: str,
-    num_cpus: int,
-    ray_address: str,
-    plan_for: str,
-) -> LocalRun:
-    """The run of a file, from the options of `launch`; raises what its commands would refuse."""
-    shared, tables = read_tables(config)
-    workers = []
-    for table in tables.get("worker", []):
-        values = values_of(table, command=worker, where=f"{config}: [worker]")
-        flags = flags_of(values, command=worker)
-        workers.append((WorkerConfig(**worker.make_context("worker", flags).params), tuple(flags)))
-    values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
-    flags = [*flags_of(values, command=train), *train_options]
-    context = train.make_context("train", list(flags))
-    trained = config_of(context)
-    check_algorithm(trained)
-    _check_environments(trained)
-    if workers and not ray_address:
-        _check_roles(trained, {each.role for each, _ in workers}, file=config)
-    picture = values_of(tables.get("plot", [{}])[0], command=plot, where=f"{config}: [plot]")
-    if picture:
-        own = {"paths": [trained.output_dir], "output": f"{trained.output_dir}/reward.svg"}
-        picture = {**own, **picture}
-    return LocalRun(
-        prepare=tuple(_commands(prepare)),
-        workers=tuple(workers),
-        train=trained,
-        train_options=tuple(flags),
-        plot_options=tuple(flags_of(picture, command=plot)),
-        num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each, _ in workers)),
-        ray_address=ray_address,
-        num_ranks=context.params["nproc_per_node"],
-        plan_for=devices_in(plan_for) if plan_for else (),
-    )
-
-
-def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
-    """The run with the options that give everybody a device of this machine, or a share of one.
-
-    On another cluster than its own, and without workers, devices are Ray's or the ranks' to find.
-    """
-    if run.ray_address:
-        return run
-    found = _plan(run, [len(inventory.devices)])
-    workers = zip(run.workers, found.worker_options, strict=True)
-    return replace(
-        run,
-        workers=tuple((config, (*options, *added)) for (config, options), added in workers),
-        train_options=(*run.train_options, *found.train_options),
-        num_devices=found.num_devices,
-        placement=f"{inventory} here; {found.plan.sentence}",
-    )
-
-
-def _plan(run: LocalRun, nodes: Sequence[int]) -> LocalPlan:
-    workers = [config for config, _ in run.workers]
-    return plan_here(nodes, workers, run.train, num_ranks=run.num_ranks)
-
-
-def _check_environments(config: TrainConfig) -> None:
-    from async_grpo.environments.find import users_environment  # imports numpy: not for --help
-
-    for name in sorted(config.environments):
-        users_environment(name)
-
-
-def _check_roles(config: TrainConfig, roles: Collection[str], *, file: str) -> None:
-    """Nobody else can join the cluster of a file that starts its own."""
-    from async_grpo.run.recruitment import needed_roles  # imports Ray: not for --help
-
-    found = {*roles, VERIFIER} if GENERATION in roles else roles  # it starts one beside it
-    for role, why in needed_roles(config).items():
-        if role not in found:
-            raise ConfigError(f"{file} needs a [[worker]] for the role {role}{why}: add one")
-
-
-def _commands(text: str) -> Iterator[tuple[str, ...]]:
-    """The commands of a text, in which && stands between two.
-
-    >>> list(_commands("python make.py && async-grpo generate"))
-    [('python', 'make.py'), ('async-grpo', 'generate')]
-    """
-    words = iter(shlex.split(text))
-    while command := tuple(itertools.takewhile(lambda word: word != "&&", words)):
-        yield command
+    run = planned(**options)
+    if plan_for:
+        click.echo(described(plan_on(devices_in(plan_for), run)))
+    elif emit:
+        click.echo(EMITTED[emit](run), nl=False)
+    elif dry_run:
+        click.echo(in_words(run, commands=commands_of(placed(run, usable_devices()))), nl=False)
+    else:
+        run_here(run)
 
 
 def run_here(run: LocalRun) -> None:
     """Carry the run out; exits with the trainer's code where that is not 0."""
-    if run.plan_for:
-        click.echo(described(_plan(run, run.plan_for).plan))
-        return
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
-    run = placed(run, usable_devices())
+    given, run = run, placed(run, usable_devices())
     if run.num_devices:
         logger.info("%s", run.placement)
     started = time.monotonic()
     run.logs.mkdir(parents=True, exist_ok=True)
-    for program, *options in run.prepare:
+    if run.goes_on and run.prepare:
+        logger.info("the run goes on with what was prepared for it")
+    for program, *options in () if run.goes_on else run.prepare:
         logger.info("preparing: %s", " ".join((program, *options[:1])))
         own = {"python": (sys.executable,), "async-grpo": COMMAND}
         _finish(*own.get(program, (program,)), *options)
     try:
-        _train(run)
+        with _file_kept(given):
+            _train(run)
     except KeyboardInterrupt as interrupt:
         if run.train.overwrite:
             raise
         number = getattr(interrupt, "number", signal.SIGINT)
         raise Interrupted(number, where_to_go_on(run.folder)) from None
-    if run.plot_options:
+    if run.plot:
         _finish(*COMMAND, "plot", *run.plot_options)
     _conclude(run, seconds=time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def _file_kept(run: LocalRun) -> Iterator[None]:
+    """Within, the folder holds the file that resumes the run; after a refusal, what it held."""
+    file, accepted = run.folder / RUN_FILE, run.folder / PARAMETERS_FILE
+    before = file.read_bytes() if file.exists() else None
+    began_at_ns = time.time_ns()
+    with replacing(file) as new:
+        new.write(as_toml(resuming(run).tables).encode())
+    try:
+        yield
+    finally:
+        is_refused = not accepted.exists() or accepted.stat().st_mtime_ns < began_at_ns
+        if before is not None and is_refused:
+            file.write_bytes(before)
 
 
 def _train(run: LocalRun) -> None:
     with contextlib.ExitStack() as stack:
         environment = stack.enter_context(_cluster(run))
-        modes = [config.mode for config, _ in run.workers]
+        modes = [config.mode for config in run.workers]
         logger.info("starting workers (%s) and the trainer ...", ", ".join(modes))
         workers = [
             stack.enter_context(_dispatcher(run, number, environment))
@@ -248,8 +160,8 @@ def _train(run: LocalRun) -> None:
 
 
 def _dispatcher(run: LocalRun, number: int, environment: Mapping[str, str]) -> Process:
-    config, options = run.workers[number]
-    modes = [other.mode for other, _ in run.workers]
+    config, options = run.workers[number], run.worker_options[number]
+    modes = [other.mode for other in run.workers]
     name = config.mode if modes.count(config.mode) == 1 else f"{config.mode}_{number}"
     command = [*COMMAND, "worker", *options]
     log = run.logs / f"{name}.log"
@@ -260,7 +172,7 @@ def _dispatcher(run: LocalRun, number: int, environment: Mapping[str, str]) -> P
 def _cluster(run: LocalRun) -> Iterator[dict[str, str]]:
     """The environment that leads to the run's cluster, which ends with the `with` block."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
-    if run.ray_address or not run.workers:
+    if not run.starts_head:
         yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {})
         return
     port = free_port()

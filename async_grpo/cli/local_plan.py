@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.cli.local_run import LocalRun
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.devices.inventory import Inventory
 from async_grpo.devices.placement import Demand, Plan, plan
 from async_grpo.errors import ConfigError
 from async_grpo.roles import GENERATION, JUDGE
@@ -14,46 +15,43 @@ from async_grpo.roles import GENERATION, JUDGE
 OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold more than a forward
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPlan:
-    """What the plan adds to the command lines of a run."""
+def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
+    """The run with a device of this machine for everybody, or a share of one.
 
-    plan: Plan
-    num_devices: int
-    worker_options: tuple[tuple[str, ...], ...]  # of each dispatcher
-    train_options: tuple[str, ...]
+    On another cluster than its own devices are Ray's or the ranks' to find. Raises `ConfigError`
+    when there is no way.
+    """
+    if run.ray_address:
+        return run
+    found = plan_on([len(inventory.devices)], run)
+    ranks, *others = found.placed
+    with_devices = iter(others)
+    workers = [
+        _changed(config, next(with_devices)) if config.num_devices else config
+        for config in run.workers
+    ]
+    return replace(
+        run,
+        train=replace(run.train, gpus_per_rank=ranks.share),
+        workers=tuple(workers),
+        num_ranks=ranks.count,
+        num_devices=len(inventory.devices),
+        placement=f"{inventory} here; {found.sentence}",
+    )
 
 
-def plan_here(
-    nodes: Sequence[int], workers: Sequence[WorkerConfig], train: TrainConfig, *, num_ranks: int
-) -> LocalPlan:
-    """Place ranks and workers on machines of so many devices; a run of `launch` has one.
+def plan_on(nodes: Sequence[int], run: LocalRun) -> Plan:
+    """Place a run's ranks and workers on machines of so many devices; `launch` has one.
 
     Raises `ConfigError` when there is no way.
     """
-    demands = [_demand(config) for config in workers]
-    ranks = Demand("trainer rank", num_ranks, share=train.gpus_per_rank, weight=OF_ENGINE)
-    found = plan(nodes, ranks=ranks, workers=[each for each in demands if each.count])
-    trainer, *placed = found.placed
-    placed_here = iter(placed)
-    options = [
-        _changed(demand, next(placed_here), "--num-workers", "--gpus-per-worker")
-        if demand.count
-        else ()
-        for demand in demands
-    ]
-    train_options = _changed(ranks, trainer, "--nproc-per-node", "--gpus-per-rank")
-    return LocalPlan(found, sum(nodes), tuple(options), train_options)
+    ranks = Demand("trainer rank", run.num_ranks, share=run.train.gpus_per_rank, weight=OF_ENGINE)
+    demands = [_demand(config) for config in run.workers]
+    return plan(nodes, ranks=ranks, workers=[each for each in demands if each.count])
 
 
-def _changed(asked: Demand, placed: Demand, count: str, share: str) -> tuple[str, ...]:
-    """Options for what the plan has made of a demand."""
-    options = []
-    if placed.count != asked.count:
-        options.append(f"{count}={placed.count}")
-    if placed.share != asked.share:
-        options.append(f"{share}={placed.share}")
-    return tuple(options)
+def _changed(config: WorkerConfig, demand: Demand) -> WorkerConfig:
+    return replace(config, num_workers=demand.count, gpus_per_worker=demand.share)
 
 
 def _demand(config: WorkerConfig) -> Demand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from async_grpo import __version__
+from async_grpo.cli.check import check
 from async_grpo.cli.generate import main as generate
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.options import CONTEXT
@@ -48,6 +49,7 @@ def main() -> None:
 
 
 main.add_command(quickstart)
+main.add_command(check)
 main.add_command(launch)
 main.add_command(worker)
 main.add_command(train)

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.launch_file import launch, planned, run_here
+from async_grpo.cli.launch_file import launch, run_here
+from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.cli.options import CONTEXT
 from async_grpo.errors import ConfigError
 
@@ -51,4 +52,4 @@ def quickstart(
     prepare_options = (f"--seed={seed}", f"--output={questions}", f"--held-out-output={held_out}")
     options = launch.make_context("launch", [config, *train_options]).params
     options["prepare"] = f"{options['prepare']} {shlex.join(prepare_options)}"
-    run_here(planned(**options))
+    run_here(planned(**options_of_run(options)))

@@ -49,7 +49,7 @@ def parse_data_files(text: str) -> tuple[DataFile, ...]:
     >>> file.type, file.source.path, file.weight, file.rewards, file.columns
     ('sums', 's.jsonl', 2.0, ('countdown', 'mathd'), {'input': 'question'})
     """
-    files = tuple(_parse(each) for each in _split(text, BETWEEN_FILES) if each.strip())
+    files = tuple(_parse(each) for each in split_text(text, BETWEEN_FILES) if each.strip())
     types = [file.type for file in files]
     for kind in types:
         rule = "must have one file for each type"
@@ -78,7 +78,7 @@ def as_text(table: Mapping[str, Any]) -> str:
 
 
 def _parse(text: str) -> DataFile:
-    parts = (part.partition("=") for part in _split(text, BETWEEN_PARTS))
+    parts = (part.partition("=") for part in split_text(text, BETWEEN_PARTS))
     pairs = [(key.strip(), _unquoted(value.strip())) for key, _, value in parts]
     rule, remedy = "must be TYPE=PATH,key=value,...", "for example sums=sums.jsonl,weight=2"
     require(all(key and value for key, value in pairs), "data", rule, text, remedy)
@@ -107,17 +107,17 @@ def _parse(text: str) -> DataFile:
     )
 
 
-def _split(text: str, between: str) -> list[str]:
+def split_text(text: str, between: str) -> list[str]:
     """The parts, at separators that do not stand between quotes.
 
-    >>> _split("a=b,environment=agent:python agent.py '1,2',c=d", ",")
+    >>> split_text("a=b,environment=agent:python agent.py '1,2',c=d", ",")
     ['a=b', "environment=agent:python agent.py '1,2'", 'c=d']
     """
     return re.findall(rf"(?:{QUOTED}|[^{between}])+", text)
 
 
 def _quoted(value: str) -> str:
-    """For `_split` and `_unquoted`, where it holds a separator."""
+    """For `split_text` and `_unquoted`, where it holds a separator."""
     if not re.search(f"[{BETWEEN_FILES}{BETWEEN_PARTS}]", value):
         return value
     return "'" + value.replace("'", "'\"'\"'") + "'"

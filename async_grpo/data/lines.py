@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,13 +35,16 @@ class MalformedLine(ValueError):
         super().__init__(f"{subject}expected {expected}, got {got}")
 
 
-def load_records(source: DataSource, build: Build[Record]) -> Iterator[Record]:
-    """Every line of the source through `build`, in order, one at a time.
+def load_records(
+    source: DataSource, build: Build[Record], *, goes_on: Callable[[], bool] = lambda: True
+) -> Iterator[Record]:
+    """Every line of the source through `build`, in order, one at a time, as long as it `goes_on`.
 
     `build` raises `MalformedLine`. Raises `DataError` naming the first few malformed lines, or
     when the source is missing, unreadable or empty.
     """
-    return _build_all(_read_lines(source), path=source.path, build=build)
+    lines = takewhile(lambda _: goes_on(), _read_lines(source))
+    return _build_all(lines, path=source.path, build=build)
 
 
 def check_source(path: str, *, option: str, build: Build[object]) -> None:
@@ -106,7 +109,7 @@ def _as_row(value: Any) -> Mapping[str, Any]:
 
 def _require_source(path: str, *, option: str) -> None:
     source = Path(path)
-    if not source.exists() and not _may_be_hub_name(path):
+    if not source.exists() and not may_be_hub_name(path):
         raise DataError(f"{option} must be an existing file or folder, got {path!r}: check it")
     if source.is_file() and source.suffix not in {*JSON_SUFFIXES, *DATASETS_FORMATS}:
         formats = ", ".join([*JSON_SUFFIXES, *DATASETS_FORMATS])
@@ -126,7 +129,7 @@ def _read_lines(source: DataSource) -> Iterator[Line]:
     return _read_json(source.path) if _is_json(place) else _read_dataset(source)
 
 
-def _may_be_hub_name(path: str) -> bool:
+def may_be_hub_name(path: str) -> bool:
     """Whether a hub should be asked for what is not on this machine: asking takes long offline."""
     owner, _, _ = path.rpartition("/")
     known = Path(path).suffix in {*JSON_SUFFIXES, *DATASETS_FORMATS}

@@ -71,21 +71,9 @@ def _devices_taken(config: WorkerConfig) -> float:
 
 def _verifier_pool(config: WorkerConfig) -> WorkerKind:
     """Its reward files are read here, once: a pool started again grades as the one before."""
-    from async_grpo.verification.config import VerifierConfig
-    from async_grpo.verification.sources import read_sources
+    from async_grpo.verification.sources import verifier_config
 
-    names, registry, here = config.reward_names, config.reward_registry, (os.getcwd(),)
-    wanted = VerifierConfig(
-        reward_names=names,
-        registry=registry,
-        num_verifiers=config.global_num_verifiers,
-        timeout_s=config.verifier_timeout_s,
-        memory_mib=config.verifier_memory_mib,
-        network=config.verifier_network,
-        environment=config.verifier_variables,
-        search_paths=here,
-        sources=read_sources(names, registry=registry, search_paths=here),
-    )
+    wanted = verifier_config(config)
     keeps_failed = config.write_failed_generation_samples
     failed_samples = os.path.abspath(FAILED_SAMPLES) if keeps_failed else ""
 

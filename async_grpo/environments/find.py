@@ -9,6 +9,7 @@ import importlib
 import os
 import shlex
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from async_grpo.environments.base import Environment
@@ -40,6 +41,12 @@ def users_environment(name: str, *, option: str = "--environment") -> UserCode |
     if prefix := _prefix(name):
         return _hosted(name, prefix)
     return UserCode.read(name, option=option, shipped=(*SHIPPED, *HOSTED))
+
+
+def check_environments(names: Iterable[str]) -> None:
+    """Raise `ConfigError` for one that cannot be had."""
+    for name in sorted(names):
+        users_environment(name)
 
 
 def grades_itself(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,25 @@ def _check_length(file: Path) -> None:
         raise ModelError(
             f"{file} must be a whole safetensors file, but: {error}: fetch it again"
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSize:
+    """What a folder's weights come to."""
+
+    num_parameters: int
+    size_bytes: int
+
+
+def weights_size(path: str) -> WeightsSize | None:
+    """Of a folder's safetensors, from their heads alone; None where it has none."""
+    num_parameters = size_bytes = 0
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size_bytes += file.stat().st_size
+        with safe_open(file, framework="numpy") as tensors:
+            shapes = (tensors.get_slice(name).get_shape() for name in tensors.keys())  # noqa: SIM118
+            num_parameters += sum(map(math.prod, shapes))
+    return WeightsSize(num_parameters, size_bytes) if num_parameters else None
 
 
 def check_tokenizer_files(folder: Path) -> None:

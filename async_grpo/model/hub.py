@@ -21,10 +21,11 @@ NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 NOT_NEEDED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
-def local_folder(model: str, *, revision: str = "") -> str:
+def local_folder(model: str, *, revision: str = "", fetch: bool = True) -> str:
     """`model` when it is a path; the folder of the snapshot when it is a name on a hub.
 
-    `revision` is a branch, tag or commit of the hub's model. Raises `ModelError` or `ConfigError`
+    `revision` is a branch, tag or commit of the hub's model. Without `fetch` nothing but the cache
+    is looked at, and the folder is empty for what the hub has. Raises `ModelError` or `ConfigError`
     within seconds when the model cannot be had. What is no name of a hub either is returned as it
     is: whoever reads the folder refuses it.
     """
@@ -35,8 +36,8 @@ def local_folder(model: str, *, revision: str = "") -> str:
                 f"the path {model}: leave it out"
             )
         return model
-    folder = _snapshot(model, revision or "main")
-    if not any(Path(folder).glob("*.safetensors")):
+    folder = _snapshot(model, revision or "main", fetch=fetch)
+    if folder and not any(Path(folder).glob("*.safetensors")):
         raise ModelError(
             f"a model of a hub must hold *.safetensors, {model} does not: choose another, or "
             "convert its weights with save_pretrained and give that folder"
@@ -55,7 +56,7 @@ def _is_hub_name(model: str) -> bool:
     return True
 
 
-def _snapshot(model: str, revision: str) -> str:
+def _snapshot(model: str, revision: str, *, fetch: bool) -> str:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -73,6 +74,8 @@ def _snapshot(model: str, revision: str) -> str:
     try:
         # snapshot_download would ask the same, and wait for minutes where nobody answers.
         HfApi().model_info(model, revision=revision, timeout=deadlines.HUB_ANSWER_S)
+        if not fetch:
+            return _in_cache(download)
         logger.info("asking %s for the model %s", hub, model)
         return download()
     except GatedRepoError as error:
@@ -96,15 +99,21 @@ def _snapshot(model: str, revision: str) -> str:
         return _cached(download, model, f"{hub} cannot be asked for it ({reason})")
 
 
-def _cached(download: Callable[..., str], model: str, why: str) -> str:
+def _in_cache(download: Callable[..., str]) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = download(local_files_only=True)
-    except LocalEntryNotFoundError as error:
+        return download(local_files_only=True)
+    except LocalEntryNotFoundError:
+        return ""
+
+
+def _cached(download: Callable[..., str], model: str, why: str) -> str:
+    folder = _in_cache(download)
+    if not folder:
         raise ModelError(
             f"{model!r} is no folder here, nor a model in Hugging Face's cache, and {why}: correct "
             "the path, or download the model where there is a network"
-        ) from error
+        )
     logger.info("model %s is taken from the cache: %s", model, why)
     return folder

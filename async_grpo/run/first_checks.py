@@ -18,7 +18,7 @@ from async_grpo.telemetry.trackers import check_trackers
 
 def check_at_once(config: TrainConfig) -> None:
     """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
-    _check_output(config)
+    check_output(config)
     check_trackers(config.tracker_names)
     model = Path(config.model_name_or_path)
     check_files(model)
@@ -37,7 +37,8 @@ def check_at_once(config: TrainConfig) -> None:
         head.locate(config.ray_address)
 
 
-def _check_output(config: TrainConfig) -> None:
+def check_output(config: TrainConfig) -> None:
+    """Raise `ConfigError` for places that cannot be written."""
     output, dump = Path(config.output_dir), config.dump_samples_filename
     _check_folder(output, "output_dir")
     if dump:

@@ -10,9 +10,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import chain
-
-from transformers import AutoTokenizer
 
 from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
@@ -27,22 +24,25 @@ from async_grpo.checkpoint.saving import in_background
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.data.columns import parse_column_mapping
-from async_grpo.data.lines import load_records
 from async_grpo.data.mixture import MixedOrder, TypedQuestions
-from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import QuestionStream, sampling_seed
-from async_grpo.data.table import GivenTable, QuestionTable
+from async_grpo.data.table import QuestionTable
 from async_grpo.environments.find import users_environment
-from async_grpo.errors import ConfigError
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.size import read_size
+from async_grpo.run.data import (
+    check_types,
+    first_of_each_file,
+    load_data,
+    load_given,
+    warn_of_few,
+)
 from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.gateway import free_address, start_gateway
 from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.reward_trial import try_rewards
-from async_grpo.run.teaching import check_types, teachers_of
+from async_grpo.run.teaching import teachers_of
 from async_grpo.types import (
     GivenPair,
     Question,
@@ -121,16 +121,6 @@ def warn_of_small_store(config: TrainConfig, *, dtype: str, num_ranks: int) -> N
         logger.warning("%s", complaint)
 
 
-def warn_of_few(config: TrainConfig, num_records: int) -> None:
-    """Say when every batch repeats the data: most often a file was cut short, or another meant."""
-    if num_records < config.batch_size:
-        logger.warning(
-            "--data-path %s holds %d lines, fewer than --batch-size %d: each is trained about %.3g "
-            "times in every batch; give more data or a smaller batch",
-            config.data_paths, num_records, config.batch_size, config.batch_size / num_records,
-        )  # fmt: skip
-
-
 def hash_contents(
     config: TrainConfig,
     facts: ModelFacts,
@@ -175,46 +165,6 @@ def with_teachers(
     if not found:
         return hashes
     return in_background(lambda: {**hashes.result(), **found}, name="hash-teachers")
-
-
-def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
-    """What is trained on and what is held out, all of it checked."""
-    room = min(config.max_tokens_per_gpu, facts.max_positions) - config.max_generation_tokens
-    if room < 1:
-        raise ConfigError(
-            f"--max-generation-tokens ({config.max_generation_tokens}) must leave room for a "
-            f"prompt in the model's {facts.max_positions} positions: lower it"
-        )
-    reader = line_reader(config, facts, max_tokens=room)
-    questions, held_out = [], []
-    for file in config.data_files:
-        types = (file.type,) if file.type else ()
-        own = replace(reader, types=types, mapping={**reader.mapping, **file.columns})
-        questions.append(load_records(file.source, own.question))
-        held_out += [load_records(file.held_out, own.question)] if file.held_out else []
-    if config.held_out:
-        of_any = replace(reader, types=config.types)
-        held_out.append(load_records(config.held_out, of_any.question))
-    return QuestionTable.of(chain(*questions)), QuestionTable.of(chain(*held_out))
-
-
-def load_given(config: TrainConfig, facts: ModelFacts) -> GivenTable:
-    """The pairs that are trained beside questions, all of them checked; empty without any."""
-    if config.pairs is None:
-        return GivenTable.of(())
-    longest = min(config.max_tokens_per_gpu, facts.max_positions)
-    reader = line_reader(config, facts, max_tokens=longest)
-    return GivenTable.of(load_records(config.pairs, reader.given))
-
-
-def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> LineReader:
-    """Reads lines of data, at most so long, for the model that is trained."""
-    return LineReader(
-        tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
-        vocab_size=facts.vocab_size,
-        max_tokens=max_tokens,
-        mapping=parse_column_mapping(config.column_mapping),
-    )
 
 
 def plan_run(
@@ -281,16 +231,6 @@ def question_stream(
         batch_size=config.batch_size,
         sampled_share=config.gkd_lambda,
     )
-
-
-def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> list[Question]:
-    """What the rewards are tried on."""
-    if not config.data:
-        return [questions[0]]
-    first: dict[str, Question] = {}
-    for question in questions:
-        first.setdefault(question.dataset_type, question)
-    return list(first.values())
 
 
 def own_environments(config: TrainConfig) -> dict[str, UserCode | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,14 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
     if all(grades_itself(name) for name in config.environments):
         return roles
     return roles | {VERIFIER: ""}
+
+
+def check_roles(config: TrainConfig, roles: Collection[str], *, where: str) -> None:
+    """Raise `ConfigError` for a role without a worker, where nobody else can join the cluster."""
+    found = {*roles, VERIFIER} if GENERATION in roles else roles  # it starts one beside it
+    for role, why in needed_roles(config).items():
+        if role not in found:
+            raise ConfigError(f"{where} needs a [[worker]] for the role {role}{why}: add one")
 
 
 def command_for(role: str, *, model: str) -> str:

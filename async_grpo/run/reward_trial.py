@@ -55,9 +55,9 @@ def try_rewards(
         for question in questions
         if not grades_itself(config.environment_of(question.dataset_type))
     ]
-    requests = [_request(question, config) for question in questions]
+    requests = [request_of(question, config) for question in questions]
     for info, _ in pools:
-        _check_names(info, config)
+        check_names(info.rewards.names if info.rewards else (), config)
     calls = [
         (f"worker {info.worker_id}", question, pool.try_out.remote(request))
         for info, pool in pools
@@ -67,19 +67,19 @@ def try_rewards(
     for who, question, call in calls:
         for verdict in cluster.wait(call, timeout_s=config.stall_timeout_s, who=who):
             if verdict.status == "error":
-                warnings.add(_refuse_or_describe(verdict, question, config))
+                warnings.add(refuse_or_describe(verdict, question, config))
     for sentence in sorted(warnings):
         logger.warning("%s; the run starts all the same", sentence)
 
 
-def _request(question: Question, config: TrainConfig) -> GradingRequest:
+def request_of(question: Question, config: TrainConfig) -> GradingRequest:
+    """A question's own answer, to be graded by the rewards of its type."""
     output = VerificationRequest(0, 0, question, example_output(question))
     return GradingRequest((output,), rewards=config.rewards_of(question.dataset_type))
 
 
-def _check_names(pool: WorkerInfo, config: TrainConfig) -> None:
+def check_names(known: Sequence[str], config: TrainConfig) -> None:
     """Raise `ConfigError` for a reward of a data file that the verifiers do not have."""
-    known = pool.rewards.names if pool.rewards else ()
     for file in config.data_files:
         for name in file.rewards:
             if name not in known:
@@ -89,7 +89,8 @@ def _check_names(pool: WorkerInfo, config: TrainConfig) -> None:
                 )
 
 
-def _refuse_or_describe(verdict: Verdict, question: Question, config: TrainConfig) -> str:
+def refuse_or_describe(verdict: Verdict, question: Question, config: TrainConfig) -> str:
+    """Raise `ConfigError` for a reward that is at fault, else say what has happened."""
     path = config.file_of(question.dataset_type).source.path
     sentence = (
         f"reward {verdict.reason}: it must grade the first line of {path}, which has "

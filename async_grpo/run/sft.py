@@ -10,18 +10,13 @@ from async_grpo.batching.supervised import supervised_stream
 from async_grpo.checkpoint.export import export_finished
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.config.train import TrainConfig
-from async_grpo.data.lines import load_records
 from async_grpo.data.stream import QuestionStream
 from async_grpo.data.table import PairTable
 from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.run.data import load_pairs, warn_of_few
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.loop import train
-from async_grpo.run.preparation import (
-    hash_contents,
-    line_reader,
-    read_attention_ratio,
-    warn_of_few,
-)
+from async_grpo.run.preparation import hash_contents, read_attention_ratio
 from async_grpo.run.report import Report
 from async_grpo.run.stopping import until_stopped
 from async_grpo.training.held_out import HeldOutPairs
@@ -130,10 +125,4 @@ class Demonstrations:
 def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
     """What is trained, what is held out, and the model; every rank reads the files itself."""
     facts = check_model_folder(config.model_name_or_path)
-    longest = min(config.max_tokens_per_gpu, facts.max_positions)
-    reader = line_reader(config, facts, max_tokens=longest)
-    pairs, held_out = (
-        PairTable.of(load_records(source, reader.pair) if source else ())
-        for source in (config.data_files[0].source, config.held_out)
-    )
-    return pairs, held_out, facts
+    return *load_pairs(config, facts), facts

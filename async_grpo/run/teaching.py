@@ -2,55 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from async_grpo import cluster, deadlines
-from async_grpo.config.distillation import EVERY_TYPE, check_vocabulary
-from async_grpo.config.option import flag
+from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.data.columns import parse_column_mapping
 from async_grpo.distillation.head_terms import Teacher
 from async_grpo.errors import DataError, WorkerError
 from async_grpo.model.head import Head
 from async_grpo.model.rescaling import Rescaling
 from async_grpo.roles import teacher
-from async_grpo.types import GivenPair, Question, WorkerInfo
+from async_grpo.types import WorkerInfo
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.distillation import Distillation
     from async_grpo.types.handles import ControllerHandle
-
-TYPE = "dataset_type"
-MAX_SHOWN = 5
-
-
-def check_types(
-    config: TrainConfig, questions: Sequence[Question], pairs: Sequence[GivenPair]
-) -> None:
-    """Raise `DataError` for lines that no teacher teaches, and for teachers without a line."""
-    named = config.teacher_routes.keys() - {EVERY_TYPE}
-    if not named:
-        return
-    column = parse_column_mapping(config.column_mapping).get(TYPE, TYPE)
-    of_data = {question.dataset_type for question in questions}
-    of_pairs = {pair.question.dataset_type for pair in pairs}
-    found = of_data | of_pairs
-    if missing := sorted(kind for kind in found if config.teacher_of(kind) is None):
-        path = config.data_paths if missing[0] in of_data else config.pairs_path
-        raise DataError(
-            f"every {column} of {path} must have a teacher, {_shown(missing)} has "
-            f"none: add {flag('teacher_for')} TYPE=NAME for it, or NAME for all others"
-        )
-    if unused := sorted(named - found):
-        raise DataError(
-            f"{flag('teacher_for')} {unused[0]}={config.teacher_routes[unused[0]]} names a teacher "
-            f"that nobody uses: no line of {config.data_paths} has the {column} {unused[0]!r}, but "
-            f"{_shown(sorted(found))}"
-        )
 
 
 def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, WorkerInfo]:
@@ -106,8 +76,3 @@ def _head(client: RunClient, name: str, device: torch.device, config: TrainConfi
         for key, t in tensors.items()
     }
     return Head(**on_device, rescaling=Rescaling(factor, softcap or None))
-
-
-def _shown(kinds: Collection[str]) -> str:
-    more = ", ..." if len(kinds) > MAX_SHOWN else ""
-    return ", ".join(map(repr, list(kinds)[:MAX_SHOWN])) + more

@@ -1,4 +1,4 @@
-"""The text of the users' reward files, read once by the dispatcher that brings them. Pure.
+"""The text of the users' reward files, read once by the dispatcher that brings them.
 
 All verifiers of a pool run this text, those started later too: a file that is edited meanwhile
 never mixes with what it was, and whoever brings another text is told apart by it.
@@ -6,11 +6,30 @@ never mixes with what it was, and whoever brings another text is told apart by i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.user_code import text_of
+from async_grpo.verification.config import VerifierConfig
+
+
+def verifier_config(worker: WorkerConfig) -> VerifierConfig:
+    """What a dispatcher's verifiers run; its reward files are read now, and here."""
+    names, registry, here = worker.reward_names, worker.reward_registry, (os.getcwd(),)
+    return VerifierConfig(
+        reward_names=names,
+        registry=registry,
+        num_verifiers=worker.global_num_verifiers,
+        timeout_s=worker.verifier_timeout_s,
+        memory_mib=worker.verifier_memory_mib,
+        network=worker.verifier_network,
+        environment=worker.verifier_variables,
+        search_paths=here,
+        sources=read_sources(names, registry=registry, search_paths=here),
+    )
 
 
 def source_of(name: str, registry: str) -> str:

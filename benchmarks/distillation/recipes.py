@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.cli.launch_file import planned
+from async_grpo.cli.local_run import planned
 from async_grpo.cli.run_file import read_tables
 from async_grpo.config.distillation import EVERY_TYPE
 from benchmarks.distillation.trl_gkd import Distilled
@@ -57,7 +57,7 @@ def figures(folder: Path, *, names: Sequence[str], seeds: int, with_trl: bool) -
 def teachers_of(example: str) -> dict[str, Path]:
     """{kind of puzzles: folder of its teacher}; a teacher that is named alone teaches sums."""
     run = planned(config=example, train_options=(), prepare="", num_cpus=0, ray_address="")
-    paths = {worker.name: Path(worker.model_path) for worker, _ in run.workers}
+    paths = {worker.name: Path(worker.model_path) for worker in run.workers}
     routes = run.train.teacher_routes.items()
     return {"add" if kind == EVERY_TYPE else kind: paths[name] for kind, name in routes}
 

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli.launch_file import launch, placed, planned
+from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_plan import placed
+from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.errors import ConfigError
 
@@ -19,33 +21,35 @@ def machine(num_devices):
 
 def quick_start(num_devices, monkeypatch, *arguments):
     monkeypatch.chdir(REPOSITORY)
-    context = launch.make_context("launch", ["examples/quickstart.toml", *arguments])
-    run = planned(**context.params)
+    run = plan_of("examples/quickstart.toml", *arguments)
     return run, placed(run, machine(num_devices))
 
 
-def added(run, found):
-    """Options that the plan has given to the trainer, and to each dispatcher."""
-    pairs = zip(run.workers, found.workers, strict=True)
-    workers = [new[len(old) :] for (_, old), (_, new) in pairs]
-    return [found.train_options[len(run.train_options) :], *workers]
+def plan_of(*arguments):
+    options = launch.make_context("launch", list(arguments)).params
+    return planned(**options_of_run(options))
+
+
+def shares(run):
+    """Ranks, and the share of a device that each of them has, and each worker."""
+    return run.num_ranks, run.train.gpus_per_rank, *(each.gpus_per_worker for each in run.workers)
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "options"),
+    ("num_devices", "expected"),
     [
-        (0, [(), (), ()]),
-        (1, [("--nproc-per-node=1", "--gpus-per-rank=0.36"),
-             ("--gpus-per-worker=0.36",), ("--gpus-per-worker=0.18",)]),
-        (2, [("--nproc-per-node=1",), ("--gpus-per-worker=0.6",), ("--gpus-per-worker=0.3",)]),
-        (3, [("--nproc-per-node=1",), (), ()]),
-        (4, [(), (), ()]),
-        (8, [(), (), ()]),
+        (0, (2, 1.0, 1.0, 1.0)),
+        (1, (1, 0.36, 0.36, 0.18)),
+        (2, (1, 1.0, 0.6, 0.3)),
+        (3, (1, 1.0, 1.0, 1.0)),
+        (4, (2, 1.0, 1.0, 1.0)),
+        (8, (2, 1.0, 1.0, 1.0)),
     ],
-)  # fmt: skip
-def test_the_quick_start_on_so_many_devices(num_devices, options, monkeypatch):
-    run, found = quick_start(num_devices, monkeypatch)
-    assert added(run, found) == options
+)
+def test_the_quick_start_on_so_many_devices(num_devices, expected, monkeypatch):
+    _, found = quick_start(num_devices, monkeypatch)
+    assert shares(found) == expected
+    assert ("--gpus-per-rank=0.36" in found.train_options) == (num_devices == 1)
     assert found.num_devices == num_devices
     if num_devices:
         assert found.placement.startswith(f"{num_devices} x NVIDIA H200 (144 GB) here; ")
@@ -62,7 +66,7 @@ def test_a_run_that_fits_no_plan_is_refused_before_anything_starts(monkeypatch, 
         '[[worker]]\nmodel_path = "m"\ntensor_parallel_size = 2\n'
         f'[train]\nmodel_name_or_path = "m"\ndata_path = "d"\noutput_dir = "{tmp_path}/run"\n'
     )
-    run = planned(**launch.make_context("launch", [str(file)]).params)
+    run = plan_of(str(file))
     with pytest.raises(ConfigError, match=r"2 NVIDIA devices cannot hold a trainer rank and 1 gen"):
         placed(run, machine(2))
 

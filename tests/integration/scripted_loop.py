@@ -29,9 +29,10 @@ from async_grpo.checkpoint.export import Exports
 from async_grpo.model.folder import check_model_folder
 from async_grpo.run import sampling
 from async_grpo.run.announcements import Announcements
+from async_grpo.run.data import load_data
 from async_grpo.run.loop import train_grpo, train_steps
 from async_grpo.run.main_rank import MainRank
-from async_grpo.run.preparation import load_data, plan_run
+from async_grpo.run.preparation import plan_run
 from async_grpo.run.report import Report
 from async_grpo.run.sampling import SampledData
 from async_grpo.training.learner import Learner

@@ -12,7 +12,7 @@ from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
 from async_grpo.config.train import TrainConfig
-from async_grpo.run.preparation import warn_of_few
+from async_grpo.run.data import warn_of_few
 from async_grpo.run.report import Report
 from async_grpo.training.held_out import HeldOutLoss
 from async_grpo.training.schedule import Clocks

@@ -12,8 +12,9 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.errors import CheckpointError, ConfigError, DataError
 from async_grpo.model.rescaling import UNCHANGED, Rescaling
 from async_grpo.run import teaching
+from async_grpo.run.data import check_types
 from async_grpo.run.preparation import with_teachers
-from async_grpo.run.teaching import check_types, meet_teachers, teachers_of
+from async_grpo.run.teaching import meet_teachers, teachers_of
 from async_grpo.types import Question, WorkerInfo
 
 LEARNS = {"gkd_coefficient": 1.0}

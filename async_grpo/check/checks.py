@@ -1,0 +1,272 @@
+"""The checks: each reads a run's options and the facts, starts nothing, and says what it finds.
+
+A rule that a run enforces when it starts is not written again here: it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.chat.find import AUTO, find_renderer
+from async_grpo.check.arithmetic import (
+    batch_in_words,
+    disk_need,
+    in_gib,
+    lengths_in_words,
+    sizes_in_words,
+)
+from async_grpo.check.facts import DataRead, Facts, Setup, tried
+from async_grpo.check.finding import Finding, refused
+from async_grpo.check.workers import as_registered
+from async_grpo.config.distillation import check_vocabulary
+from async_grpo.config.train import TrainConfig
+from async_grpo.environments.find import check_environments
+from async_grpo.errors import AsyncGrpoError
+from async_grpo.model.folder import ModelFacts
+from async_grpo.run.data import check_routes, few_lines
+from async_grpo.run.first_checks import check_output
+from async_grpo.run.recruitment import Demand, check_roles, check_worker
+from async_grpo.run.reward_trial import refuse_or_describe
+from async_grpo.telemetry.trackers import check_trackers
+from async_grpo.weight_sync.routes import store_complaint
+
+STORE_SHARE, STORE_OF_SHARED = 0.3, 0.95  # of memory and of /dev/shm that Ray's store takes
+Check = Callable[[Setup, Facts], Iterable[Finding]]
+
+
+def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
+    """The output folder, the dump and the trackers."""
+    config = setup.train
+    yield from _of("output", lambda: check_output(config), f"{config.output_dir} can be written")
+    trackers = ", ".join(config.tracker_names) or "none"
+    yield from _of("trackers", lambda: check_trackers(config.tracker_names), trackers)
+
+
+def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:
+    """The algorithm, the environments, and a worker for each role of a run on its own cluster."""
+    config = setup.train
+    names = ", ".join(sorted(config.environments))
+    yield from _of("algorithm", lambda: find_algorithm(config), config.algorithm)
+    yield from _of("environment", lambda: check_environments(config.environments), names)
+    if setup.starts_head:
+        roles = {worker.role for worker in setup.workers}
+        yield from _of(
+            "roles", lambda: check_roles(config, roles, where=setup.file), ", ".join(sorted(roles))
+        )
+
+
+def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """The folder, its tokenizer, what can be trained, and how large it is."""
+    name = setup.train.model_name_or_path
+    if isinstance(facts.folder, AsyncGrpoError):
+        yield from refused("model", facts.folder)
+    elif isinstance(facts.model, AsyncGrpoError):
+        yield from refused("model", facts.model)
+    elif facts.model is None:
+        made = setup.is_prepared(name)
+        why = "is made by [launch] prepare" if made else "is fetched from the hub when a run starts"
+        yield Finding("waits", "model", f"{name} {why}: it is checked when it is here")
+    else:
+        yield Finding("ok", "model", sizes_in_words(facts.model, facts.size))
+        vocab_size = facts.model.vocab_size
+        yield from _of("teachers", lambda: check_vocabulary(setup.train, vocab_size))
+        if (named := setup.train.renderer) != AUTO:
+            yield from _of("renderer", partial(find_renderer, facts.model.path, named), named)
+
+
+def check_data(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """Every line of every source, and how long its prompts are."""
+    if isinstance(facts.data, AsyncGrpoError):
+        yield from refused("data", facts.data)
+        return
+    for read in facts.data:
+        yield from _check_read(setup, read)
+    if facts.prompt:
+        yield Finding("ok", "prompt", f"the model reads {facts.prompt!r}")
+    if facts.begins_twice:
+        yield Finding(
+            "warning",
+            "prompt",
+            f"the prompt {facts.prompt[:40]!r} begins with the tokenizer's first token twice: "
+            "leave it out of the data's text, the tokenizer adds it",
+        )
+
+
+def _check_read(setup: Setup, read: DataRead) -> Iterator[Finding]:
+    what = f"{read.source.path} ({read.purpose})"
+    if read.waits:
+        yield Finding("waits", "data", f"{read.waits}: it is checked when it is here")
+        return
+    if read.problem is not None:
+        yield from refused("data", read.problem)
+        return
+    rest = "" if read.is_whole else " so far; the run checks the rest when it loads"
+    yield Finding("ok", "data", f"{what}: {read.num_lines} lines{rest}, {lengths_in_words(read)}")
+    is_all = read.purpose == "train" and not setup.train.data and read.is_whole
+    if is_all and (few := few_lines(setup.train, read.num_lines)):
+        yield Finding("warning", "data", few)
+
+
+def check_batch(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """What a batch, a gradient step and the whole run come to."""
+    config, ranks = setup.train, setup.num_ranks
+    lines = 0
+    if isinstance(facts.data, tuple):
+        lines = sum(read.num_lines for read in facts.data if read.purpose == "train")
+    is_sft = setup.learns_from_pairs
+    text = batch_in_words(config, num_ranks=ranks, num_lines=lines, is_sft=is_sft)
+    yield Finding("ok", "batch", text)
+    per_step = config.questions_per_step * (1 if is_sft else config.samples_per_question)
+    if per_step < ranks:
+        yield Finding(
+            "warning",
+            "batch",
+            f"--nproc-per-node {ranks} exceeds the {per_step} samples of a gradient step, which "
+            "leaves ranks idle: start fewer, or raise --batch-size or --train-minibatch-size",
+        )
+
+
+def check_teachers(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """A teacher for every type of line, and lines for every teacher."""
+    if not setup.train.teacher_names or not isinstance(facts.data, tuple) or not facts.data:
+        return
+    reads = [read for read in facts.data if read.purpose != "held out"]
+    if any(read.problem or read.waits or not read.is_whole for read in reads):
+        return
+    of_data = {kind for read in reads if read.purpose == "train" for kind in read.firsts}
+    of_pairs = {kind for read in reads if read.purpose == "given" for kind in read.firsts}
+    names = ", ".join(setup.train.teacher_names)
+    yield from _of("teachers", lambda: check_routes(setup.train, of_data, of_pairs), names)
+
+
+def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """The models of the workers, and whether they could serve this run."""
+    for config, model in zip(setup.workers, facts.worker_models, strict=True):
+        who = f"the {config.role} worker"
+        if isinstance(model, AsyncGrpoError):
+            if model is not facts.model:  # which is told of once
+                yield from refused("worker", model)
+        elif isinstance(model, ModelFacts) and isinstance(facts.model, ModelFacts):
+            worker, demand = as_registered(config, model), _demand(setup.train, facts)
+            text = f"{who} serves {config.model_path} for {worker.max_model_len} tokens"
+            yield from _of("worker", partial(check_worker, worker, demand), text)
+        elif model is None and config.model_path and setup.is_prepared(config.model_path):
+            yield Finding("waits", "worker", f"{config.model_path} is made by [launch] prepare")
+
+
+def _demand(config: TrainConfig, facts: Facts) -> Demand:
+    assert isinstance(facts.model, ModelFacts)
+    reads = facts.data if isinstance(facts.data, tuple) else ()
+    prompts, pairs = (
+        max((int(each.lengths.max(initial=0)) for each in reads if is_of(each)), default=0)
+        for is_of in (lambda each: each.purpose != "given", lambda each: each.purpose == "given")
+    )
+    devices = ("another",) if facts.num_devices else ()  # who gets which, the placement says
+    return Demand(config, facts.model, prompts, longest_pair=pairs, devices=devices)
+
+
+def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """What each reward said of the expected answer of the first line."""
+    if isinstance(facts.trials, AsyncGrpoError):
+        yield from refused("reward", facts.trials)
+        return
+    for trial in facts.trials:
+        verdict, question = trial.verdict, trial.question
+        if verdict.status == "error":
+            said = tried(partial(refuse_or_describe, verdict, question, setup.train))
+            if isinstance(said, AsyncGrpoError):
+                yield from refused("reward", said)
+            else:
+                yield Finding("warning", "reward", f"{said}; a run starts all the same")
+            continue
+        answer = (question.answer or question.input)[:60]
+        said = f"reward {verdict.reward:g}" if verdict.status == "scored" else verdict.reason
+        yield Finding("ok", "reward", f"{verdict.adapter} on {answer!r}: {said or verdict.status}")
+
+
+def check_room(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """Disk for what the run writes, and memory for two versions of the weights."""
+    if facts.size is None:
+        return
+    config, free = setup.train, facts.disk_free_bytes
+    kept, dumped = disk_need(config, facts.size)
+    need = f"{in_gib(kept)} of checkpoints and exports and up to {in_gib(dumped)} of samples"
+    text = f"{config.output_dir} has {in_gib(free)} free, the run writes {need}"
+    remedy = "name another --output-dir, or lower --keep-checkpoints or --dump-max-gib"
+    if free < kept + dumped:
+        yield Finding("error" if free < kept else "warning", "disk", f"{text}: {remedy}")
+    else:
+        yield Finding("ok", "disk", text)
+    if setup.starts_head:
+        of_one = 2 if facts.num_devices else 4  # bytes, as they travel
+        yield _store(facts, snapshot=of_one * facts.size.num_parameters)
+
+
+def _store(facts: Facts, *, snapshot: int) -> Finding:
+    """Of the object store that Ray makes here; `snapshot` in bytes."""
+    store = int(min(STORE_SHARE * facts.memory_bytes, STORE_OF_SHARED * facts.shared_bytes))
+    if complaint := store_complaint(snapshot, store_bytes=store, share=1.0):
+        return Finding("warning", "memory", complaint)
+    text = f"two versions of the weights are {in_gib(2 * snapshot)}, Ray's store {in_gib(store)}"
+    return Finding("ok", "memory", text)
+
+
+def check_devices(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """Who gets which device of this machine."""
+    if isinstance(facts.placement, AsyncGrpoError):
+        yield from refused("devices", facts.placement)
+    elif facts.placement:
+        yield Finding("ok", "devices", facts.placement)
+
+
+def check_places(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """The cluster that is joined, and the gateway's port."""
+    if isinstance(facts.head, AsyncGrpoError):
+        yield from refused("cluster", facts.head)
+    elif facts.head:
+        yield Finding("ok", "cluster", f"a Ray cluster answers at {facts.head}")
+    elif setup.starts_head:
+        yield Finding("ok", "cluster", "a Ray cluster of the run's own, on this machine")
+    if isinstance(facts.gateway, AsyncGrpoError):
+        yield from refused("gateway", facts.gateway)
+    elif facts.gateway:
+        yield Finding("ok", "gateway", f"{facts.gateway} is free")
+
+
+def check_start(_: Setup, facts: Facts) -> Iterator[Finding]:
+    """Whether the run begins, or goes on, in its folder."""
+    if isinstance(facts.start, AsyncGrpoError):
+        yield from refused("start", facts.start)
+    elif facts.start:
+        yield Finding("ok", "start", facts.start)
+
+
+def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
+    """The installed packages, and what we rely on in them."""
+    for sentence in facts.unfit:
+        yield Finding("error", "packages", f"{sentence}: run `make setup`, or pip install -r "
+                      "requirements/cpu.txt (gpu.txt with NVIDIA devices)")  # fmt: skip
+    if not facts.unfit:
+        yield Finding("ok", "packages", "versions and interfaces are those that are relied on")
+
+
+CHECKS: tuple[Check, ...] = (
+    check_folders, check_code, check_start, check_model, check_data, check_teachers, check_batch,
+    check_rewards, check_workers, check_devices, check_places, check_room, check_packages,
+)  # fmt: skip
+
+
+def check_all(setup: Setup, facts: Facts) -> list[Finding]:
+    """Every finding, in the order in which a run would meet them; what two find, once."""
+    found = (finding for check in CHECKS for finding in check(setup, facts))
+    return list({(each.level, each.text): each for each in reversed(list(found))}.values())[::-1]
+
+
+def _of(subject: str, rule: Callable[[], object], text: str = "") -> list[Finding]:
+    """The finding of a rule that raises what it refuses; without a text it is silent else."""
+    found = tried(rule)
+    if isinstance(found, AsyncGrpoError):
+        return refused(subject, found)
+    return [Finding("ok", subject, text)] if text else []

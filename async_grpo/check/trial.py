@@ -1,0 +1,68 @@
+"""The rewards' first call, as a run's verifiers make it, in processes of this command alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.environments.find import grades_itself
+from async_grpo.errors import ConfigError
+from async_grpo.roles import GENERATION, VERIFIER
+from async_grpo.run.reward_trial import check_names, request_of
+from async_grpo.types import Question, Verdict
+from async_grpo.verification.failed_samples import adapter_sample
+from async_grpo.verification.sandbox import Sandbox
+from async_grpo.verification.sources import verifier_config
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one reward said of the expected answer of a question."""
+
+    question: Question
+    verdict: Verdict
+
+
+def try_here(
+    workers: Sequence[WorkerConfig], questions: Sequence[Question], config: TrainConfig
+) -> tuple[Trial, ...]:
+    """Have the rewards of each dispatcher grade what verifiers grade of these questions.
+
+    Without questions they are only loaded. Raises `ConfigError` for a reward that cannot be, or
+    that no dispatcher brings.
+    """
+    if all(map(grades_itself, config.environments)):
+        return ()
+    graded = [q for q in questions if not grades_itself(config.environment_of(q.dataset_type))]
+    pools = [w for w in workers if w.role in (GENERATION, VERIFIER) and w.reward_names]
+    for worker in pools:
+        check_names(worker.reward_names, config)
+    return tuple(trial for worker in pools for trial in asyncio.run(_try(worker, graded, config)))
+
+
+async def _try(
+    worker: WorkerConfig, questions: Sequence[Question], config: TrainConfig
+) -> list[Trial]:
+    found = verifier_config(worker)
+    sandbox = Sandbox(found, num_processes=os.cpu_count() or 1)
+    try:
+        async with asyncio.timeout(found.start_timeout_s + found.wall_s):
+            await sandbox.start()
+            trials = []
+            for question in questions:
+                request = request_of(question, config)
+                sample = adapter_sample(request.outputs[0])
+                verdicts = await sandbox.grade_with_each(sample, request.rewards)
+                trials += [Trial(question, verdict) for verdict in verdicts]
+            return trials
+    except TimeoutError:
+        raise ConfigError(
+            f"--reward-fns {worker.reward_fns} must grade a line within {found.time_limit}, but "
+            "did not: raise the limit, or have the rewards do less"
+        ) from None
+    finally:
+        await sandbox.close()

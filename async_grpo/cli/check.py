@@ -1,0 +1,107 @@
+"""`async-grpo check run.toml`: what is wrong with a run, before anything of it is started."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+import click
+
+from async_grpo.check.finding import Finding, refused
+from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_plan import placed
+from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
+from async_grpo.cli.options import CONTEXT
+from async_grpo.cli.train import QUIET
+from async_grpo.devices.checks import usable_devices
+from async_grpo.errors import AsyncGrpoError
+
+EXIT_WRONG = 1
+
+
+@click.command("check", context_settings={**CONTEXT, "ignore_unknown_options": True})
+@click.argument("words", metavar="[FILE] [TRAIN OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--deep", is_flag=True, help="then train shortly: minutes, and the device's memory")
+@click.option("--json", "as_json", is_flag=True, help="print the findings as one JSON list")
+@command_boundary()
+def check(*, words: Sequence[str], deep: bool, as_json: bool) -> None:
+    """Say what is wrong with the run of FILE, or of train options alone, and start nothing of it.
+
+    It reads the data and the model's folder, has the rewards grade the first line in processes of
+    their own, and looks at this machine and the cluster. A line a finding: ok, waits (for what
+    `prepare` makes), warning, or error. Exits with 1 after an error. With --deep it also trains,
+    for minutes: the largest minibatch, one batch until its loss falls, and a resume.
+
+    \b
+    e.g. examples/quickstart.toml --batch-size 64
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    with _silent(logging.getLogger("async_grpo")):  # the findings say it
+        findings = findings_of(words, deep=deep)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        click.echo("\n".join(map(str, findings)))
+    if any(finding.level == "error" for finding in findings):
+        sys.exit(EXIT_WRONG)
+
+
+def findings_of(
+    words: Sequence[str], *, tries_rewards: bool = True, deep: bool = False
+) -> list[Finding]:
+    """Of a file and train options, as they are typed; the first that is no run is the only one."""
+    file, options = (words[0], words[1:]) if words and words[0][:1] != "-" else ("", words)
+    try:
+        run = _read(file, options)
+    except click.UsageError as error:
+        return [Finding("error", "options", " ".join(error.format_message().split()))]
+    except AsyncGrpoError as error:
+        return refused("options", error)
+    from async_grpo.check.checks import check_all  # imports Ray
+    from async_grpo.check.facts import Setup, gather, tried
+
+    setup = Setup(
+        train=run.train,
+        workers=run.workers,
+        num_ranks=run.num_ranks,
+        prepare=run.prepare,
+        starts_head=run.starts_head,
+        ray_address=run.ray_address,
+        file=file,
+    )
+    facts = gather(setup, tries_rewards=tries_rewards)
+    found = tried(lambda: placed(run, usable_devices()))
+    if isinstance(found, AsyncGrpoError):
+        return check_all(setup, replace(facts, placement=found))
+    facts = replace(facts, placement=found.placement, num_devices=found.num_devices)
+    findings = check_all(setup, facts)
+    if deep and not any(finding.level == "error" for finding in findings):
+        from async_grpo.cli.deep_check import deep_findings
+
+        findings += deep_findings(found, facts)
+    return findings
+
+
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    level = logger.level
+    logger.setLevel("CRITICAL")
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _read(file: str, options: Sequence[str]) -> LocalRun:
+    """As `launch` reads it; without a file, options of the trainer are all there is."""
+    if not file:
+        return read_run(config="", train_options=options, prepare="", num_cpus=0, ray_address="")
+    params = launch.make_context("launch", [file, *options]).params
+    return read_run(**options_of_run(params))

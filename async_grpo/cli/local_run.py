@@ -1,0 +1,236 @@
+"""A run of one machine, made of its file: every value of it, and the commands that it takes.
+
+`async-grpo launch` carries it out, `launch --dry-run` prints it, `async-grpo check` looks at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.cli.plot import plot
+from async_grpo.cli.run_file import MAY_REPEAT, SHARED_OPTIONS, flags_of, read_tables, values_of
+from async_grpo.cli.train import check_algorithm, config_of
+from async_grpo.cli.train import main as train
+from async_grpo.cli.worker import main as worker
+from async_grpo.config.data_files import split_text
+from async_grpo.config.presets import preset_options
+from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
+
+RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
+RUN_OPTIONS = ("config", "train_options", "prepare", "num_cpus", "ray_address")  # of `launch`
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """A run of one machine, checked before anything is started."""
+
+    prepare: tuple[tuple[str, ...], ...]  # commands, one after the other
+    workers: tuple[WorkerConfig, ...]  # of each dispatcher
+    train: TrainConfig
+    num_ranks: int
+    plot: Values  # the table of its picture; empty: none
+    num_cpus: int
+    ray_address: str  # empty: a head of its own
+    num_devices: int = 0  # that its own head counts
+    placement: str = ""  # who gets which device, in a sentence
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.train.output_dir)
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def starts_head(self) -> bool:
+        """Whether it needs a Ray cluster of its own."""
+        return bool(self.workers) and not self.ray_address
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a checkpoint that it resumes."""
+        saved = any(self.folder.glob("checkpoints/batch_*/COMMITTED"))
+        return saved and not self.train.overwrite and self.train.resume != "never"
+
+    @property
+    def worker_options(self) -> list[list[str]]:
+        """Command lines of the dispatchers."""
+        defaults = _defaults(WorkerConfig)
+        return [_flags(worker, _values(config), but=defaults) for config in self.workers]
+
+    @property
+    def train_options(self) -> list[str]:
+        """The command line of the trainer: what its preset and the defaults do not say."""
+        own = _values(self.train) | {"nproc_per_node": self.num_ranks}
+        longest = self.train.max_generation_tokens
+        preset = preset_options(self.train.preset, max_generation_tokens=longest)
+        return _flags(train, own, but=_defaults(TrainConfig) | preset | {"nproc_per_node": 1})
+
+    @property
+    def plot_options(self) -> list[str]:
+        return flags_of(values_of(self.plot, command=plot, where="[plot]"), command=plot)
+
+    @property
+    def tables(self) -> dict[str, list[Values]]:
+        """Every value, as tables of a file; launched again they are the same run."""
+        prepare = " && ".join(shlex.join(command) for command in self.prepare)
+        launch = {"prepare": prepare, "num_cpus": self.num_cpus, "ray_address": self.ray_address}
+        return {
+            "launch": [launch],
+            "worker": [_values(config) for config in self.workers],
+            "train": [{"nproc_per_node": self.num_ranks, **_values(self.train)}],
+            "plot": [self.plot] if self.plot else [],
+        }
+
+
+def options_of_run(launch_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the command that say what the run is; others say what to do with it."""
+    return {name: launch_options[name] for name in RUN_OPTIONS}
+
+
+def planned(**options: Any) -> LocalRun:
+    """The run of a file, from the options of `launch`; raises what its commands would refuse."""
+    # They import Ray and numpy: not for --help.
+    from async_grpo.environments.find import check_environments
+    from async_grpo.run.recruitment import check_roles
+
+    run = read_run(**options)
+    check_algorithm(run.train)
+    check_environments(run.train.environments)
+    if run.starts_head:
+        check_roles(run.train, {each.role for each in run.workers}, where=options["config"])
+    return run
+
+
+def read_run(
+    *, config: str, train_options: Sequence[str], prepare: str, num_cpus: int, ray_address: str
+) -> LocalRun:
+    """The run of a file, or without one that of the trainer's options alone."""
+    shared, tables = read_tables(config) if config else ({}, {})
+    workers = []
+    for table in tables.get("worker", []):
+        values = values_of(table, command=worker, where=f"{config}: [worker]")
+        options = worker.make_context("worker", flags_of(values, command=worker)).params
+        workers.append(WorkerConfig(**options))
+    values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
+    context = train.make_context("train", [*flags_of(values, command=train), *train_options])
+    trained = config_of(context)
+    [picture] = tables.get("plot", [{}])
+    values_of(picture, command=plot, where=f"{config}: [plot]")
+    own = {"paths": [trained.output_dir], "output": f"{trained.output_dir}/reward.svg"}
+    return LocalRun(
+        prepare=tuple(commands_in(prepare)),
+        workers=tuple(workers),
+        train=trained,
+        num_ranks=context.params["nproc_per_node"],
+        plot=_without_shared({**own, **picture}) if "plot" in tables else {},
+        num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each in workers)),
+        ray_address=ray_address,
+    )
+
+
+def commands_in(text: str) -> Iterator[tuple[str, ...]]:
+    """The commands of a text, in which && stands between two.
+
+    >>> list(commands_in("python make.py && async-grpo generate"))
+    [('python', 'make.py'), ('async-grpo', 'generate')]
+    """
+    words = iter(shlex.split(text))
+    while command := tuple(itertools.takewhile(lambda word: word != "&&", words)):
+        yield command
+
+
+def as_toml(tables: Mapping[str, Sequence[Values]]) -> str:
+    """Tables as a run's file.
+
+    >>> print(as_toml({"train": [{"data_path": "a", "deterministic": True, "adam_epsilon": 1e-8}]}))
+    [train]
+    data_path = "a"
+    deterministic = true
+    adam_epsilon = 1e-08
+    <BLANKLINE>
+    """
+    blocks = []
+    for name, repeated in tables.items():
+        head = f"[[{name}]]" if name in MAY_REPEAT else f"[{name}]"
+        for table in repeated:
+            lines = [f"{key} = {_literal(value)}" for key, value in table.items()]
+            blocks.append("\n".join([head, *lines]) + "\n")
+    return "\n".join(blocks)
+
+
+def commands_of(run: LocalRun) -> list[str]:
+    """Every command that a run takes, in order."""
+    commands = [shlex.join(command) for command in run.prepare]
+    if run.starts_head:
+        devices = f" --num-gpus {run.num_devices}" if run.num_devices else ""
+        commands.append(f"ray start --head --block --num-cpus {run.num_cpus}{devices}")
+    commands += [f"async-grpo worker {shlex.join(options)}" for options in run.worker_options]
+    commands.append(f"async-grpo train {shlex.join(run.train_options)}")
+    if run.plot:
+        commands.append(f"async-grpo plot {shlex.join(run.plot_options)}")
+    return commands
+
+
+def in_words(run: LocalRun, *, commands: Sequence[str]) -> str:
+    """The resolved file, and below it as comments the commands."""
+    text = re.sub(r"[\0-\x09\x0b-\x1f\x7f]", "?", "\n".join(commands))  # no comment may hold them
+    listed = textwrap.indent(text, "#     ")
+    return f"{as_toml(run.tables)}\n# What runs, in this order; each ends with the run:\n{listed}\n"
+
+
+def resuming(run: LocalRun) -> LocalRun:
+    """The same run as its folder keeps it: launched again it goes on."""
+    resume = "auto" if run.train.resume == "never" else run.train.resume
+    train = dataclasses.replace(run.train, overwrite=False, resume=resume)
+    return dataclasses.replace(run, train=train)
+
+
+def _flags(command: Any, values: Values, *, but: Values) -> list[str]:
+    """The command line of the values that are not those of `but`."""
+    given = {key: value for key, value in values.items() if value != but.get(key)}
+    return flags_of(given, command=command)
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """{option: value as a file has it}."""
+    return {
+        field.name: _repeated(getattr(config, field.name), field.metadata["several"])
+        for field in dataclasses.fields(config)
+    }
+
+
+def _defaults(config_class: Any) -> dict[str, Any]:
+    return {
+        field.name: _repeated(field.default, field.metadata["several"])
+        for field in dataclasses.fields(config_class)
+    }
+
+
+def _repeated(value: Any, between: str) -> Any:
+    return split_text(value, between) if between else value
+
+
+def _without_shared(table: Values) -> Values:
+    return {key: value for key, value in table.items() if key not in SHARED_OPTIONS}
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -1,0 +1,170 @@
+"""The data of a run: every source that its options name, read and checked line by line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.config.distillation import EVERY_TYPE
+from async_grpo.config.option import flag
+from async_grpo.config.source import DataSource
+from async_grpo.config.train import TrainConfig
+from async_grpo.data.columns import parse_column_mapping
+from async_grpo.data.lines import Build, load_records
+from async_grpo.data.questions import LineReader
+from async_grpo.data.table import GivenTable, PairTable, QuestionTable
+from async_grpo.errors import ConfigError, DataError
+from async_grpo.model.folder import ModelFacts
+from async_grpo.types import GivenPair, Question
+
+logger = logging.getLogger(__name__)
+TYPE = "dataset_type"
+MAX_SHOWN = 5
+Purpose = Literal["train", "held out", "given"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One source of a run, and what makes records of its lines."""
+
+    purpose: Purpose  # given: pairs beside questions
+    source: DataSource
+    build: Build[Any]
+
+    def records(self, *, goes_on: Callable[[], bool] = lambda: True) -> Iterator[Any]:
+        """Every line, as long as reading `goes_on`; raises `DataError`."""
+        return load_records(self.source, self.build, goes_on=goes_on)
+
+
+def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
+    """What a run reads, in the order in which its questions or pairs lie in their tables."""
+    if find_algorithm(config).learns_from_pairs:
+        build = line_reader(config, facts, max_tokens=_most(config, facts)).pair
+        found = [Part("train", config.data_files[0].source, build)]
+        return (*found, *([Part("held out", config.held_out, build)] if config.held_out else []))
+    return tuple(_question_parts(config, facts))
+
+
+def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
+    """What is trained on and what is held out, all of it checked."""
+    parts = parts_of(config, facts)
+    train, held_out = _records(parts, "train"), _records(parts, "held out")
+    return QuestionTable.of(train), QuestionTable.of(held_out)
+
+
+def load_given(config: TrainConfig, facts: ModelFacts) -> GivenTable:
+    """The pairs that are trained beside questions, all of them checked; empty without any."""
+    return GivenTable.of(_records(parts_of(config, facts), "given"))
+
+
+def load_pairs(config: TrainConfig, facts: ModelFacts) -> tuple[PairTable, PairTable]:
+    """What a supervised run trains on and what is held out."""
+    parts = parts_of(config, facts)
+    return PairTable.of(_records(parts, "train")), PairTable.of(_records(parts, "held out"))
+
+
+def warn_of_few(config: TrainConfig, num_records: int) -> None:
+    """Say when every batch repeats the data: most often a file was cut short, or another meant."""
+    if sentence := few_lines(config, num_records):
+        logger.warning("%s", sentence)
+
+
+def few_lines(config: TrainConfig, num_records: int) -> str:
+    """What there is to say of data that is smaller than a batch; empty when it is not."""
+    if num_records >= config.batch_size:
+        return ""
+    return (
+        f"--data-path {config.data_paths} holds {num_records} lines, fewer than --batch-size "
+        f"{config.batch_size}: each is trained about {config.batch_size / num_records:.3g} times "
+        "in every batch; give more data or a smaller batch"
+    )
+
+
+def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> list[Question]:
+    """What the rewards are tried on."""
+    if not config.data:
+        return [questions[0]]
+    first: dict[str, Question] = {}
+    for question in questions:
+        first.setdefault(question.dataset_type, question)
+    return list(first.values())
+
+
+def check_types(
+    config: TrainConfig, questions: Sequence[Question], pairs: Sequence[GivenPair]
+) -> None:
+    """Raise `DataError` for lines that no teacher teaches, and for teachers without a line."""
+    if config.teacher_routes.keys() - {EVERY_TYPE}:
+        of_data = {question.dataset_type for question in questions}
+        check_routes(config, of_data, {pair.question.dataset_type for pair in pairs})
+
+
+def check_routes(config: TrainConfig, of_data: set[str], of_pairs: set[str]) -> None:
+    """The same, for the types of questions and of pairs."""
+    named = config.teacher_routes.keys() - {EVERY_TYPE}
+    if not named:
+        return
+    column = parse_column_mapping(config.column_mapping).get(TYPE, TYPE)
+    found = of_data | of_pairs
+    if missing := sorted(kind for kind in found if config.teacher_of(kind) is None):
+        path = config.data_paths if missing[0] in of_data else config.pairs_path
+        raise DataError(
+            f"every {column} of {path} must have a teacher, {_shown(missing)} has "
+            f"none: add {flag('teacher_for')} TYPE=NAME for it, or NAME for all others"
+        )
+    if unused := sorted(named - found):
+        raise DataError(
+            f"{flag('teacher_for')} {unused[0]}={config.teacher_routes[unused[0]]} names a teacher "
+            f"that nobody uses: no line of {config.data_paths} has the {column} {unused[0]!r}, but "
+            f"{_shown(sorted(found))}"
+        )
+
+
+def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> LineReader:
+    """Reads lines of data, at most so long, for the model that is trained."""
+    from transformers import AutoTokenizer  # seconds, which a command's checks need not pay
+
+    return LineReader(
+        tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
+        vocab_size=facts.vocab_size,
+        max_tokens=max_tokens,
+        mapping=parse_column_mapping(config.column_mapping),
+    )
+
+
+def _records(parts: Sequence[Part], purpose: Purpose) -> Iterator[Any]:
+    return chain.from_iterable(part.records() for part in parts if part.purpose == purpose)
+
+
+def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
+    room = _most(config, facts) - config.max_generation_tokens
+    if room < 1:
+        raise ConfigError(
+            f"--max-generation-tokens ({config.max_generation_tokens}) must leave room for a "
+            f"prompt in the model's {facts.max_positions} positions: lower it"
+        )
+    reader = line_reader(config, facts, max_tokens=room)
+    for file in config.data_files:
+        types = (file.type,) if file.type else ()
+        own = replace(reader, types=types, mapping={**reader.mapping, **file.columns})
+        yield Part("train", file.source, own.question)
+        if file.held_out:
+            yield Part("held out", file.held_out, own.question)
+    if config.held_out:
+        yield Part("held out", config.held_out, replace(reader, types=config.types).question)
+    if config.pairs:
+        yield Part("given", config.pairs, replace(reader, max_tokens=_most(config, facts)).given)
+
+
+def _most(config: TrainConfig, facts: ModelFacts) -> int:
+    """Tokens of the longest sequence that can be trained."""
+    return min(config.max_tokens_per_gpu, facts.max_positions)
+
+
+def _shown(kinds: Collection[str]) -> str:
+    more = ", ..." if len(kinds) > MAX_SHOWN else ""
+    return ", ".join(map(repr, list(kinds)[:MAX_SHOWN])) + more

@@ -1,0 +1,408 @@
+# ruff: noqa: E501 - a case is a line
+"""Broken runs and good ones: what `async-grpo check` says of each, in one line to be acted on.
+
+A case changes a good run's file; what it says is looked for among the errors. In one process, as
+importing what reads tokenizers takes most of a check's seconds.
+"""
+
+import json
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.check import facts
+from async_grpo.check.facts import Setup
+from async_grpo.cli.check import check, findings_of
+from async_grpo.cli.local_run import as_toml
+from async_grpo.config.train import TrainConfig
+
+REPOSITORY = Path(__file__).parents[2]
+MODELS = REPOSITORY / "sample-data"
+TINY = str(MODELS / "tiny-countdown")
+CHAT = str(MODELS / "tiny-chat")
+QUESTION = {"input": "Use 2 9 8 to make 15:", "answer": "8-2+9", "nums": [2, 9, 8], "target": 15}
+SLOW_S = 10.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """What a check imports takes seconds, once, that are no case's own."""
+    findings_of(["--model-name-or-path", TINY, "--data-path", "none", "--objective", "sft"])
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where a case runs: with data of 40 questions, and of two types."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    write("questions.jsonl", *[QUESTION] * 40)
+    write("sums.jsonl", *[QUESTION] * 40)
+    write("typed.jsonl", *[QUESTION | {"dataset_type": kind} for kind in ("sums", "odes")] * 20)
+    Path("run/folder").mkdir(parents=True)
+    write("pairs.jsonl", *[{"input": "1+1=", "completion": "2"}] * 40)
+    return tmp_path
+
+
+def write(name, *lines):
+    text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    Path(name).write_text(text)
+
+
+def run_file(*, worker=(), train=(), launch=(), more_workers=(), data=(), text=""):
+    """The good run's file with other values; None takes one out."""
+    tables = {
+        "launch": [{"num_cpus": 4}],
+        "worker": [{"model_path": TINY, "max_model_len": 256, "reward_fns": "countdown"}],
+        "train": [
+            {"model_name_or_path": TINY, "data_path": "questions.jsonl", "max_tokens_per_gpu": 1024,
+             "max_generation_tokens": 32, "output_dir": "run", "trackers": ""}
+        ],
+    }  # fmt: skip
+    for name, change in (("launch", launch), ("worker", worker), ("train", train)):
+        [table] = tables[name]
+        table |= dict(change)
+        tables[name] = [{key: value for key, value in table.items() if value is not None}]
+    tables["worker"] += [{"model_path": TINY, **each} for each in more_workers]
+    tables["data"] = list(data)
+    Path("run.toml").write_text(as_toml(tables) + text)
+    return "run.toml"
+
+
+def look(*typed, tries_rewards=False, **changes):
+    """The findings of a changed run that are neither ok nor wait, as lines."""
+    file = run_file(**changes)
+    started = time.process_time()
+    findings = findings_of([file, *typed], tries_rewards=tries_rewards)
+    assert time.process_time() - started < SLOW_S
+    return [str(finding) for finding in findings if finding.level in ("warning", "error")]
+
+
+def model(**changes):
+    """A copy of the tiny model with another config; None takes an entry out."""
+    shutil.copytree(TINY, "model")
+    config = json.loads(Path("model/config.json").read_text()) | changes
+    kept = {key: value for key, value in config.items() if value is not None}
+    Path("model/config.json").write_text(json.dumps(kept))
+    return {"model_name_or_path": "model"}
+
+
+# By name what is changed, and what is said.
+OPTIONS = {
+    "no toml": ({"text": "\n[train"}, "run.toml is no TOML"),
+    "table": ({"text": "\n[trian]\nx = 1"}, "[trian] is no table of a run, the nearest is train"),
+    "key": ({"train": {"learnign_rate": 1e-6}}, "learnign_rate is no option of `async-grpo train`"
+            ", the nearest is learning_rate"),
+    "worker's key": ({"worker": {"max_seqs": 3}}, "[worker] max_seqs is no option of"),
+    "type": ({"train": {"batch_size": "32"}}, "batch_size must be an integer, got '32'"),
+    "no model": ({"train": {"model_name_or_path": None}}, "Missing option '--model-name-or-path'"),
+    "no batch": ({"train": {"batch_size": 0}}, "--batch-size must be positive, got 0"),
+    "rate": ({"train": {"learning_rate": 3.0}}, "--learning-rate must be at most 0.01"),
+    "negative": ({"train": {"kl_coefficient": -1}}, "--kl-coefficient must not be negative"),
+    "divisor": ({"train": {"train_minibatch_size": 5}}, "must divide --batch-size (32), got 5"),
+    "no data": ({"train": {"data_path": None}}, "--data-path must be given, or --data for each"),
+    "choice": ({"train": {"policy_loss": "ppo"}}, "policy_loss: 'ppo' is not one of clip, cispo"),
+    "stall": ({"train": {"stall_timeout_s": 1}}, "--stall-timeout-s must be at least 10"),
+    "schedule": ({"train": {"num_warmup_steps": 3, "warmup_ratio": 0.1}}, "--warmup-ratio"),
+    "gateway": ({"train": {"gateway": "here"}}, "--gateway must be PORT or HOST:PORT"),
+    "weight": ({"train": {"data_path": None},
+                "data": [{"type": "a", "path": "sums.jsonl", "weight": 0}]},
+               "--data of a must have a positive weight, got '0'"),
+    "data key": ({"train": {"data_path": None},
+                  "data": [{"type": "a", "path": "sums.jsonl", "wieght": 2}]},
+                 "--data of a has an unknown key, got 'wieght'"),
+    "teacher's name": ({"more_workers": [{"mode": "teacher"}]}, "--name must be given with --mode"),
+}  # fmt: skip
+RUNS = {
+    "renderer": ({"train": {"renderer": "none such"}}, "error    renderer    --renderer"),
+    "nothing learnt": ({"train": {"reward_coefficient": 0}}, "--reward-coefficient must be positi"),
+    "no teacher": ({"train": {"gkd_coefficient": 1}}, "--gkd-coefficient needs a teacher, got 1"),
+    "deterministic": ({"train": {"deterministic": True}}, "--max-staleness must be 0 with --determ"),
+    "room": ({"train": {"max_generation_tokens": 1024}}, "--max-tokens-per-gpu must exceed"),
+    "one sample": ({"train": {"samples_per_question": 1}}, "--samples-per-question must be at lea"),
+    "temperature": ({"train": {"temperature": 0.0}}, "--temperature must be positive for train"),
+    "algorithm": ({"train": {"algorithm": "grop"}}, "error    algorithm   --algorithm must be"),
+    "algorithm's file": ({"train": {"algorithm": "no.py:Mine"}}, "--algorithm"),
+    "environment": ({"train": {"max_tokens_per_gpu": 256, "environment": "mine"}}, "--environment must be single_turn, agent:"),
+    "no environment worker": (
+        {"train": {"max_tokens_per_gpu": 256, "environment": f"{REPOSITORY}/examples/treasure_hunt.py:TreasureHunt"}},
+        "run.toml needs a [[worker]] for the role environment",
+    ),
+    "no reference": ({"train": {"kl_coefficient": 0.1}},
+                     "needs a [[worker]] for the role reference (the KL coefficient is not 0): add"),
+    "no teacher worker": ({"train": {"gkd_coefficient": 1, "teacher_for": ["x"]}},
+                          "needs a [[worker]] for the role teacher:x"),
+    "trackers": ({"train": {"trackers": "foo"}}, "error    trackers    --trackers must be among"),
+    "output": ({"train": {"output_dir": "questions.jsonl/run"}}, "--output-dir must lie in a folder"),
+    "dump": ({"train": {"dump_samples_filename": "folder/"}}, "--dump-samples-filename must not be a fo"),
+    "resume": ({"train": {"resume": "nowhere"}}, "error    start       --resume must be auto, never"),
+    "no such model": ({"train": {"model_name_or_path": "/no/model"}},
+                      "error    model       the model must be a Hugging Face folder on this machine"),
+    "worker's model": ({"worker": {"model_path": "/no/model"}}, "error    worker      the model must"),
+    "worker's room": ({"worker": {"max_model_len": 40}}, "start it with a larger --max-model-len"),
+    "worker's temperature": ({"worker": {"temperature": 0.5}}, "--temperature 1.0 must be that of "
+                             "worker of [[worker]] generation, which serves 0.5"),
+    "nccl": ({"train": {"weight_transport": "nccl"}}, "--weight-transport nccl needs an NVIDIA dev"),
+    "no such data": ({"train": {"data_path": "qestions.jsonl"}}, "must be an existing file or folder,"
+                     " got 'qestions.jsonl'"),
+    "no such held-out data": ({"train": {"eval_data_path": "no.jsonl"}}, "got 'no.jsonl': check it"),
+    "mapping": ({"train": {"column_mapping": "input=question"}}, "column "
+                "'question': expected what --column-mapping names"),
+    "bad mapping": ({"train": {"column_mapping": "input"}}, "--column-mapping must hold our=yours"),
+    "long prompt": ({"train": {"max_tokens_per_gpu": 40}}, "column 'input': expected a prompt of at"),
+    "top-k": ({"train": {"gkd_coefficient": 1, "teacher_for": ["x"], "gkd_top_k": 500},
+               "more_workers": [{"mode": "teacher", "name": "x"}]},
+              "--gkd-top-k must not exceed the 128 tokens of the vocabulary"),
+    "address": ({"launch": {"ray_address": "here"}}, "error    cluster     --ray-address (or RAY_ADD"),
+    "nobody there": ({"launch": {"ray_address": "127.0.0.1:1"}}, "no Ray cluster answers at 127.0.0.1"),
+    "type without teacher": (
+        {"train": {"data_path": "typed.jsonl", "gkd_coefficient": 1, "teacher_for": ["sums=x"]},
+         "more_workers": [{"mode": "teacher", "name": "x"}]},
+        "must have a teacher, 'odes' has none: add --teacher-for TYPE=NAME",
+    ),
+    "teacher without lines": (
+        {"train": {"data_path": "typed.jsonl", "gkd_coefficient": 1, "teacher_for": ["pde=x", "x"]},
+         "more_workers": [{"mode": "teacher", "name": "x"}]},
+        "--teacher-for pde=x names a teacher that nobody uses",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_what_no_command_would_take_is_the_only_finding(case):
+    changes, said = OPTIONS[case]
+    [line] = look(**changes)
+    assert line.startswith("error    options ") and said in line
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_broken_run_is_told_in_one_line(case):
+    changes, said = RUNS[case]
+    lines = look(**changes)
+    assert sum(said in line for line in lines) == 1, lines
+    assert len(lines) <= 2, lines  # a second line says what follows from the first
+
+
+LINES = {
+    "json": ("{'input': 1}\n", "questions.jsonl line 3, expected a JSON object, got"),
+    "no object": ("[1]\n", "questions.jsonl line 3, expected a JSON object, got [1]"),
+    "column": ({"prompt": "x"}, "questions.jsonl line 3, column 'input': expected"),
+    "empty": ({"input": ""}, "questions.jsonl line 3, column 'input'"),
+    "ids": ({"input_token_ids": [500]}, "questions.jsonl line 3, column 'input_token_ids'"),
+    "chat": ({"messages": [{"role": "user", "content": "x"}]}, "for a tokenizer without a chat tem"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_broken_line_is_told_with_its_number(case):
+    line, said = LINES[case]
+    write("questions.jsonl", *[QUESTION] * 2, line, *[QUESTION] * 40)
+    [found] = look()
+    assert found.startswith("error    data ") and said in found
+
+
+def test_each_kind_of_broken_line_has_a_line_of_its_own():
+    write("questions.jsonl", QUESTION, "[1]\n", {"prompt": "x"}, "[1]\n", *[QUESTION] * 40)
+    lines = look()
+    assert len(lines) == 2 and "line 2 and 1 more like it" in lines[0] and "line 3" in lines[1]
+
+
+def test_files_that_are_no_data_are_told():
+    write("empty.jsonl")
+    write("data.xml", "<x/>")
+    assert "empty.jsonl must hold at least one line" in look(train={"data_path": "empty.jsonl"})[0]
+    assert "must end in one of .jsonl" in look(train={"data_path": "data.xml"})[0]
+
+
+def cut(path):
+    Path(path).write_bytes(Path(path).read_bytes()[:1000])
+
+
+MODEL_CASES = {
+    "config": (lambda: Path("model/config.json").unlink(), "a model folder must hold config.json"),
+    "weights": (lambda: Path("model/model.safetensors").unlink(), "a model folder must hold weights"),
+    "cut": (lambda: cut("model/model.safetensors"), "must be a whole safetensors file"),
+    "tokenizer": (lambda: Path("model/tokenizer.json").unlink(), "must hold its tokenizer"),
+    "no json": (lambda: Path("model/config.json").write_text("{"), "config.json of model must be"),
+}  # fmt: skip
+CONFIGS = {
+    "bert": ({"architectures": ["BertModel"]}, "must be a causal language model, got ['BertModel']"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "must not be quantise"),
+    "vocabulary": ({"vocab_size": 64}, "must not know more tokens than its config's vocab_size (64)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MODEL_CASES)
+def test_a_broken_model_folder_is_told(case):
+    break_it, said = MODEL_CASES[case]
+    change = model()
+    break_it()
+    [line] = look(train=change)
+    assert line.startswith("error    model ") and said in line
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_model_that_cannot_be_trained_is_told(case):
+    changes, said = CONFIGS[case]
+    [line] = look(train=model(**changes))
+    assert line.startswith("error    model ") and said in line
+
+
+def test_a_folder_that_holds_another_run_is_told():
+    Path("run/training_metrics.jsonl").write_text("{}\n")
+    [line] = look()
+    assert "error    start" in line and "holds a run already" in line and "--overwrite" in line
+
+
+def test_a_port_that_is_taken_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        [line] = look(train={"gateway": str(port)})
+    assert line.startswith("error    gateway ") and f"127.0.0.1:{port}" in line
+
+
+def test_a_machine_that_is_too_small_is_told(monkeypatch):
+    small = {"disk_free_bytes": 1 << 20, "shared_bytes": 1 << 20, "memory_bytes": 1 << 40}
+    monkeypatch.setattr(facts, "_machine", lambda output: small)
+    disk, memory = look()
+    assert (
+        disk.startswith("error    disk        run has 0.00098 GiB free") and "--output-dir" in disk
+    )
+    assert memory.startswith("warning  memory ") and "--shm-size" in memory
+
+
+def test_a_package_that_does_not_fit_is_told(monkeypatch):
+    monkeypatch.setattr(facts, "unfit_packages", lambda: ["ray must be >=2.60, got 1.0"])
+    [line] = look()
+    assert line.startswith("error    packages    ray must be >=2.60, got 1.0: run `make setup`")
+
+
+REWARDS = {
+    "name": ({"reward_fns": "countdwon"}, "--reward-fns must be adapters of reward_registry"),
+    "file": ({"reward_fns": "no.py:grade"}, "--reward-fns must name a file that exists"),
+    "column": ({"reward_fns": "own.py:grade"}, "KeyError: 'solution'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REWARDS)
+def test_a_broken_reward_is_told(case):
+    changes, said = REWARDS[case]
+    write("own.py", "def grade(sample):\n    return float(sample['solution'])\n")
+    [line] = look(worker=changes, tries_rewards=True)
+    assert line.startswith("error    reward ") and said in line
+
+
+def test_a_reward_of_the_data_that_no_verifier_has_is_told():
+    data = [{"type": "sums", "path": "sums.jsonl", "rewards": ["mathd"]}]
+    [line] = look(train={"data_path": None}, data=data, tries_rewards=True)
+    assert "--data of sums must name rewards that verifiers have, got 'mathd'" in line
+
+
+def test_what_is_odd_is_only_warned_of():
+    write("questions.jsonl", *[QUESTION] * 3)
+    [line] = look()
+    assert line.startswith("warning  data ") and "holds 3 lines, fewer than --batch-size 32" in line
+    change = {"batch_size": 1, "samples_per_question": 2, "nproc_per_node": 3}
+    [line] = look(train=change)
+    assert line.startswith("warning  batch ") and "leaves ranks idle" in line
+
+
+GOOD = {
+    "as it is": {},
+    "reference": {"train": {"kl_coefficient": 0.1}, "more_workers": [{"mode": "logprob"}]},
+    "preset": {"train": {"preset": "dapo", "learning_rate": 1e-5}},
+    "types": {"train": {"data_path": None}, "data": [
+        {"type": "sums", "path": "sums.jsonl", "weight": 2, "eval_path": "questions.jsonl"},
+        {"type": "odes", "path": "questions.jsonl", "rewards": ["countdown"]}]},
+    "teacher": {"train": {"gkd_coefficient": 1, "teacher_for": ["x"]},
+                "more_workers": [{"mode": "teacher", "name": "x"}]},
+    "pairs": {"train": {"gkd_coefficient": 1, "teacher_for": ["x"], "gkd_lambda": 0.5,
+                        "pairs_path": "pairs.jsonl"},
+              "more_workers": [{"mode": "teacher", "name": "x"}]},
+    "columns": {"train": {"column_mapping": "answer=target", "eval_data_path": "sums.jsonl"}},
+    "steps": {"train": {"train_minibatch_size": 8, "nproc_per_node": 2, "max_staleness": 0,
+                        "deterministic": True}},
+    "gateway": {"train": {"gateway": "0"}},
+    "environment": {"train": {"max_tokens_per_gpu": 256, "environment": f"{REPOSITORY}/examples/treasure_hunt.py:TreasureHunt"},
+                    "more_workers": [{"mode": "environment"}]},
+    "chat": {"train": {"model_name_or_path": CHAT}, "worker": {"model_path": CHAT}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GOOD)
+def test_a_good_run_is_left_alone(case):
+    assert look(**GOOD[case]) == []
+
+
+def test_a_good_run_with_its_rewards_is_left_alone():
+    assert look(tries_rewards=True) == []
+
+
+def test_a_supervised_run_needs_neither_workers_nor_cluster():
+    options = ["--algorithm", "sft", "--model-name-or-path", TINY, "--data-path", "pairs.jsonl",
+               "--output-dir", "run", "--trackers", "None"]  # fmt: skip
+    findings = findings_of(options)
+    assert {finding.level for finding in findings} == {"ok"}
+    assert any("a batch is 32 pairs, in 1 gradient step of 32" in each.text for each in findings)
+
+
+def test_options_of_launch_are_taken_as_launch_takes_them():
+    [line] = look("--ray-address", "127.0.0.1:1", "--num-training-batches", "3")
+    assert line.startswith("error    cluster ") and "no Ray cluster answers at 127.0.0.1:1" in line
+    assert look("--prepare", "make none.jsonl", train={"data_path": "none.jsonl"}) == []
+
+
+def test_what_prepare_makes_waits_for_it():
+    prepare = "python make.py --output made.jsonl && python make_model.py --folder made"
+    changes = {
+        "train": {"data_path": "made.jsonl", "model_name_or_path": "made/final"},
+        "worker": {"model_path": "made/final"},
+        "launch": {"prepare": prepare},
+    }
+    assert look(**changes) == []
+    findings = findings_of(["run.toml"], tries_rewards=False)
+    waiting = [finding.text for finding in findings if finding.level == "waits"]
+    assert waiting[0].startswith("made/final is made by [launch] prepare")
+
+
+@pytest.mark.parametrize(
+    ("path", "is_made"),
+    [
+        ("a/b.jsonl", True), ("c/d.jsonl", True), ("c/e/final", True), ("b.jsonl", False),
+        ("a/b.json", False), ("f", True), ("questions.jsonl", False),
+    ],
+)  # fmt: skip
+def test_a_path_is_prepared_that_a_command_names_and_nobody_has(path, is_made):
+    words = ("sh", "-c", "cat x > c/d.jsonl", "--output=a/b.jsonl", "c/e", "questions.jsonl", "f")
+    config = TrainConfig(model_name_or_path="m", data_path="d")
+    assert Setup(train=config, prepare=(words,)).is_prepared(path) is is_made
+
+
+EXAMPLES = [
+    str(path.relative_to(REPOSITORY))
+    for path in sorted(REPOSITORY.glob("examples/**/*.toml"))
+    if path.name != "pyproject.toml"
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_passes_as_far_as_its_data_is_there(example, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    findings = findings_of([example, "--trackers", "None"], tries_rewards=False)
+    told = [str(each) for each in findings if each.level in ("warning", "error")]
+    # Without a network a model of the hub is refused, by what a run would say.
+    assert [line for line in told if "nor a model in Hugging Face's cache" not in line] == []
+
+
+def test_the_command_ends_with_1_after_an_error_and_lists_findings_as_json():
+    done = CliRunner().invoke(check, [run_file(train={"batch_size": 0}), "--json"])
+    assert done.exit_code == 1
+    [finding] = json.loads(done.stdout)
+    assert finding["level"] == "error" and "--batch-size must be positive" in finding["text"]
+    done = CliRunner().invoke(
+        check, [run_file(worker={"reward_fns": ""}), "--num-training-batches=3"]
+    )
+    assert done.exit_code == 0 and "3 batches are 768 samples and 3 steps" in done.stdout

@@ -1,0 +1,103 @@
+"""The short runs of `async-grpo check --deep`: what they train, and what is said of each end."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_grpo.check.facts import DataRead, Facts
+from async_grpo.cli import deep_check
+from async_grpo.cli.deep_check import deep_findings
+from async_grpo.cli.local_run import read_run
+from async_grpo.config.source import DataSource
+from async_grpo.model.folder import ModelFacts
+from async_grpo.types import Question
+
+# In the place of `async-grpo train`; `{name}` are what a test wants of the run of that name.
+TRAINER = """
+import json, pathlib, sys
+options = dict(word[2:].split("=", 1) for word in sys.argv[2:] if "=" in word)
+folder = pathlib.Path(options["output-dir"])
+asked = json.loads(pathlib.Path("asked.json").read_text()).get(folder.name, {})
+with open("runs.jsonl", "a") as file:
+    pairs = pathlib.Path(options["data-path"]).read_text().splitlines()
+    file.write(json.dumps(options | {"name": folder.name, "pairs": len(pairs),
+               "tokens": len(json.loads(pairs[0])["completion_token_ids"])}) + "\\n")
+if "error" in asked:
+    sys.exit("error: " + asked["error"])
+(folder / "hf_format" / "samples_1").mkdir(parents=True)
+(folder / "hf_format" / "samples_1" / "model.safetensors").write_text(asked.get("weights", "same"))
+losses = asked.get("losses", [2.0] + [1.0] * (int(options["num-training-batches"]) - 1))
+rows = [json.dumps({"loss": loss, "seconds": 0.5}) + "\\n" for loss in losses]
+(folder / "training_metrics.jsonl").write_text("".join(rows))
+"""
+
+
+@pytest.fixture
+def deep(tmp_path, monkeypatch):
+    """The findings of a run of 2 ranks, with what the stand-in is asked to do."""
+    monkeypatch.chdir(tmp_path)
+    Path("trainer.py").write_text(TRAINER)
+    monkeypatch.setattr(deep_check, "COMMAND", (sys.executable, "trainer.py"))
+    options = ["--model-name-or-path", "m", "--data-path", "d", "--max-tokens-per-gpu", "1000",
+               "--max-generation-tokens", "90", "--nproc-per-node", "2", "--learning-rate", "1e-6",
+               "--activation-checkpointing"]  # fmt: skip
+    run = read_run(config="", train_options=options, prepare="", num_cpus=0, ray_address="")
+    question = Question(np.asarray([5, 6, 7], np.int32), "x", None, {}, "")
+    read = DataRead(
+        purpose="train", source=DataSource("d", "train", ""), num_lines=1,
+        lengths=np.asarray([3, 10]), firsts={"": question},
+    )  # fmt: skip
+    model = ModelFacts("m", 128, 512, (1,), "hash")
+
+    def findings(**asked):
+        Path("asked.json").write_text(json.dumps(asked))
+        return list(deep_findings(run, Facts(model=model, data=(read,))))
+
+    return findings
+
+
+def test_the_largest_minibatch_then_one_batch_then_its_second_half(deep):
+    worst, batch, again = deep()
+    assert {worst.level, batch.level, again.level} == {"ok"}
+    assert worst.text == (
+        "10 sequences of 100 tokens on each rank went forward, backward and stepped in 0.5 s"
+    )
+    assert batch.text == "the loss of one batch went from 2 to 1 in 20 steps"
+    assert "batches 11 to 20 again from their checkpoint came to the same weights" in again.text
+    runs = [json.loads(line) for line in Path("runs.jsonl").read_text().splitlines()]
+    assert [(run["name"], run["pairs"], run["tokens"]) for run in runs] == [
+        ("worst", 20, 99), ("batch", 8, 3), ("again", 8, 3),
+    ]  # fmt: skip
+    assert {(run["nproc-per-node"], run["learning-rate"]) for run in runs} == {("2", "0.0001")}
+    assert {run["algorithm"] for run in runs} == {"sft"}
+    assert runs[2]["resume"].endswith("batch/checkpoints/batch_10")
+    assert not Path(runs[0]["output-dir"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"worst": {"error": "out of memory"}}, "out of memory"),
+        ({"batch": {"losses": [1.0] * 20}}, "nothing is learnt, look at --learning-rate"),
+        ({"batch": {"error": "the disk is full"}}, "one batch 20 times: the trainer failed"),
+        ({"again": {"error": "no checkpoint"}}, "resumed after batch 10: the trainer failed"),
+    ],
+)
+def test_the_first_that_fails_is_the_last_and_says_why(asked, said, deep):
+    *before, last = deep(**asked)
+    assert [finding.level for finding in before] == ["ok"] * len(before)
+    assert last.level == "error" and said in last.text
+
+
+def test_other_weights_after_a_resume_are_warned_of(deep):
+    *_, again = deep(again={"weights": "others"})
+    assert again.level == "warning" and "came to other weights" in again.text
+
+
+def test_without_a_model_it_waits(deep):
+    [finding] = deep_findings(None, dataclasses.replace(Facts(), folder=""))
+    assert finding.level == "waits"

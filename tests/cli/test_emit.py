@@ -1,0 +1,83 @@
+"""Scripts for queues: they are bash, ask for what the run takes, and go on when run again."""
+
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli.emit import num_devices
+from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_run import read_run
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = str(REPOSITORY / "examples" / "quickstart.toml")
+
+
+def emitted(kind, *typed):
+    done = CliRunner().invoke(launch, [EXAMPLE, *typed, "--emit", kind], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """Runs a script where `srun` and `ray` only note what they were asked to do."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("srun", "ray"):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> noted\n')
+        (programs / name).chmod(0o755)
+
+    def run(script, **variables):
+        (tmp_path / "job.sh").write_text(script)
+        subprocess.run(["bash", "-n", "job.sh"], cwd=tmp_path, check=True, timeout=20)
+        environ = {"PATH": f"{programs}:{os.environ['PATH']}", **variables}
+        done = subprocess.run(
+            ["bash", "job.sh"], cwd=tmp_path, env=environ, capture_output=True, text=True,
+            timeout=20, check=False,
+        )  # fmt: skip
+        noted = tmp_path / "noted"
+        return done, noted.read_text().splitlines() if noted.exists() else []
+
+    return run
+
+
+def test_a_slurm_job_launches_the_file_that_it_brings(submit, tmp_path):
+    script = emitted("slurm", "--output-dir", "runs/a b", "--learning-rate", "2e-4")
+    assert "#SBATCH --gpus-per-node=4\n" in script and "#SBATCH --signal=INT@120\n" in script
+    done, noted = submit(script)
+    assert done.returncode == 0, done.stderr
+    assert noted == ["srun async-grpo launch runs/a b/run.toml"]
+    saved = tomllib.loads((tmp_path / "runs" / "a b" / "run.toml").read_text())
+    assert saved["train"]["learning_rate"] == 2e-4 and saved["train"]["overwrite"] is False
+
+
+def test_a_job_that_is_submitted_again_keeps_the_run_s_own_file(submit, tmp_path):
+    submit(emitted("slurm"))
+    file = tmp_path / "runs" / "quickstart" / "run.toml"
+    file.write_text("as it was changed")
+    submit(emitted("slurm"))
+    assert file.read_text() == "as it was changed"
+
+
+def test_a_ray_job_joins_the_cluster_and_needs_its_address(submit, tmp_path):
+    script = emitted("ray-job")
+    done, noted = submit(script)
+    assert done.returncode != 0 and "name the dashboard" in done.stderr and not noted
+    done, [noted] = submit(script, RAY_API_SERVER_ADDRESS="http://head:8265")
+    assert done.returncode == 0, done.stderr
+    assert noted == (
+        f"ray job submit --address http://head:8265 -- bash -c cd {tmp_path} && "
+        "exec async-grpo launch runs/quickstart/run.toml --ray-address auto"
+    )
+
+
+def test_devices_are_those_of_ranks_and_workers():
+    run = read_run(
+        config=EXAMPLE, train_options=("--nproc-per-node", "3"), prepare="", num_cpus=0,
+        ray_address="",
+    )  # fmt: skip
+    assert num_devices(run) == 5

@@ -1,0 +1,143 @@
+"""The resolved file of a run: all its values, the same run when it is launched in its turn."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli.launch_file import _file_kept, launch
+from async_grpo.cli.local_run import RUN_FILE, as_toml, commands_of, in_words, read_run, resuming
+from async_grpo.cli.train import config_of
+from async_grpo.cli.train import main as train
+from async_grpo.config.train import TrainConfig
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = [
+    str(path.relative_to(REPOSITORY))
+    for path in sorted(REPOSITORY.glob("examples/**/*.toml"))
+    if path.name != "pyproject.toml"
+]
+TRICKY = """
+[launch]
+prepare = "sh -c 'echo \\"a\\" && true' && python make.py --text 'it''s'"
+num_cpus = 3
+
+[train]
+model_name_or_path = "m\\u007f\\t\\\\"
+preset = "dapo"
+aggregation = "sample-mean"
+clip_high = 0.2
+learning_rate = 5e-7
+resume = "never"
+teacher_for = ["a=x", "b=y"]
+gkd_coefficient = 1
+nproc_per_node = 4
+
+[[data]]
+type = "a"
+path = "a;b,c.jsonl"
+
+[[data]]
+type = "b"
+path = "b.jsonl"
+"""
+
+
+def read(file, *typed):
+    return read_run(config=str(file), train_options=typed, prepare="", num_cpus=0, ray_address="")
+
+
+def dry_run(*arguments):
+    result = CliRunner().invoke(launch, [*map(str, arguments), "--dry-run"], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def tricky(tmp_path):
+    file = tmp_path / "tricky.toml"
+    file.write_text(TRICKY)
+    return file
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_resolved_file_of_an_example_is_the_same_run(example, monkeypatch, tmp_path):
+    monkeypatch.chdir(REPOSITORY)
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(dry_run(example))
+    assert dry_run(resolved) == resolved.read_text()
+    saved = tomllib.loads(resolved.read_text())
+    named = {field.name for field in dataclasses.fields(TrainConfig)}
+    assert named | {"nproc_per_node"} == set(saved["train"])
+    assert len(saved["worker"]) == len(tomllib.loads(Path(example).read_text())["worker"])
+
+
+def test_quotes_presets_and_lists_survive_being_resolved(tricky, tmp_path):
+    run = read(tricky, "--num-warmup-steps", "2")
+    assert run.train.num_warmup_steps == 2 and run.train.clip_high == 0.2
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(in_words(run, commands=commands_of(run)))
+    again = read(resolved)
+    assert again.train == run.train and again.num_ranks == 4
+    assert [file.source.path for file in again.train.data_files] == ["a;b,c.jsonl", "b.jsonl"]
+    assert in_words(again, commands=commands_of(again)) == resolved.read_text()
+
+
+def test_the_trainer_s_command_line_makes_the_same_config(tricky):
+    run = read(tricky)
+    context = train.make_context("train", list(run.train_options))
+    assert config_of(context) == run.train
+    assert context.params["nproc_per_node"] == 4
+    assert "--clip-high=0.2" in run.train_options  # the preset says otherwise
+    assert not any(option.startswith("--adam-beta1") for option in run.train_options)
+
+
+def test_every_command_is_listed_in_order(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    lines = dry_run("examples/quickstart.toml", "--num-training-batches", "3").splitlines()
+    commands = [line.split()[1:4] for line in lines if line.startswith("#     ")]
+    assert [" ".join(words[:2]) for words in commands] == [
+        "python sample-data/create_count_down.py", "ray start", "async-grpo worker",
+        "async-grpo worker", "async-grpo train", "async-grpo plot",
+    ]  # fmt: skip
+    assert any("--num-training-batches=3" in line for line in lines)
+
+
+def test_the_file_in_the_run_s_folder_goes_on_with_the_run(tricky, tmp_path):
+    run = read(tricky, "--output-dir", str(tmp_path / "run"), "--overwrite")
+    run.folder.mkdir()
+    with _file_kept(run):
+        (run.folder / "training_params.json").touch()
+    kept = read(run.folder / RUN_FILE)
+    assert (kept.train.overwrite, kept.train.resume) == (False, "auto")
+    assert resuming(run).train == kept.train
+    changed = dataclasses.replace(run.train, overwrite=False, resume="auto")
+    assert changed == kept.train
+
+
+def test_a_refused_run_leaves_the_file_of_the_run_that_is_there(tricky, tmp_path):
+    run = read(tricky, "--output-dir", str(tmp_path))
+    (tmp_path / RUN_FILE).write_text("of another")
+    with pytest.raises(SystemExit), _file_kept(run):
+        assert (tmp_path / RUN_FILE).read_text() != "of another"
+        raise SystemExit(1)
+    assert (tmp_path / RUN_FILE).read_text() == "of another"
+
+
+def test_a_run_with_a_checkpoint_goes_on_unless_it_is_to_be_replaced(tricky, tmp_path):
+    run = read(tricky, "--output-dir", str(tmp_path), "--resume", "auto")
+    assert not run.goes_on
+    (tmp_path / "checkpoints" / "batch_4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "batch_4" / "COMMITTED").touch()
+    assert run.goes_on
+    assert not dataclasses.replace(
+        run, train=dataclasses.replace(run.train, overwrite=True)
+    ).goes_on
+
+
+def test_each_table_that_may_repeat_is_written_as_such():
+    text = as_toml({"worker": [{"a": 1}], "train": [{"b": [1.5, True, "x"]}], "plot": []})
+    assert text == '[[worker]]\na = 1\n\n[train]\nb = [1.5, true, "x"]\n'
+    assert tomllib.loads(text) == {"worker": [{"a": 1}], "train": {"b": [1.5, True, "x"]}}
