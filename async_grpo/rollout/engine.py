@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,7 +69,7 @@ class Loaded:
     recomputed_tokens: int  # of running requests, whose KV cache was thrown away
     kept_tokens: int  # of running requests, whose KV cache was kept
     canary: tuple[NDArray[np.float32], ...]
-    canary_problem: str  # why there is no canary; the weights serve all the same
+    canary_problem: str  # what cannot be checked, and why; the weights serve all the same
 
 
 class EngineBrokenError(WorkerError):
@@ -90,6 +91,7 @@ class Engine:
         self.dtype: str = str(model_config.dtype).removeprefix("torch.")
         self._shares_prompts = config.enable_prefix_caching
         self._keeps_caches = config.keep_kv_cache
+        self._is_read_back = False  # told what of the weights cannot be
 
     @property
     def is_dead(self) -> bool:
@@ -241,7 +243,22 @@ class Engine:
         with _alive():
             scores = await canary.scores()
         recomputed, kept = (0, cached) if self._keeps_caches else (cached, 0)
-        return Loaded(pause_seconds, recomputed, kept, scores, canary.problem)
+        problem = canary.problem or await self._readback_problem()
+        return Loaded(pause_seconds, recomputed, kept, scores, problem)
+
+    async def _readback_problem(self) -> str:
+        """After the first update: what of later ones no `Readback` will tell."""
+        if self._is_read_back:
+            return ""
+        call = self._llm.collective_rpc("unreadable_weights")
+        names = sorted({*chain.from_iterable(await self._transfer("unreadable_weights", call))})
+        self._is_read_back = True
+        if not names:
+            return ""
+        return (
+            f"vLLM holds {len(names)} parameters otherwise than they are sent, such as "
+            f"{names[0]!r}: an update that misses them would not be told"
+        )
 
     def _cached_tokens(self) -> int:
         states = self._llm.output_processor.request_states.values()

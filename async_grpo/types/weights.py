@@ -107,7 +107,7 @@ class WeightsAck:
     dtype: str = "float32"  # of the worker's model
     transport: str = "object_store"  # how the weights came
     canary: tuple[NDArray[np.float32], ...] = ()  # log-probabilities of the snapshot's rows
-    canary_problem: str = ""  # why there are none
+    canary_problem: str = ""  # what could not be checked, and why
 
 
 @dataclass(frozen=True, slots=True)

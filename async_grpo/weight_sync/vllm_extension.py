@@ -28,6 +28,7 @@ from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
 from async_grpo.weight_sync.buckets import dtype_name, view_tensor
 from async_grpo.weight_sync.manifest import ExpectedWeights
+from async_grpo.weight_sync.readback import Readback
 from async_grpo.weight_sync.routes import check_group
 
 BACKEND = "staged_file"
@@ -42,6 +43,9 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 
     supports_draft_weight_update = False
     _expected: ExpectedWeights | None = None
+    _num_updates = 0
+    # Parameters that vLLM holds in a form of its own, found by the first update; None before it.
+    unreadable: set[str] | None = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         """Meet the trainer over NCCL, in place of the one before it; blocks until it is there."""
@@ -61,6 +65,8 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         self._loaded: set[str] | None = set()  # None: this model does not tell
         # Now: while weights are loaded, a tied head is a parameter of its own.
         self._parameters = {name for name, _ in self.model.named_parameters()}
+        self._num_updates += 1
+        self._readback = Readback(self.model, seed=self._num_updates)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if "path" in update_info:
@@ -77,7 +83,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
     def _receive(self, update_info: dict[str, Any]) -> None:
         """Load all parameters from the trainer's device; an error leaves a broken model."""
         self._begin_loading()
-        recorder = _Recorder(self.model)
+        recorder = _Recorder(self.model, self._readback)
         self.set_weight_update_target(recorder, self.model_config)
         with torch.no_grad():
             super().update_weights(update_info)
@@ -89,15 +95,29 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         with torch.no_grad():
             if self._staged:
                 self._begin_loading()
-                self._loaded = self.model.load_weights(iter(self._staged.items()))
+                through = self._readback.through(self._staged.items())
+                self._loaded = self.model.load_weights(through)
             super().finish_weight_update()
             _pack_tied_head(self.model)
         torch.accelerator.synchronize()  # the copies read what is dropped next
         self._staged = {}
+        self._check_loaded()
+
+    def _check_loaded(self) -> None:
         if self._loaded is not None and (skipped := self._parameters - self._loaded):
             raise WeightSyncError(
                 f"vLLM must load every parameter of its model, it left {len(skipped)} as they "
                 f"were, such as {min(skipped)!r}: the model cannot be updated while it serves"
+            )
+        with torch.no_grad():
+            differing = {*self._readback.differing()}
+        if self.unreadable is None:
+            self.unreadable = differing.union(self._readback.unread)
+        elif stale := differing - self.unreadable:
+            raise WeightSyncError(
+                f"a model must compute with the weights that it has loaded, {len(stale)} "
+                f"parameters read back other than they were sent, such as {min(stale)!r}: "
+                "start the worker again"
             )
 
     def discard(self) -> None:
@@ -112,12 +132,13 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 class _Recorder:
     """Stands before the model while vLLM's engine loads, and remembers what was loaded."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, readback: Readback) -> None:
         self._model = model
+        self._readback = readback
         self.loaded: set[str] | None = set()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        loaded = self._model.load_weights(weights)
+        loaded = self._model.load_weights(self._readback.through(weights))
         self.loaded = self.loaded | loaded if self.loaded is not None and loaded else None
 
 
@@ -156,6 +177,10 @@ class WeightsExtension:
     def expect_weights(self, tensors: list[list]) -> None:
         """Refuse parameters that are not the model's before anything of it is touched."""
         self.weight_transfer_engine.expect(tensors)  # type: ignore[attr-defined]
+
+    def unreadable_weights(self) -> list[str]:
+        """The parameters of which nobody can tell whether an update has missed them."""
+        return sorted(self.weight_transfer_engine.unreadable or ())  # type: ignore[attr-defined]
 
     def discard_weight_update(self) -> None:
         """Undo an update that was begun and not finished."""

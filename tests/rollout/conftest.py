@@ -29,6 +29,10 @@ def open_stack(folder, **options):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in worker_environment().items():
             patch.setitem(os.environ, name, value)
+        patch.setattr(
+            "async_grpo.rollout.engine_args.EXTENSION",
+            "withholding_extension.WithholdingExtension",
+        )
         stack = Stack(folder, **options)
         yield stack
         stack.close()

@@ -70,6 +70,19 @@ def test_the_coarser_type_decides_the_bound():
     assert canary_complaint((row(),), near, dtype="float32") == ""
 
 
+def test_the_mean_is_held_to_a_bound_of_its_own():
+    tokens = (-1.0, -2.0, -3.0, -4.0)
+    one_off = tuple(np.array(tokens) - [3e-5, 0, 0, 0])
+    all_off = tuple(np.array(tokens) - 3e-5)
+    assert canary_complaint((row(tokens),), (scores(*one_off),), dtype="float32") == ""
+    complaint = canary_complaint((row(tokens),), (scores(*all_off),), dtype="float32")
+    assert "with the same weights, where rounding explains 0.001 (mean 1e-05)" in complaint
+    few_off = (scores(-1.0, -2.0, -3.0, -4.19),)
+    assert canary_complaint((row(tokens, "bfloat16"),), few_off, dtype="bfloat16") == ""
+    most_off = (scores(-1.1, -2.1, -3.1, -4.1),)
+    assert "(mean 0.05)" in canary_complaint((row(tokens),), most_off, dtype="bfloat16")
+
+
 def test_a_collapsed_policy_is_not_blamed_on_the_worker():
     """The trainer's own log-probabilities tell: no vocabulary has e^20 words to guess among."""
     off = (scores(-300.0, -200.0, -2.0),)

@@ -1,0 +1,143 @@
+"""Reads back what a live engine computes with, and compares it with what was loaded.
+
+At a learning rate of 1e-6 a missed update moves log-probabilities by less than bfloat16 rounds, so
+no score of fixed tokens tells it. The numbers themselves do: some rows of each parameter are read,
+or some columns where vLLM has packed it for a CPU and only products tell what is in it. Runs inside
+vLLM's engine core processes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import one_hot
+
+# Rows or columns that are read of a matrix, others at each update, and numbers at the least: at a
+# learning rate of 1e-6 an update moves 1 of 400 in bfloat16, or more.
+NUM_READ = 16
+LEAST_NUMBERS = 1 << 13
+ROWS, COLUMNS = 0, 1
+
+
+class _Place(NamedTuple):
+    """Rows [start, start + size) of a module's weight or bias are one published parameter."""
+
+    module: Any
+    attribute: str
+    start: int
+    size: int
+    is_packed: bool  # the module multiplies by a copy in a form of its own
+
+
+class Readback:
+    """Of one update: pass what is loaded `through` it, load, then ask what is `differing`."""
+
+    def __init__(self, model: Module, *, seed: int) -> None:
+        """`seed` chooses what is read; the model's modules are as when it serves."""
+        self._places = _places(model)
+        self._seed = seed
+        self._expected: list[tuple[str, _Place, Tensor]] = []
+        self.unread: list[str] = []  # parameters that vLLM holds otherwise than they are published
+
+    def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same, some numbers of each remembered."""
+        for name, tensor in weights:
+            places = self._places.get(name, [])
+            shards = [shard for place in places if (shard := _shard(tensor, place)) is not None]
+            if not shards or len(shards) < len(places):
+                self.unread.append(name)
+            else:
+                for place, shard in zip(places, shards, strict=True):
+                    self._expected.append(
+                        (
+                            name,
+                            place,
+                            self._some(shard, COLUMNS if place.is_packed else ROWS).clone(),
+                        )
+                    )
+            yield name, tensor
+
+    def differing(self) -> list[str]:
+        """The parameters of which the live model has other numbers than were loaded."""
+        found = []
+        for name, place, expected in self._expected:
+            live = self._product(place) if place.is_packed else self._rows(place)
+            expected = expected.to(live.device, live.dtype)
+            # A kernel may take the least of numbers for 0.
+            if ((live - expected).abs() >= torch.finfo(live.dtype).tiny).any():
+                found.append(name)
+        return found
+
+    def _rows(self, place: _Place) -> Tensor:
+        held = getattr(place.module, place.attribute)
+        return self._some(held[place.start : place.start + place.size], ROWS)
+
+    def _product(self, place: _Place) -> Tensor:
+        """Columns: each is the product with a vector of zeros and a one, which rounds nothing."""
+        module = place.module
+        width = module.input_size_per_partition
+        ones = one_hot(self._chosen(width, place.size), width).to(module.weight.dtype)
+        products = module.cpu_linear(ones, module.weight, None)
+        return products[:, place.start : place.start + place.size].T
+
+    def _some(self, tensor: Tensor, axis: int) -> Tensor:
+        if tensor.ndim < 2:
+            return tensor
+        chosen = self._chosen(tensor.shape[axis], tensor.shape[1 - axis])
+        return tensor.index_select(axis, chosen.to(tensor.device))
+
+    def _chosen(self, num: int, size: int) -> Tensor:
+        """Some of `num` rows or columns of so many numbers each."""
+        generator = torch.Generator().manual_seed(self._seed)
+        num_read = max(NUM_READ, LEAST_NUMBERS // max(size, 1))
+        return torch.randperm(num, generator=generator)[:num_read]
+
+
+def _places(model: Any) -> dict[str, list[_Place]]:
+    """By published name: where a live model holds it; a tied head and its embedding are two."""
+    merged = getattr(model, "packed_modules_mapping", {})
+    places: dict[str, list[_Place]] = defaultdict(list)
+    owners: dict[int, str] = {}  # of a tied weight: the first module that has it
+    for path, module in model.named_modules():
+        for attribute, held in module._parameters.items():
+            if held is None:
+                continue
+            owner = owners.setdefault(id(held), path)
+            parent, _, last = owner.rpartition(".")
+            is_packed = attribute == "weight" and "cpu_linear" in vars(module)
+            sizes, start = _sizes(module, held), 0
+            parts = merged.get(last, [last]) if len(sizes) > 1 else [last]
+            if len(parts) != len(sizes):
+                continue
+            for part, size in zip(parts, sizes, strict=True):
+                name = ".".join(filter(None, (parent, part, attribute)))
+                places[name].append(_Place(module, attribute, start, size, is_packed))
+                start += size
+    return places
+
+
+def _sizes(module: Any, held: Tensor) -> list[int]:
+    """Rows of each published parameter that is a part of this one, on this process."""
+    if indices := getattr(module, "shard_indices", None):  # of a vocabulary, which is padded
+        return [indices.num_org_elements]
+    return list(getattr(module, "output_partition_sizes", held.shape[:1]))
+
+
+def _shard(tensor: Tensor, place: _Place) -> Tensor | None:
+    """What of a published parameter this process holds there; None where it holds it otherwise."""
+    module, held = place.module, getattr(place.module, place.attribute)
+    rank, size = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
+    if indices := getattr(module, "shard_indices", None):
+        tensor = tensor[indices.org_vocab_start_index : indices.org_vocab_end_index]
+    elif size > 1 and len(tensor) == size * place.size:
+        tensor = tensor[rank * place.size : (rank + 1) * place.size]
+    width = getattr(module, "input_size_per_partition", held.shape[-1])
+    if tensor.ndim > 1 and size > 1 and tensor.shape[1] == size * width:
+        tensor = tensor[:, rank * width : (rank + 1) * width]
+    is_plain = held.is_floating_point() and held.dtype.itemsize > 1  # fp8 has scales beside it
+    return tensor if is_plain and tensor.shape == (place.size, width)[: tensor.ndim] else None
