@@ -22,7 +22,7 @@ MIB = 2**20
               help="page to write")  # fmt: skip
 @click.option("--max-samples", type=click.IntRange(min=1), default=100_000,
               help="samples in the page; of more, whole groups are left out evenly")  # fmt: skip
-@click.option("--max-mib", type=click.FloatRange(0, min_open=True), default=1024.0,
+@click.option("--max-mib", type=click.FloatRange(0, min_open=True), default=512.0,
               help="lines of the dump that are read, in MiB; of more, as before")  # fmt: skip
 @click.option("--tokenizer", default="", metavar="FOLDER", show_default="the run's model",
               help="tokenizer that makes text of token ids")  # fmt: skip

@@ -126,6 +126,10 @@ def test_the_provenance_of_each_token_agrees_with_the_trainer(tmp_path):
                 "const told = []; for (const token of document.querySelectorAll('.token')) "
                 "{ token.click(); told.push(el('provenance').textContent); } return told"
             )
+        await tab.run(f"{FIND}('.token').focus()")
+        for key in ("Enter", "ArrowRight", "ArrowRight", "ArrowLeft"):
+            await tab.press(key)
+        assert await tab.run(f"return {FIND}('[aria-current=true].token').at") == [0, 1]
         coloured = await tab.run(
             "el('colouring').value = 'weight'; el('colouring').dispatchEvent(new Event('change'));"
             "return [...document.querySelectorAll('.token')].map((t) => t.style.backgroundColor)"

@@ -132,9 +132,9 @@ function tokensOf(i, told, rows, number, from, to) {
 }
 
 function tokenKeys(event) {
-  if (!event.target.classList?.contains("token") || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+  const move = { ArrowLeft: -1, ArrowRight: 1, Enter: 0 }[event.key];
+  if (!event.target.classList?.contains("token") || move === undefined) return;
   const all = [...el("sample").querySelectorAll(".token")];
-  const next = all[all.indexOf(event.target) + (event.key === "ArrowRight" ? 1 : -1)];
-  if (next) next.click();
+  all[all.indexOf(event.target) + move]?.click();
   event.preventDefault();
 }
