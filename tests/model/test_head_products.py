@@ -2,14 +2,36 @@
 
 import pytest
 import torch
-from tensor_watchers import LargestTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from async_grpo.model import head
 from async_grpo.model.head import add_product_
 
-VOCAB, HIDDEN, CHUNK = 30, 4, 8
+VOCAB, HIDDEN, CHUNK = 30, 16, 8
+
+
+class Watched(TorchDispatchMode):
+    """Records the largest tensor that is made, and additions that fake devices have no kernel for.
+
+    What an operation returns was made by it, unless it was given to it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.largest_made = 0
+        self.added = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.addmm.dtype_out:
+            self.added.append((*args, kwargs["out"]))
+            return kwargs["out"]
+        result = func(*args, **kwargs)
+        if not any(result is given for given in tree_leaves((args, kwargs))):
+            self.largest_made = max(self.largest_made, result.numel())
+        return result
 
 
 def factors(*, device="cpu", dtype=torch.bfloat16):
@@ -21,40 +43,26 @@ def factors(*, device="cpu", dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_product_is_added_without_rounding_it_to_half_precision(dtype):
+def test_on_a_cpu_nothing_is_rounded_and_nothing_of_the_sum_s_size_is_made(dtype):
     total, left, right = factors(dtype=dtype)
     expected = total.double() + left.double() @ right.double()
-    with LargestTensor() as largest:
+    with Watched() as watched:
         add_product_(total, left, right)
     tolerance = 1e-14 if dtype == torch.float64 else 2e-6
     torch.testing.assert_close(total.double(), expected, rtol=tolerance, atol=tolerance)
-    assert largest.num_elements == VOCAB * CHUNK or left.dtype == total.dtype
-
-
-class Added(TorchDispatchMode):
-    """Records the additions of products that fake devices have no kernels for."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.addmm.dtype_out:
-            self.calls.append((*args, kwargs["out"]))
-            return kwargs["out"]
-        return func(*args, **(kwargs or {}))
+    assert watched.largest_made == (0 if left.dtype == total.dtype else VOCAB * CHUNK)
 
 
 @pytest.mark.parametrize("can", [True, False])
-def test_on_a_device_the_sum_needs_no_second_tensor_of_its_size_where_torch_can(can, monkeypatch):
+def test_on_a_device_torch_adds_in_place_where_it_can(can, monkeypatch):
     monkeypatch.setattr(head, "_adds_into_float32", lambda device, dtype: can)
     with FakeTensorMode():
         total, left, right = factors(device="cuda")
-        with Added() as added, LargestTensor() as largest:
+        with Watched() as watched:
             add_product_(total, left, right)
-    assert len(added.calls) == can
-    assert largest.num_elements == VOCAB * HIDDEN  # the result that it returns: the total or not
-    for base, *operands, dtype, out in added.calls:
+    assert watched.largest_made == (0 if can else VOCAB * HIDDEN)
+    assert len(watched.added) == can
+    for base, *operands, dtype, out in watched.added:
         assert base is out is total
         assert all(own is given for own, given in zip(operands, (left, right), strict=True))
         assert dtype == torch.float32

@@ -1,13 +1,17 @@
 """What a learner makes of the ends of steps, and what the run's metrics then tell."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from learners import make_learner, make_minibatches
-from oracle import sent
+from oracle import make_config, sent
 
+from async_grpo.errors import ModelError
 from async_grpo.run.loop import train_steps
 from async_grpo.run.report import METRICS_FILE, Report
+from async_grpo.training.learner import Learner
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep
 
@@ -38,6 +42,13 @@ def test_tokens_are_divided_by_and_samples_counted(tmp_path):
         assert result.clocks == Clocks(steps=1, samples=2, tokens=num_tokens)
         norms.append(result.grad_norm)
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-6)
+
+
+def test_an_attention_that_this_device_lacks_is_refused_before_the_model_is_read():
+    config = make_config(attention="flash_attention_2", model_name_or_path="nowhere")
+    ranks = SimpleNamespace(device=torch.device("cpu"), share=lambda prepare: prepare())
+    with pytest.raises(ModelError, match=r"flash_attention_2 needs a CUDA device"):
+        Learner.build(config, ranks)
 
 
 class NoExports:
