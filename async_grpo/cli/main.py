@@ -17,7 +17,7 @@ from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 
 HEADINGS = {
-    "Run": ("quickstart", "launch"),
+    "Run": ("quickstart", "check", "launch"),
     "Run, one process after the other": ("worker", "train"),
     "Look at a run": ("plot", "rollouts"),
     "Use a model": ("generate", "serve"),
