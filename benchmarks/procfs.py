@@ -94,6 +94,11 @@ def usage(pid: int) -> Usage | None:
     return Usage(sizes["Rss"], sizes["Pss"], shared, num_fds, num_threads)
 
 
+def peak_rss(pid: int) -> int:
+    """The most that a process has held since it began, or since its peak was cleared."""
+    return dict(_sizes(Path(f"/proc/{pid}/status").read_text()))["VmHWM"]
+
+
 def _sizes(text: str) -> Iterator[tuple[str, int]]:
     """The `Name:  12 kB` lines of a /proc file, in bytes."""
     for line in text.splitlines():

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -38,7 +37,9 @@ from async_grpo.checkpoint.shards import cut_by_size
 from async_grpo.errors import CheckpointError
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.training.fsdp import reshard
+from async_grpo.training.host_optimizer import moments_of
 from async_grpo.training.learner import Learner
+from async_grpo.training.mesh import host_mesh
 
 FILE_BYTES = 1 << 30  # one file's worth of shards is serialised in memory at a time
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,7 +55,6 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: Tensors = {}
-        self._meshes: dict[DeviceMesh, DeviceMesh] = {}  # of hosts, by that of devices
 
     def copy(self, learner: Learner) -> Tensors:
         """The state of this moment; no collectives but for the first."""
@@ -77,19 +77,12 @@ class Staging:
             return buffer
         return DTensor.from_local(
             buffer,
-            self._host_mesh(tensor.device_mesh),
+            host_mesh(tensor.device_mesh),
             tensor.placements,
             run_check=False,
             shape=tensor.shape,
             stride=tensor.stride(),
         )
-
-    def _host_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        if mesh.device_type == "cpu":
-            return mesh
-        if mesh not in self._meshes:
-            self._meshes[mesh] = DeviceMesh("cpu", mesh.mesh)
-        return self._meshes[mesh]
 
 
 def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup) -> dict[str, str]:
@@ -193,11 +186,11 @@ def _named_state(learner: Learner) -> Tensors:
     if not clocks.steps:
         return tensors  # AdamW makes its moments with its first step
     trained = {name: p for name, p in named.items() if p.requires_grad}
-    counts = torch.stack([optimizer.state[p]["step"].cpu() for p in trained.values()])
+    counts = torch.stack([moments_of(optimizer, p)["step"].cpu() for p in trained.values()])
     assert bool((counts == clocks.steps).all()), f"AdamW counts {counts}, the clock {clocks}"
     for moment in MOMENTS:
         for name, parameter in trained.items():
-            tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
+            tensors[f"{moment}.{name}"] = moments_of(optimizer, parameter)[moment]
     return tensors
 
 

@@ -116,8 +116,12 @@ def _click_option(
     if annotation is bool:
         name = flag(field.name)
         return click.option(f"{name}/--no-{name[2:]}", field.name, **settings)
-    parsed_as = _Choice(choices) if choices else click.types.convert_type(annotation)
-    if (off := field.metadata["none"]) is not None:
+    off, bare = field.metadata["none"], field.metadata["bare"]
+    once = {"true": bare, "false": off} if bare else {}
+    if bare:
+        settings |= {"is_flag": False, "flag_value": bare}
+    parsed_as = _Choice(choices, once) if choices else click.types.convert_type(annotation)
+    if off is not None:
         parsed_as = _OrNone(parsed_as, off)
     return click.option(
         *map(flag, (field.name, *field.metadata["aliases"])),
@@ -145,14 +149,17 @@ class _Choice(click.ParamType):
 
     name = "choice"
 
-    def __init__(self, choices: tuple[str, ...]) -> None:
+    def __init__(self, choices: tuple[str, ...], once: Mapping[str, str]) -> None:
+        """`once`: other words for some of them, in lower case."""
         self.choices = choices
+        self._once = once
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return "[" + "|".join(filter(None, self.choices)) + "]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        found = {choice.casefold(): choice for choice in self.choices}.get(value.casefold())
+        words = {choice.casefold(): choice for choice in self.choices} | dict(self._once)
+        found = words.get(str(value).casefold())
         if found is None:
             known = ", ".join(filter(None, self.choices))
             self.fail(f"{value!r} is not one of {known}", param, ctx)

@@ -1,4 +1,4 @@
-"""Options of the predecessor's trainer that have no part here: harmless ones are taken, others not.
+"""Options of other trainers that have no part here: harmless ones are taken, others not.
 
 They are hidden: a new command line needs none of them.
 """
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+
+NOT_BUILT = ("tensor", "pipeline", "context")  # of the ways to divide a model among ranks
 
 
 def predecessor_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,6 +28,15 @@ def predecessor_options(function: Callable[..., Any]) -> Callable[..., Any]:
         expose_value=False,
         callback=_refuse_phrases,
     )
+    for way in NOT_BUILT:
+        parallel = click.option(
+            f"--{way}-parallel-size",
+            type=int,
+            hidden=True,
+            expose_value=False,
+            callback=_refuse_parallel,
+        )
+        function = parallel(function)
     return kept_apart(rank(phrases(function)))
 
 
@@ -35,6 +46,15 @@ def _check_rank(_context: click.Context, _option: click.Parameter, rank: int | N
         raise click.UsageError(
             f"--global-rank must be the rank that torchrun gave this process ({own}), got {rank}: "
             "leave it out"
+        )
+
+
+def _refuse_parallel(_context: click.Context, option: click.Parameter, size: int | None) -> None:
+    if size not in (None, 1):
+        raise click.UsageError(
+            f"{option.opts[0]} must be 1 for a trainer, whose ranks divide a model by "
+            f"--fsdp-sharding-strategy alone, got {size}: leave it out, and start as many ranks "
+            "(engines take --tensor-parallel-size, as an option of worker_dispatcher.py)"
         )
 
 

@@ -146,7 +146,12 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
             namespace=config.namespace,
             share=share,
         ) as device:
-            ranks = Ranks.start(timeout_s=timeout_s, device_index=device, memory_share=share)
+            ranks = Ranks.start(
+                timeout_s=timeout_s,
+                device_index=device,
+                memory_share=share,
+                shard_ranks=config.shard_ranks,
+            )
             _train(config, ranks, stop=stop)
     except RuntimeError as error:
         if (lost := as_rank_loss(error)) is None:

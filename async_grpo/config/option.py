@@ -40,6 +40,7 @@ def option(
     aliases: Sequence[str] = (),
     several: str = "",
     group: str = "",
+    bare: str | None = None,
 ) -> Any:
     """A dataclass field for one option, whose help stands below it; `choices` are its legal values.
 
@@ -48,10 +49,11 @@ def option(
     None is typed, which nobody may who has not said what it means. `aliases`: other names of it on
     the command line. `several`: it may be typed again and again, and its text holds them all with
     this between. `group`: the heading in `--help` of this option and of those that follow it in
-    its class.
+    its class. `bare`: its value where its name alone is typed, as of the switch that it once was;
+    that switch's True and False, then, are this and `none`.
     """
     metadata = {"must": must, "change": change, "choices": choices, "none": none}
-    metadata |= {"aliases": aliases, "several": several, "group": group}
+    metadata |= {"aliases": aliases, "several": several, "group": group, "bare": bare}
     return field(default=default, metadata=metadata)
 
 

@@ -146,9 +146,18 @@ class TrainConfig(DistillationConfig):
         "FULL_SHARD", choices=("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
     )
     """FULL_SHARD gathers a layer's weights for its forward and again for its backward pass,
-    SHARD_GRAD_OP keeps them in between: faster, in more memory; HYBRID_SHARD: not yet"""
-    activation_checkpointing: bool = option(False)
-    """recompute activations in the backward pass"""
+    SHARD_GRAD_OP keeps them in between: faster, in more memory; HYBRID_SHARD does as FULL_SHARD
+    within groups of ranks, each of which has all of the model: gathers stay within a machine"""
+    fsdp_shard_ranks: int = option(0)
+    """ranks of a group of HYBRID_SHARD; 0: those of a machine"""
+    offload: str = option("none", choices=("none", "optimizer", "parameters"))
+    """what lies in the host's memory: AdamW's moments, which steps there (on a device 8 bytes less
+    for each parameter of its shard); or parameters and gradients too (16 bytes); slower"""
+    activation_checkpointing: str = option(
+        "auto", choices=("auto", "on", "off"), bare="on", none="off"
+    )
+    """recompute activations in the backward pass; auto: where the bill of memory, which is logged
+    at the start, exceeds what is free without it"""
     use_torch_compile: bool = option(False)
     """compile decoder layers and log-probabilities"""
     defer_gradient_sync: bool = option(False)
@@ -212,11 +221,11 @@ class TrainConfig(DistillationConfig):
         if bool(self.data_path) == bool(parse_data_files(self.data)):
             rule = "must be given, or --data for each of several files, and not both"
             raise self.refusal("data_path", rule, "name one file, or all with their types")
-        if self.fsdp_sharding_strategy == "HYBRID_SHARD":
+        if self.fsdp_shard_ranks and self.fsdp_sharding_strategy != "HYBRID_SHARD":
             raise self.refusal(
-                "fsdp_sharding_strategy",
-                "must be FULL_SHARD or SHARD_GRAD_OP, for one group of ranks shards everything",
-                "use FULL_SHARD; sharding within nodes comes with training on several devices",
+                "fsdp_shard_ranks",
+                "needs --fsdp-sharding-strategy HYBRID_SHARD, else all ranks are one group",
+                "give that too, or leave it out",
             )
         if self.learning_rate > MAX_LEARNING_RATE and not self.allow_high_learning_rate:
             raise self.refusal(
@@ -251,6 +260,13 @@ class TrainConfig(DistillationConfig):
                 f"counts questions and must divide --batch-size ({self.batch_size})",
                 "choose a divisor, or 0 for one gradient step a batch",
             )
+
+    @property
+    def shard_ranks(self) -> int | None:
+        """How many share one copy of the model; 0: all ranks; None: those of a machine."""
+        if self.fsdp_sharding_strategy != "HYBRID_SHARD":
+            return 0
+        return self.fsdp_shard_ranks or None
 
     @property
     def timeouts(self) -> str:

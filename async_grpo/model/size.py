@@ -1,4 +1,4 @@
-"""How much arithmetic a model does, from its shapes alone: no weights are read.
+"""How much arithmetic and memory a model takes, from its shapes alone: no weights are read.
 
 A pass forward and backward is counted as PaLM does (Chowdhery et al. 2022, appendix B): 6 FLOPs a
 parameter and token that meet, that is 2 forward and 4 backward, and 12 a pair of tokens, layer and
@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from async_grpo.devices.bill import ModelShape
 from async_grpo.model.folder import read_config
+from async_grpo.model.policy import PolicyModel
 from async_grpo.types import PackedMinibatch
 
 
@@ -67,3 +69,26 @@ def training_flops(size: ModelSize, packed: PackedMinibatch) -> float:
     products = (size.num_parameters - size.head_parameters) * seen.numel()
     products += size.head_parameters * packed.target_ids.numel()
     return 6.0 * products + 12.0 * size.attention_width * pairs
+
+
+def model_shape(policy: PolicyModel) -> ModelShape:
+    """What the bill of memory knows of a policy, which needs no memory for that."""
+    config = policy.model.config
+    num_heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in policy.layers]
+    total = sum(p.numel() for p in policy.parameters())
+    names = [name for name, _ in policy.layers[0].named_modules()]
+    return ModelShape(
+        num_parameters=total,
+        layer_parameters=max(layers),
+        root_parameters=total - sum(layers),
+        num_layers=len(layers),
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        query_width=num_heads * head_size,
+        key_width=(getattr(config, "num_key_value_heads", None) or num_heads) * head_size,
+        num_heads=num_heads,
+        vocab_size=config.vocab_size,
+        norms_heads=any(name.endswith("q_norm") for name in names),
+    )

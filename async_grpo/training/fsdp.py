@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
@@ -36,25 +42,32 @@ def shard(
     *,
     mixed_precision: str = "no",
     keep_gathered: bool = False,
+    offload: bool = False,
     activation_checkpointing: bool = False,
     compile: bool = False,
 ) -> PolicyModel:
-    """Shard `policy` in place over a 1-D mesh: each decoder layer, then the rest with the root.
+    """Shard `policy` in place over a mesh: each decoder layer, then the rest with the root.
 
-    Master weights keep their type (float32); gradients are *summed* over ranks, in float32. Works
-    on one rank as on many. Names of parameters do not change. `keep_gathered`: a layer's weights
-    stay whole from its forward to its backward pass. `compile`: the layers, and what becomes of
-    logits.
+    Master weights keep their type (float32); gradients are *summed* over all ranks of the mesh, in
+    float32. Works on one rank as on many. Names of parameters do not change. `keep_gathered`: a
+    layer's weights stay whole from its forward to its backward pass. `offload`: shards and their
+    gradients lie in the host's memory. `compile`: the layers, and what becomes of logits.
     """
     if activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     policy.compile_logprobs = compile
-    precision = _precision(mixed_precision, torch.device(mesh.device_type))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": _precision(mixed_precision, torch.device(mesh.device_type)),
+        "offload_policy": (
+            CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+        ),
+    }
     for layer in policy.layers:
         if compile:
             layer.compile(dynamic=True)  # every packed row has another length
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep_gathered)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, reshard_after_forward=not keep_gathered, **options)
+    fully_shard(policy, **options)
     _reduce_by_sum(policy)
     return policy.train()
 

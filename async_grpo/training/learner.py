@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import torch
 
@@ -15,7 +14,8 @@ from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.size import size_of, training_flops
 from async_grpo.training.audit import Audit
-from async_grpo.training.fsdp import compute_dtype, shard
+from async_grpo.training.billing import shard_as_billed
+from async_grpo.training.fsdp import compute_dtype
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.replay import Replay
@@ -37,7 +37,7 @@ class Learner:
         self.policy = policy
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
-        self.step = GradientStep(policy, config, self.algorithm)
+        self.step = GradientStep(policy, config, self.algorithm, device=ranks.device)
         self._replay = Replay(config.output_dir, rank=ranks.rank)
         self._audit = Audit(self.step.collectives)
         self._tokens = TokenDump.of(config, ranks)
@@ -64,14 +64,8 @@ class Learner:
             attention=attention,
             dtype=torch.float32,
             device=ranks.device,
-            shard=partial(
-                shard,
-                mesh=ranks.mesh,
-                mixed_precision=config.mixed_precision,
-                keep_gathered=config.fsdp_sharding_strategy == "SHARD_GRAD_OP",
-                activation_checkpointing=config.activation_checkpointing,
-                compile=config.use_torch_compile,
-            ),
+            shard=lambda policy: shard_as_billed(policy, config, ranks),
+            parameters_on=torch.device("cpu") if config.offload == "parameters" else None,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")

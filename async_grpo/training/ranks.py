@@ -11,10 +11,11 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from async_grpo import deadlines
 from async_grpo.errors import AsyncGrpoError, RankLostError
+from async_grpo.training.mesh import make_mesh
 
 T = TypeVar("T")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -57,16 +58,22 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # ("shard",) or ("replicate", "shard"): see training/mesh.py
 
     @classmethod
     def start(
-        cls, *, timeout_s: float, device_index: int | None = None, memory_share: float = 1.0
+        cls,
+        *,
+        timeout_s: float,
+        device_index: int | None = None,
+        memory_share: float = 1.0,
+        shard_ranks: int | None = 0,
     ) -> Ranks:
         """Join the process group that the environment describes; without one, be the only rank.
 
         A collective that a rank does not reach within `timeout_s` ends the others. `device_index`:
         as torch counts, None on a CPU; `memory_share` of it is what this rank may allocate.
+        `shard_ranks` share one copy of the model; 0: all do; None: those of a machine do.
         """
         if "RANK" not in os.environ:
             os.environ.update(ALONE, MASTER_PORT="0")
@@ -85,8 +92,11 @@ class Ranks:
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timedelta(seconds=timeout_s),
         )
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        return cls(dist.get_rank(), dist.get_world_size(), device, mesh)
+        num_ranks = dist.get_world_size()
+        if shard_ranks is None:
+            shard_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        mesh = make_mesh(device.type, num_ranks=num_ranks, shard_ranks=shard_ranks)
+        return cls(dist.get_rank(), num_ranks, device, mesh)
 
     @property
     def is_main(self) -> bool:

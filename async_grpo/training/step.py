@@ -22,6 +22,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
+from async_grpo.training.host_optimizer import HostAdamW
 from async_grpo.training.meters import Collectives, peak_memory
 from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.schedule import Clocks, learning_rate_after
@@ -47,14 +48,15 @@ class StepResult:
     suspects: tuple[int, ...] = ()  # NON_FINITE: which of this rank's minibatches may be the cause
 
 
-def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW:
+def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW | HostAdamW:
     """AdamW over the (sharded) parameters; weight decay spares biases and norms."""
+    make = HostAdamW if config.offload == "optimizer" else AdamW
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW(
+    return make(
         groups,
         lr=config.learning_rate,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -70,7 +72,15 @@ class GradientStep:
     one inert closing minibatch reduces them; otherwise each minibatch reduces its own.
     """
 
-    def __init__(self, policy: PolicyModel, config: TrainConfig, algorithm: Algorithm) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        config: TrainConfig,
+        algorithm: Algorithm,
+        *,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device` computes; None: it is where the parameters are."""
         self.optimizer = make_optimizer(policy, config)
         self.clocks = Clocks()  # a resumed run sets them, and the optimizer's own state
         self._policy = policy
@@ -79,7 +89,7 @@ class GradientStep:
         self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
         # Of every forward of the policy.
         self._setting = {"temperature": algorithm.temperature, "chunk_size": config.chunk_size}
-        self._device = next(policy.parameters()).device
+        self._device = device or next(policy.parameters()).device
         self.collectives = Collectives(self._device)
         self.collectives.watch(policy)
         # Tensors stay on the device until the step ends: nothing waits for it between minibatches.

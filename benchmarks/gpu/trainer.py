@@ -75,7 +75,7 @@ def _learner(variant: Variant, ranks: Ranks, folder: str) -> Learner:
             "output_dir": folder,
             "max_tokens_per_gpu": variant.num_tokens,
             "max_generation_tokens": variant.num_tokens // 2,
-            "activation_checkpointing": variant.checkpointing,
+            "activation_checkpointing": "on" if variant.checkpointing else "off",
             "use_torch_compile": variant.compiled,
             "trackers": "",
         }

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from oracle import tiny_model
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from async_grpo.checkpoint.manifest import Manifest
@@ -16,7 +15,9 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import shard
+from async_grpo.training.host_optimizer import moments_of
 from async_grpo.training.learner import Learner
+from async_grpo.training.mesh import make_mesh
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.schedule import Clocks
 
@@ -24,20 +25,31 @@ SAVES = {
     "tied": {"tied": True},
     "untied": {"tied": False},
     "untrained": {"tied": True, "steps": 0},
+    "from groups": {"tied": True, "hybrid": True},
+    "to groups": {"tied": True},
 }
+LOADS = SAVES | {"from groups": {"tied": True}, "to groups": {"tied": True, "hybrid": True}}
 
 
-def make(seed, *, tied):
-    """A learner of random weights, with biases of one and of three numbers."""
+def make(seed, *, tied, hybrid=False):
+    """A learner of random weights, with biases of one and of three numbers.
+
+    `hybrid`: two groups of ranks, where they are even, whose AdamW steps on the host.
+    """
     torch.manual_seed(seed)
     model = tiny_model(tied=tied)
     model.register_parameter("one", torch.nn.Parameter(torch.zeros(1)))
     model.register_parameter("three", torch.nn.Parameter(torch.zeros(3)))
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    config = TrainConfig(model_name_or_path="m", data_path="d", learning_rate=1e-2)
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh)
+    num_ranks = dist.get_world_size()
+    in_groups = hybrid and num_ranks % 2 == 0
+    mesh = make_mesh("cpu", num_ranks=num_ranks, shard_ranks=num_ranks // 2 if in_groups else 0)
+    config = TrainConfig(
+        model_name_or_path="m", data_path="d", learning_rate=1e-2,
+        offload="optimizer" if hybrid else "none",
+    )  # fmt: skip
+    ranks = Ranks(dist.get_rank(), num_ranks, torch.device("cpu"), mesh)
     return Learner(shard(PolicyModel(model), mesh), config, ranks)
 
 
@@ -59,15 +71,15 @@ def whole(learner):
     tensors = {name: p.detach().full_tensor().clone() for name, p in named.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
         for name, parameter in named.items():
-            if parameter in optimizer.state:
-                tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment].full_tensor()
-    steps = {float(state["step"]) for state in optimizer.state.values()}
+            if state := moments_of(optimizer, parameter):
+                tensors[f"{moment}.{name}"] = state[moment].full_tensor().clone()
+    steps = {float(state["step"]) for state in optimizer.state.values() if state}
     return tensors | {"steps": steps}
 
 
-def save(rank, *, checkpoint, tied, steps=3):
+def save(rank, *, checkpoint, tied, hybrid=False, steps=3):
     """The state when it was staged; training goes on before it is written."""
-    learner = make(0, tied=tied)
+    learner = make(0, tied=tied, hybrid=hybrid)
     train(learner, steps=steps)
     torch.manual_seed(100 + rank)
     state = whole(learner)
@@ -78,9 +90,9 @@ def save(rank, *, checkpoint, tied, steps=3):
     return state, torch.rand(3) if rank >= 0 else None
 
 
-def load(rank, *, checkpoint, tied, saved_by, steps=3):
+def load(rank, *, checkpoint, tied, saved_by, hybrid=False, steps=3):
     """The state after loading into another policy, and this rank's next random numbers."""
-    learner = make(7, tied=tied)
+    learner = make(7, tied=tied, hybrid=hybrid)
     train(learner, steps=2)
     learner.step.optimizer.state.clear()
     restore_learner(learner, start_at(checkpoint, saved_by=saved_by, steps=steps))
@@ -133,7 +145,7 @@ def save_all(rank, *, root):
 def load_all(rank, *, root, saved_by):
     loaded = {
         name: load(rank, checkpoint=f"{root}/{name}", saved_by=saved_by, **options)
-        for name, options in SAVES.items()
+        for name, options in LOADS.items()
     }
     last = dist.get_world_size() - 1
     return loaded, load_and_fail(rank, checkpoint=f"{root}/tied", unreadable_on=last)

@@ -28,6 +28,7 @@ from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import iter_full_tensors, shard
 from async_grpo.training.held_out import HeldOutPairs
 from async_grpo.training.learner import Learner
+from async_grpo.training.mesh import make_mesh
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import GradientStep
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
@@ -103,17 +104,24 @@ def random_rounds(seed):
     return rounds
 
 
-def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, **options):
+def mesh_of(*, hybrid):
+    """All ranks in one group, or in two: of four ranks 2 x 2, of two ranks 2 x 1."""
+    num_ranks = dist.get_world_size()
+    return make_mesh("cpu", num_ranks=num_ranks, shard_ranks=num_ranks // 2 if hybrid else 0)
+
+
+def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, hybrid=False, **options):
     """(gradient step, policy, and a list that gets the gradient of every step taken)."""
     policy = PolicyModel(tiny_model(tied=tied, dtype=dtype))
-    shard(policy, init_device_mesh("cpu", (dist.get_world_size(),)), **options)
+    shard(policy, mesh_of(hybrid=hybrid), **options)
     return equip(policy, config)
 
 
 def equip(policy, config=CONFIG):
     step = GradientStep(policy, config, find_algorithm(config))
     gradients = []
-    step.optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
+    optimizer = getattr(step.optimizer, "_adamw", step.optimizer)
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
     return step, policy, gradients
 
 
@@ -236,14 +244,13 @@ def deferring_learner(rank, *, source, target):
     return reduced, learner.update(end)
 
 
-def make_ranks(rank):
-    num_ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    return Ranks(rank, num_ranks, torch.device("cpu"), mesh)
+def make_ranks(rank, *, hybrid=False):
+    return Ranks(rank, dist.get_world_size(), torch.device("cpu"), mesh_of(hybrid=hybrid))
 
 
 def build_learner(rank, config):
-    return Learner.build(config, make_ranks(rank))
+    hybrid = config.fsdp_sharding_strategy == "HYBRID_SHARD"
+    return Learner.build(config, make_ranks(rank, hybrid=hybrid))
 
 
 def held_out(rank, *, source, target):
@@ -294,6 +301,18 @@ def world(rank, *, source, target, models):
         "deferred checkpointing": one_step(rank, config=deferred, activation_checkpointing=True),
         "deferred bf16": one_step(rank, config=deferred, mixed_precision="bf16"),
         "deferred kept": one_step(rank, config=deferred, keep_gathered=True),
+        "hybrid tied": one_step(rank, hybrid=True),
+        "hybrid empty rank": one_step(rank, hybrid=True, rounds=empty_rank_rounds),
+        "hybrid checkpointing": one_step(rank, hybrid=True, activation_checkpointing=True),
+        "hybrid untied f64": one_step(rank, hybrid=True, tied=False, dtype=f64),
+        "hybrid deferred f64": one_step(rank, hybrid=True, dtype=f64, config=deferred),
+        "offloaded f64": one_step(rank, dtype=f64, offload=True),
+        "offloaded hybrid deferred": one_step(rank, offload=True, hybrid=True, config=deferred),
+        "offloaded hybrid": one_step(rank, offload=True, hybrid=True),
+        "host optimizer": one_step(rank, config=replace(CONFIG, offload="optimizer")),
+        "host optimizer hybrid f64": one_step(
+            rank, config=replace(CONFIG, offload="optimizer"), hybrid=True, dtype=f64
+        ),
         "partitions": partitions(rank, config=CONFIG),
         "deferred partitions": partitions(rank, config=deferred),
         "skipped": skipped_steps(rank, config=CONFIG),
@@ -303,7 +322,7 @@ def world(rank, *, source, target, models):
         "largest": {tied: largest_tensors(rank, tied=tied) for tied in (True, False)},
         "whole layers": {
             strategy: layers_after_forward(rank, strategy=strategy, source=source, target=target)
-            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")
+            for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
         },
         "learner": deferring_learner(rank, source=source, target=target),
         "held out": held_out(rank, source=source, target=target),

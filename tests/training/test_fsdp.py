@@ -35,6 +35,14 @@ from async_grpo.training.step import NO_SAMPLES, NON_FINITE
 
 WORLDS = [num_ranks for num_ranks in (1, 2, 4) if num_ranks <= max_ranks(2)]
 F32, F64 = 1e-5, 1e-12
+HYBRID = [
+    "hybrid tied", "hybrid empty rank", "hybrid checkpointing", "hybrid untied f64",
+    "hybrid deferred f64",
+]  # fmt: skip
+OFFLOADED = [
+    "offloaded f64", "offloaded hybrid", "offloaded hybrid deferred", "host optimizer",
+    "host optimizer hybrid f64",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda num_ranks: f"{num_ranks}_ranks")
@@ -95,7 +103,25 @@ def test_layers_that_stay_gathered_give_the_oracle_s_gradient(scenario, ran):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("strategy", "whole"), [("FULL_SHARD", False), ("SHARD_GRAD_OP", True)])
+@pytest.mark.parametrize("scenario", HYBRID + OFFLOADED)
+def test_groups_of_shards_and_memory_of_hosts_give_the_oracle_s_gradient(scenario, ran):
+    """Sums over both dimensions of the mesh: a mean over replicas would be half of it."""
+    tolerance = F64 if "f64" in scenario else F32
+    assert_equals_oracle(ran[scenario], tied="untied" not in scenario, tolerance=tolerance)
+
+
+@pytest.mark.integration
+def test_an_optimizer_in_the_host_s_memory_moves_parameters_to_the_same_bits(ran):
+    for plain, on_host in zip(ran["tied"], ran["host optimizer"], strict=True):
+        for name, value in plain["parameters"].items():
+            assert torch.equal(on_host["parameters"][name], value)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("strategy", "whole"),
+    [("FULL_SHARD", False), ("SHARD_GRAD_OP", True), ("HYBRID_SHARD", False)],
+)
 def test_a_learner_keeps_layers_gathered_when_the_run_asks_for_it(strategy, whole, ran):
     for rank in ran["whole layers"]:
         assert rank[strategy] == [whole] * len(rank[strategy]) != []

@@ -1,0 +1,66 @@
+"""The bill of a trainer's rank, told before its policy has memory, and what follows from it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.config.train import TrainConfig
+from async_grpo.devices.bill import GIB, Training, trainer_bill, with_checkpointing_if_needed
+from async_grpo.devices.memory import free_bytes
+from async_grpo.model.policy import PolicyModel
+from async_grpo.model.size import model_shape
+from async_grpo.training.fsdp import compute_dtype, shard
+from async_grpo.training.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+USED = 0.9  # of the free memory: the rest is for allocators and libraries
+
+
+def training_of(config: TrainConfig, ranks: Ranks) -> Training:
+    """How the options have a rank train, as the bill knows it; `auto` counts as off."""
+    return Training(
+        shard_ranks=ranks.mesh.size(-1),
+        num_tokens=config.max_tokens_per_gpu,
+        chunk_tokens=config.chunk_size,
+        compute_bytes=compute_dtype(config.mixed_precision, ranks.device).itemsize,
+        keeps_gathered=config.fsdp_sharding_strategy == "SHARD_GRAD_OP",
+        checkpointing=config.activation_checkpointing == "on",
+        defers=config.defer_gradient_sync,
+        keeps_old_policy=find_algorithm(config).uses_old_policy,
+        offload=config.offload,
+    )
+
+
+def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
+    """Shard an outlined policy as the options say, and log what it will take; collective.
+
+    `--activation-checkpointing auto` is decided here, for all ranks by the one with the least room.
+    """
+    model, training = model_shape(policy), training_of(config, ranks)
+    free = free_bytes(ranks.device, share=config.gpus_per_rank)
+    if config.activation_checkpointing == "auto":
+        wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
+        training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
+    bill = trainer_bill(model, training)
+    logger.info(
+        "%s\nof %.1f GiB that are free; activation checkpointing (%s) is %s",
+        bill.in_words(), free / GIB, config.activation_checkpointing,
+        "on" if training.checkpointing else "off",
+    )  # fmt: skip
+    if bill.total > free:
+        logger.warning(
+            "a trainer rank needs about %.1f GiB with minibatches of --max-tokens-per-gpu %d, and "
+            "%.1f GiB are free: lower it, train on more ranks, or give --offload",
+            bill.total / GIB, training.num_tokens, free / GIB,
+        )  # fmt: skip
+    shard(
+        policy,
+        ranks.mesh,
+        mixed_precision=config.mixed_precision,
+        keep_gathered=training.keeps_gathered,
+        offload=config.offload == "parameters",
+        activation_checkpointing=training.checkpointing,
+        compile=config.use_torch_compile,
+    )

@@ -1,0 +1,107 @@
+"""The bill of memory against arithmetic by hand, and against its own parts."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_grpo.devices.bill import (
+    ModelShape,
+    Training,
+    engine_bill,
+    layer_token_bytes,
+    trainer_bill,
+    with_checkpointing_if_needed,
+)
+
+GB = 1e9
+SEVEN_B = ModelShape(  # Qwen2.5-7B
+    num_parameters=7_615_616_512,
+    layer_parameters=233_057_792,
+    root_parameters=2 * 152_064 * 3584 + 3584,
+    num_layers=28,
+    hidden=3584,
+    intermediate=18_944,
+    query_width=3584,
+    key_width=512,
+    num_heads=28,
+    vocab_size=152_064,
+)
+EIGHT_RANKS = Training(shard_ranks=8, num_tokens=32_768, compute_bytes=2, checkpointing=True)
+TRAININGS = st.builds(
+    Training,
+    shard_ranks=st.sampled_from([1, 2, 8]),
+    num_tokens=st.integers(1, 40_000),
+    compute_bytes=st.sampled_from([2, 4]),
+    keeps_gathered=st.booleans(),
+    checkpointing=st.booleans(),
+    defers=st.booleans(),
+    offload=st.sampled_from(["none", "optimizer", "parameters"]),
+)
+
+
+def line(bill, name):
+    (found,) = [each for each in bill.lines if each.name == name]
+    return found.num_bytes
+
+
+def test_seven_billion_on_eight_devices_with_checkpointing():
+    bill = trainer_bill(SEVEN_B, EIGHT_RANKS)
+    assert line(bill, "master weights") == pytest.approx(3.81 * GB, rel=0.01)
+    assert line(bill, "AdamW's moments") == 2 * line(bill, "gradients")
+    assert line(bill, "gathered embedding and head") == pytest.approx(2.18 * GB, rel=0.01)
+    assert line(bill, "layers' inputs") == 32_768 * 28 * 3584 * 2
+    # 16 H + 8 I of norms and MLP, and 2 (3 Q + 2 K) + 4 a head of attention, for each token
+    expected = 32_768 * (16 * 3584 + 8 * 18_944 + 2 * (3 * 3584 + 2 * 512) + 4 * 28)
+    assert line(bill, "one layer's activations, recomputed") == expected
+    assert 38 * GB < bill.total < 48 * GB  # fits 80 GB
+
+
+def test_without_checkpointing_the_defaults_are_a_hundred_gigabytes_of_activations():
+    bill = trainer_bill(SEVEN_B, replace(EIGHT_RANKS, num_tokens=16_384, checkpointing=False))
+    assert 95 * GB < line(bill, "layers' activations") < 115 * GB
+
+
+def test_checkpointing_is_on_where_the_bill_without_it_does_not_fit():
+    free = int(80 * GB)
+    assert with_checkpointing_if_needed(SEVEN_B, EIGHT_RANKS, free_bytes=free).checkpointing
+    short = replace(EIGHT_RANKS, num_tokens=2048)
+    assert not with_checkpointing_if_needed(SEVEN_B, short, free_bytes=free).checkpointing
+
+
+def test_what_is_offloaded_leaves_the_device_by_so_many_bytes():
+    whole, own = trainer_bill(SEVEN_B, EIGHT_RANKS), SEVEN_B.num_parameters // 8
+    for offload, num_bytes in (("optimizer", 8), ("parameters", 16)):
+        bill = trainer_bill(SEVEN_B, replace(EIGHT_RANKS, offload=offload))
+        assert whole.total - bill.total == num_bytes * own
+        assert bill.on_host == 16 * own
+
+
+@given(TRAININGS)
+def test_every_line_is_something_and_the_words_name_it(training):
+    bill = trainer_bill(SEVEN_B, training)
+    assert all(each.num_bytes > 0 for each in bill.lines)
+    assert bill.total + bill.on_host == sum(each.num_bytes for each in bill.lines)
+    assert all(each.name in bill.in_words() for each in bill.lines)
+
+
+@given(TRAININGS)
+def test_more_tokens_fewer_ranks_and_whole_gradients_never_cost_less(training):
+    least = trainer_bill(SEVEN_B, training).total
+    more = {"num_tokens": training.num_tokens + 1000, "keeps_gathered": True, "defers": True}
+    for name, value in more.items():
+        assert trainer_bill(SEVEN_B, replace(training, **{name: value})).total >= least
+    assert trainer_bill(SEVEN_B, replace(training, shard_ranks=1)).total >= least
+
+
+def test_norms_of_heads_are_counted():
+    plain, normed = (layer_token_bytes(replace(SEVEN_B, norms_heads=n), 2) for n in (False, True))
+    assert normed - plain == (3584 + 512) * 6
+
+
+def test_an_engine_s_weights_and_cache_are_divided_by_its_ranks():
+    bill = engine_bill(SEVEN_B, tensor_parallel=2, cache_tokens=10_000, held_tokens=100)
+    assert line(bill, "weights") == SEVEN_B.num_parameters
+    assert line(bill, "keys and values") == 10_000 * 2 * 28 * 512 * 2 // 2
+    assert bill.on_host == 1600
