@@ -6,17 +6,16 @@ const MAX_DOTS = 60;
 
 /* [step, mean, number of samples] of each step. */
 function means(order, column) {
-  const sums = new Map();
+  const { step } = page.columns, size = 1 + step.reduce((a, b) => Math.max(a, b), 0);
+  const totals = new Float64Array(size), counts = new Uint32Array(size);
   for (const i of order) {
-    const value = column[i];
-    if (Number.isNaN(value)) continue;
-    const step = page.columns.step[i], own = sums.get(step);
-    if (own) {
-      own[0] += value;
-      own[1]++;
-    } else sums.set(step, [value, 1]);
+    if (Number.isNaN(column[i])) continue;
+    totals[step[i]] += column[i];
+    counts[step[i]]++;
   }
-  return [...sums].sort((a, b) => a[0] - b[0]).map(([step, [total, count]]) => [step, total / count, count]);
+  const found = [];
+  counts.forEach((count, at) => count && found.push([at, totals[at] / count, count]));
+  return found;
 }
 
 function drawCharts() {

@@ -140,12 +140,28 @@ function sorted(order) {
 function ranksOf(name) {
   if (!page.ranks.has(name)) {
     const labels = page.header.labels[name];
-    const of = labels ? (value) => labels[value] : (value) => (Number.isNaN(value) ? -Infinity : value);
-    const values = [...new Set(Array.from(page.columns[name], of))].sort(labels ? undefined : (a, b) => (a < b ? -1 : 1));
-    const places = new Map(values.map((value, rank) => [value, rank]));
-    page.ranks.set(name, { ranks: Uint32Array.from(page.columns[name], (value) => places.get(of(value))), size: values.length });
+    page.ranks.set(name, labels ? ranksOfLabels(labels, page.columns[name]) : ranksOfNumbers(page.columns[name]));
   }
   return page.ranks.get(name);
+}
+
+function ranksOfLabels(labels, column) {
+  const sorted = [...labels].sort(), places = labels.map((label) => sorted.indexOf(label));
+  return { ranks: Uint32Array.from(column, (value) => places[value]), size: labels.length };
+}
+
+function ranksOfNumbers(column) {
+  const numbers = Float64Array.from(column, (value) => (Number.isNaN(value) ? -Infinity : value));
+  const values = numbers.slice().sort().filter((value, k, all) => !k || value !== all[k - 1]);
+  const ranks = numbers.map((value) => {
+    let low = 0, high = values.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (values[middle] < value) low = middle + 1; else high = middle;
+    }
+    return low;
+  });
+  return { ranks, size: values.length };
 }
 
 function showCount() {
