@@ -11,7 +11,9 @@ from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import RUN_FILE, as_toml, commands_of, in_words, read_run, resuming
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
+from async_grpo.cli.worker import main as worker
 from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = [
@@ -92,6 +94,19 @@ def test_the_trainer_s_command_line_makes_the_same_config(tricky):
     assert context.params["nproc_per_node"] == 4
     assert "--clip-high=0.2" in run.train_options  # the preset says otherwise
     assert not any(option.startswith("--adam-beta1") for option in run.train_options)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_dispatchers_command_lines_make_the_same_configs(example, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    run = read(example)
+    made = [
+        WorkerConfig(**worker.make_context("worker", list(options)).params)
+        for options in run.worker_options
+    ]
+    assert made and tuple(made) == run.workers
+    context = train.make_context("train", list(run.train_options))
+    assert (config_of(context), context.params["nproc_per_node"]) == (run.train, run.num_ranks)
 
 
 def test_every_command_is_listed_in_order(monkeypatch):
