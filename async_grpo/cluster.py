@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from async_grpo.types import WeightsBucket
+    from async_grpo.types import WeightsBucket, WeightsDelta
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -306,9 +306,9 @@ def import_reference(exported: Exported) -> Any:
 
 
 async def fetch_bytes(
-    bucket: WeightsBucket, *, timeout_s: float = deadlines.BUCKET_FETCH_S
+    bucket: WeightsBucket | WeightsDelta, *, timeout_s: float = deadlines.BUCKET_FETCH_S
 ) -> NDArray[np.uint8]:
-    """The [size_bytes] bytes of a bucket of weights, out of the trainer's object store.
+    """The [size_bytes] bytes of a bucket of weights, or of what changed in it.
 
     Raises `SnapshotLostError` when the trainer has ended, `WeightSyncError` when they do not come.
     """

@@ -11,6 +11,7 @@ NAMES = (
     "concurrent_episodes",  # a thousand at a time: what Python adds to each of their turns
     "weight_sync",  # bytes a second, pause, peak memory, recomputed tokens
     "weight_gather",  # what ranks spend on new weights: standing still, bytes, memory
+    "weight_delta",  # bytes: what an update changes of published weights
     "gateway",  # what HTTP and rendering add to a turn
     "startup",  # command to first optimizer step, by phase
     "staleness",  # what asynchrony buys on two cores

@@ -246,7 +246,8 @@ def main(models: str, ranks: str, dtypes: str, repeats: int, results_dir: str) -
             own = figures_of(f"{model}, {dtype}, {num_ranks} ranks", measure(options))
         click.echo(f"\n{results.show(own)}")
         figures += own
-    click.echo(f"wrote {results.write(NAME, figures, folder=Path(results_dir))}, {results.load()}")
+        file = results.write(NAME, figures, folder=Path(results_dir))
+        click.echo(f"wrote {file}, {results.load()}")
 
 
 if __name__ == "__main__":

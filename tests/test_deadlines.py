@@ -21,6 +21,7 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("LEASE_S", "ANSWER_S"),  # a frozen worker is fenced before whoever asks it gives up
         ("BUCKET_STAGED_S", "WEIGHTS_APPLIED_S"),
         ("BUCKET_HERE_S", "BUCKET_FETCH_S"),
+        ("BUCKET_STORED_S", "WEIGHTS_COLLECTED_S"),
         ("CANARY_S", "WEIGHTS_APPLIED_S"),
         ("STATUS_S", "ANSWER_S"),
         ("ANSWER_S", "CONTROLLER_FOUND_S"),  # of a frozen one, after which another is made

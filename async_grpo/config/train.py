@@ -171,6 +171,10 @@ class TrainConfig(DistillationConfig):
     weight_transport: str = option("object_store", choices=("object_store", "nccl"))
     """how weights travel to generation workers: Ray's object store, or NCCL between NVIDIA
     devices"""
+    weight_delta: bool = option(False, change=Change.INCIDENTAL)
+    """send workers only the numbers that changed since the weights they have, where these are few,
+    as in bfloat16 at a learning rate of 1e-6; costs a copy of the weights in host memory, shared
+    by the ranks, and one in each worker"""
 
     min_samples_per_checkpoint: int = option(0, group="What the run writes")
     """samples trained between exports to hf_format/; 0: only at the end"""

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import Awaitable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -35,18 +35,16 @@ from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.rollout.fetch_ahead import Fetch, fetch_ahead
 from async_grpo.rollout.request_pulses import request_pulses
 from async_grpo.rollout.sampling import sampling_params
-from async_grpo.rollout.shared_file import SharedFile
+from async_grpo.rollout.staging import Staging
 from async_grpo.rollout.update_delay import UpdateDelay
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
     Turn,
-    WeightsBucket,
     WeightsSnapshot,
     WeightsVersion,
 )
-from async_grpo.weight_sync.buckets import check_bytes, parts
-from async_grpo.weight_sync.layout import check_whole, laid_out_bytes
+from async_grpo.weight_sync.layout import check_whole
 
 T = TypeVar("T")
 
@@ -70,6 +68,7 @@ class Loaded:
     kept_tokens: int  # of running requests, whose KV cache was kept
     canary: tuple[NDArray[np.float32], ...]
     canary_problem: str  # what cannot be checked, and why; the weights serve all the same
+    received_bytes: int = 0  # out of the object store
 
 
 class EngineBrokenError(WorkerError):
@@ -84,6 +83,7 @@ class Engine:
         self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}  # by the name that vLLM knows it by
+        self._staging = Staging()
         self._delay = UpdateDelay(max_num_seqs=self.max_num_seqs)
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
@@ -151,21 +151,26 @@ class Engine:
             EngineBrokenError: the loading itself failed.
         """
         await self.expect(snapshot)
-        with SharedFile(laid_out_bytes(snapshot.tensors)) as file:
-            try:
-                await self._transfer("start_weight_update", self._llm.start_weight_update())
-                async with fetch_ahead(snapshot.buckets, fetch) as fetched:
-                    async for bucket, data in fetched:
-                        await self._stage(bucket, data, file=file)
-                staged = {"path": file.path, "tensors": [list(meta) for meta in snapshot.tensors]}
-                mapping = self._llm.update_weights(WeightTransferUpdateRequest(staged))
-                await self._transfer("update_weights", mapping)
-                if not self._keeps_caches:
-                    await self._wait_for_ends()
-            except BaseException:  # cancelled too: the next update must find the engine ready
-                await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
-                raise
-            return await self.apply(snapshot)
+        staging = self._staging
+        try:
+            wanted = staging.begin(snapshot)
+            await self._transfer("start_weight_update", self._llm.start_weight_update())
+            async with fetch_ahead(wanted, fetch) as fetched:
+                indices = itertools.count()
+                async for _, data in fetched:
+                    await asyncio.to_thread(staging.take, next(indices), data)
+            staged = {"path": staging.path, "tensors": [list(meta) for meta in snapshot.tensors]}
+            mapping = self._llm.update_weights(WeightTransferUpdateRequest(staged))
+            await self._transfer("update_weights", mapping)
+            if not self._keeps_caches:
+                await self._wait_for_ends()
+        except BaseException:  # cancelled too: the next update must find the engine ready
+            staging.drop()
+            await self._transfer("discard", self._llm.collective_rpc("discard_weight_update"))
+            raise
+        loaded = await self.apply(snapshot)
+        staging.end()
+        return replace(loaded, received_bytes=sum(each.size_bytes for each in wanted))
 
     async def _wait_for_ends(self) -> None:
         states = self._llm.output_processor.request_states
@@ -194,18 +199,6 @@ class Engine:
         tensors = [list(meta) for meta in snapshot.tensors]
         call = self._llm.collective_rpc("expect_weights", args=(tensors,))
         await self._transfer("expect_weights", call)
-
-    async def _stage(
-        self, bucket: WeightsBucket, data: NDArray[np.uint8], *, file: SharedFile
-    ) -> None:
-        """Write a bucket's pieces to their places, unless they are other bytes than were sent."""
-
-        def work() -> None:
-            check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
-            for piece, part in parts(bucket, data):
-                file.write(part, piece.offset_bytes)
-
-        await asyncio.to_thread(work)
 
     async def apply(
         self,

@@ -10,14 +10,15 @@ from itertools import zip_longest
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types import WeightsBucket
+from async_grpo.types import WeightsBucket, WeightsDelta
 
-Fetch = Callable[[WeightsBucket], Awaitable[NDArray[np.uint8]]]
-Fetched = AsyncIterator[tuple[WeightsBucket, NDArray[np.uint8]]]
+Wanted = WeightsBucket | WeightsDelta
+Fetch = Callable[[Wanted], Awaitable[NDArray[np.uint8]]]
+Fetched = AsyncIterator[tuple[Wanted, NDArray[np.uint8]]]
 
 
 @asynccontextmanager
-async def fetch_ahead(buckets: Sequence[WeightsBucket], fetch: Fetch) -> AsyncIterator[Fetched]:
+async def fetch_ahead(buckets: Sequence[Wanted], fetch: Fetch) -> AsyncIterator[Fetched]:
     """The buckets in order, each with its [size_bytes] bytes; at most two are held at a time.
 
     A fetch's error is raised where its bucket is taken. Whoever leaves early ends the fetch that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ class SharedFile:
 
     def __init__(self, size_bytes: int) -> None:
         self._descriptor = os.memfd_create("async-grpo-weights")
+        # A thread may still write when its caller has been cancelled: never into another file.
+        self._lock = threading.Lock()
         os.truncate(self._descriptor, size_bytes)
 
     @property
@@ -25,12 +28,24 @@ class SharedFile:
         """Where other processes of this machine open it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
+    def read(self, into: NDArray[np.uint8], offset_bytes: int) -> None:
+        """Fill `into` with what lies at an offset."""
+        at, remaining = offset_bytes, into.data.cast("B")
+        while remaining:
+            with self._lock:
+                count = os.preadv(self._descriptor, [remaining], at)
+            if not count:  # beyond its end
+                return
+            remaining = remaining[count:]
+            at += count
+
     def write(self, data: NDArray[np.uint8], offset_bytes: int) -> None:
         """Put `data` at an offset."""
         at, remaining = offset_bytes, data.data.cast("B")
         while remaining:  # one call moves at most 2 GiB
             try:
-                written = os.pwrite(self._descriptor, remaining, at)
+                with self._lock:
+                    written = os.pwrite(self._descriptor, remaining, at)
             except OSError as error:
                 raise WeightSyncError(
                     f"new weights need {data.nbytes} more bytes of memory, and the system refused "
@@ -39,8 +54,14 @@ class SharedFile:
             remaining = remaining[written:]
             at += written
 
+    def close(self) -> None:
+        """Let go of it; who has mapped it keeps it."""
+        with self._lock:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
     def __enter__(self) -> SharedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        self.close()

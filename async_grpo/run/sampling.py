@@ -68,6 +68,9 @@ class SampledData(Iterator[StreamItem]):
             except RunLost as error:
                 self._recover(stream, str(error))
                 continue
+            except StopIteration:  # all ranks leave: not before their threads have met
+                self._wait_collected()
+                raise
             finally:
                 self._main.report.stood_still("seconds_waiting", stream.take_seconds_waiting())
             if isinstance(item, EndOfStep):
@@ -135,7 +138,10 @@ class SampledData(Iterator[StreamItem]):
         if self._collector is None:
             self._incarnation, self._dtype = self._ranks.share(lambda: self._main.published_as)
             self._collector = Collector(
-                Shards.of(self._learner.policy), device=self._learner.device, dtype=self._dtype
+                Shards.of(self._learner.policy),
+                device=self._learner.device,
+                dtype=self._dtype,
+                with_deltas=self._config.weight_delta,
             )
         version = WeightsVersion(self._incarnation, num_batches)
         return self._collector.collect(local_shards(self._learner.policy), version=version)

@@ -55,6 +55,7 @@ from async_grpo.types.weights import (
     VersionSpan,
     WeightsAck,
     WeightsBucket,
+    WeightsDelta,
     WeightsSnapshot,
     WeightsVersion,
 )

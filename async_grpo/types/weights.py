@@ -56,6 +56,14 @@ class Piece(NamedTuple):
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsDelta:
+    """What turns a bucket of `WeightsSnapshot.delta_since` into this version's."""
+
+    data: Any  # ObjectRef of a [size_bytes] uint8 array, owned as the bucket's
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class WeightsBucket:
     """Pieces of parameters as one run of bytes in the object store."""
@@ -64,6 +72,7 @@ class WeightsBucket:
     data: Any  # ObjectRef of a [size_bytes] uint8 array, owned by the trainer rank that put it
     size_bytes: int
     checksum: int  # xxh3_64 of the bytes
+    delta: WeightsDelta | None = None  # None: too much has changed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +84,8 @@ class WeightsSnapshot:
     canary: tuple[CanaryRow, ...] = ()  # scored by the trainer with exactly these weights
     unchanged_since: WeightsVersion | None = None  # that version had the same weights
     tensors: tuple[TensorMeta, ...] = ()  # in the model's order
+    is_base: bool = False  # what changes next may be sent alone: keep these bytes
+    delta_since: WeightsVersion | None = None  # the version whose bytes the deltas change
 
     @property
     def size_bytes(self) -> int:
@@ -108,6 +119,7 @@ class WeightsAck:
     transport: str = "object_store"  # how the weights came
     canary: tuple[NDArray[np.float32], ...] = ()  # log-probabilities of the snapshot's rows
     canary_problem: str = ""  # what could not be checked, and why
+    received_bytes: int = 0  # out of the object store; 0: nobody counted
 
 
 @dataclass(frozen=True, slots=True)

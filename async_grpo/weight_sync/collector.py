@@ -12,21 +12,27 @@ work of a thread. Whatever goes wrong on one rank is raised on all of them.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import DeadlineError, WeightSyncError
-from async_grpo.types import WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
 from async_grpo.weight_sync.buckets import BUCKET_BYTES, bytes_of, checksum_of, dtype_name
+from async_grpo.weight_sync.delta import encode
 from async_grpo.weight_sync.gather import Gather, Received, is_finite
 from async_grpo.weight_sync.layout import GatherPlan, lay_out, owner_of
 from async_grpo.weight_sync.shards import Shards
+
+LEAST_GAIN = 2  # what changed is sent alone where all of it is so many times as much
 
 
 class _Stored(NamedTuple):
@@ -36,6 +42,7 @@ class _Stored(NamedTuple):
     reference: cluster.Exported
     size_bytes: int
     checksum: int
+    delta: tuple[cluster.Exported, int] | None  # its reference and size
 
 
 class _Share(NamedTuple):
@@ -77,8 +84,9 @@ class Collector:
         device: torch.device,
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
+        with_deltas: bool = False,
     ) -> None:
-        """Collective."""
+        """Collective. `with_deltas`: keep this rank's bytes, to send what changes next as well."""
         described = ((name, dtype_name(dtype), shape) for name, shape in shards.shapes)
         self._plan = GatherPlan(tuple(lay_out(described)), shards.num_ranks, bucket_bytes)
         self._gather = Gather(self._plan, shards, device=device)
@@ -89,6 +97,9 @@ class Collector:
         self._group = None if self._alone else dist.new_group(backend="gloo", timeout=timeout)
         self._is_main = self._alone or dist.get_rank() == 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-weights")
+        self._with_deltas = with_deltas
+        self._kept: dict[int, NDArray[np.uint8]] = {}  # this rank's bytes of `_since`, by bucket
+        self._since: WeightsVersion | None = None
         self._count = 0  # of collections
         self._own: dict[int, list[Any]] = {}  # references of this rank, by collection
         self._live: WeakValueDictionary[int, WeightsBucket] = WeakValueDictionary()  # on rank 0
@@ -121,12 +132,30 @@ class Collector:
             if not received.is_finite():
                 raise WeightSyncError(self._complaint(received, version))
             data = bytes_of(received.data)
-            reference = cluster.put_bytes(data)
-            self._own.setdefault(count, []).append(reference)
-            exported = cluster.export_reference(reference)
-            return _Stored(received.bucket, exported, data.nbytes, checksum_of(data))
+            delta = self._changed(received.bucket, data) if self._with_deltas else None
+            return _Stored(
+                received.bucket,
+                self._put(data, count),
+                data.nbytes,
+                checksum_of(data),
+                (self._put(delta, count), delta.nbytes) if delta is not None else None,
+            )
         finally:
             self._gather.free(received)
+
+    def _put(self, data: NDArray[np.uint8], count: int) -> cluster.Exported:
+        reference = cluster.put_bytes(data)
+        self._own.setdefault(count, []).append(reference)
+        return cluster.export_reference(reference)
+
+    def _changed(self, bucket: int, data: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
+        """What has changed in a bucket since the last collection, where that is less to send."""
+        if bucket not in self._kept:
+            self._kept[bucket] = data.copy()
+            return None
+        delta = encode(data, self._kept[bucket], item_bytes=self._plan.item_bytes)
+        np.copyto(self._kept[bucket], data)
+        return delta if delta is not None and delta.nbytes * LEAST_GAIN <= data.nbytes else None
 
     def _complaint(self, received: Received, version: WeightsVersion) -> str:
         at = 0
@@ -149,6 +178,7 @@ class Collector:
             error = errors[0]
             own = isinstance(error, WeightSyncError)
             share = _Share([], str(error) if own else repr(error))
+        since, self._since = self._since, version
         shares = [share]
         if not self._alone:
             shares *= dist.get_world_size()
@@ -156,17 +186,25 @@ class Collector:
         if reason := next((each.error for each in shares if each.error), ""):
             self._own.pop(count, None)
             raise WeightSyncError(reason) from (errors[0] if errors else None)
-        return self._snapshot(shares, count, version) if self._is_main else None
+        if not self._is_main:
+            return None
+        snapshot = self._snapshot(shares, count, version)
+        return replace(snapshot, is_base=self._with_deltas, delta_since=since)
 
     def _snapshot(
         self, shares: list[_Share], count: int, version: WeightsVersion
     ) -> WeightsSnapshot:
         every = sorted(stored for share in shares for stored in share.stored)
+        imported = cluster.import_reference
         buckets = tuple(
             WeightsBucket(
-                self._plan.pieces(bucket), cluster.import_reference(exported), size_bytes, checksum
+                self._plan.pieces(bucket),
+                imported(exported),
+                size_bytes,
+                checksum,
+                WeightsDelta(imported(delta[0]), delta[1]) if delta else None,
             )
-            for bucket, exported, size_bytes, checksum in every
+            for bucket, exported, size_bytes, checksum, delta in every
             if size_bytes
         )
         if buckets:

@@ -38,6 +38,7 @@ def summarise_sync(
     `seconds`: from the announcement to the last acknowledgement. Nothing travels when every worker
     had the same weights under an earlier name.
     """
+    received = max((ack.received_bytes for ack in report.acks), default=0) or snapshot.size_bytes
     differences = np.concatenate(
         [canary_differences(snapshot.canary, ack.canary) for ack in _replayed(snapshot, report)]
         or [np.zeros(0)]
@@ -46,7 +47,7 @@ def summarise_sync(
         sync_batches=snapshot.version.batches,
         sync_seconds=seconds,
         sync_pause_seconds=max((ack.pause_seconds for ack in report.acks), default=0.0),
-        sync_bytes=0 if snapshot.unchanged_since else snapshot.size_bytes,
+        sync_bytes=0 if snapshot.unchanged_since else received,
         recomputed_tokens=sum(ack.recomputed_tokens for ack in report.acks),
         kept_tokens=sum(ack.kept_tokens for ack in report.acks),
         canary_max=float(differences.max()) if differences.size else None,

@@ -52,7 +52,8 @@ class TimedWorker(GenerationWorker):
         self._last: dict[str, float] = {}  # when each request got a token, by its id
         self._traffic: asyncio.Task[None] | None = None
         engine: Any = self._engine
-        engine._stage = self._timed(engine._stage, "stage")
+        take = engine._staging.take
+        engine._staging.take = lambda *arguments: self._timed_here(take, "stage", *arguments)
         for name, phase in CALLS.items():
             setattr(engine._llm, name, self._timed(getattr(engine._llm, name), phase))
         self._process = engine._llm.output_processor.process_outputs
@@ -102,6 +103,12 @@ class TimedWorker(GenerationWorker):
                 self._phases[phase] = self._phases.get(phase, 0.0) + spent
 
         return timed
+
+    def _timed_here(self, call: Callable[..., Any], phase: str, *arguments: Any) -> None:
+        """In the thread that stages."""
+        started = time.monotonic()
+        call(*arguments)
+        self._phases[phase] = self._phases.get(phase, 0.0) + time.monotonic() - started
 
     def _note_step(self, outputs: Any, made_at: Any, *rest: Any, **options: Any) -> Any:
         """`made_at`: by the engine's process, on the same clock."""

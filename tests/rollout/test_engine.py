@@ -1,10 +1,12 @@
 """A real vLLM engine against transformers, while its weights change and when they may not."""
 
 import asyncio
+import copy
 import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from engine_stack import (
     FIRST,
     LONG_PROMPT,
@@ -17,7 +19,8 @@ from engine_stack import (
 from tiny_models import load_model, make_model, snapshot_of
 
 from async_grpo.errors import WeightSyncError, WorkerError
-from async_grpo.types import VersionSpan
+from async_grpo.types import VersionSpan, WeightsDelta, WeightsVersion
+from async_grpo.weight_sync.delta import encode
 from async_grpo.weight_sync.layout import owner_of
 
 pytestmark = pytest.mark.integration
@@ -225,3 +228,28 @@ def test_weights_that_fail_while_they_are_loaded_break_the_engine(stack, monkeyp
     # Nothing was really loaded here: put the engine in order for the tests that follow.
     stack.run(stack.engine._llm.collective_rpc("discard_weight_update"))
     stack.run(stack.engine._llm.resume_generation())
+
+
+def test_what_has_changed_alone_brings_the_new_weights(stack):
+    third = WeightsVersion(0, 9)
+    old = dataclasses.replace(stack.snapshot(FIRST), is_base=True)
+    model = stack.models[third] = copy.deepcopy(stack.models[FIRST])
+    with torch.no_grad():
+        model.model.norm.weight.mul_(-2.0)
+    new = snapshot_of(model.named_parameters(), third.batches)
+    deltas = [
+        encode(n.data, o.data, item_bytes=4) for n, o in zip(new.buckets, old.buckets, strict=True)
+    ]
+    buckets = tuple(
+        dataclasses.replace(bucket, delta=WeightsDelta(delta, delta.nbytes))
+        for bucket, delta in zip(new.buckets, deltas, strict=True)
+    )
+    stack.load(old)
+    new = dataclasses.replace(new, buckets=buckets, delta_since=FIRST)
+    loaded = stack.load(new)
+    assert 0 < loaded.received_bytes < new.size_bytes / 100
+    (completion,) = stack.generate(num_samples=1)
+    assert stack.error_of(completion, third) <= TOLERANCE
+    assert stack.error_of(completion, FIRST) > 100 * TOLERANCE
+    stack.serve(FIRST)  # and whole ones are taken again
+    assert stack.error_of(stack.generate(num_samples=1)[0], FIRST) <= TOLERANCE

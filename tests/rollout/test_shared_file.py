@@ -28,6 +28,21 @@ def test_nothing_is_left_after_a_failure():
     assert not os.path.exists(path)
 
 
+def test_nothing_is_written_once_it_is_closed():
+    with SharedFile(4) as file:
+        file.write(np.arange(4, dtype=np.uint8), 0)
+    with pytest.raises(WeightSyncError, match="Bad file descriptor"):
+        file.write(np.arange(4, dtype=np.uint8), 0)
+
+
+def test_bytes_are_read_back_where_they_lie():
+    with SharedFile(6) as file:
+        file.write(np.arange(6, dtype=np.uint8), 0)
+        found = np.zeros(3, dtype=np.uint8)
+        file.read(found, 2)
+    assert found.tolist() == [2, 3, 4]
+
+
 def test_a_mapping_outlives_the_file():
     with SharedFile(4) as file:
         file.write(np.arange(4, dtype=np.uint8), 0)

@@ -36,6 +36,7 @@ class World:
         self.told = []  # (who, batches in the weights)
         self.snapshots = []  # of generation
         self.error_nats = error_nats
+        self.over_devices = []
 
     def publish(self, snapshot, roles, timeout_s):
         return {role: getattr(self, f"_{role}")(snapshot) for role in roles}
@@ -52,12 +53,17 @@ class World:
         main = object.__new__(MainRank)
         main.plan = SimpleNamespace(config=config, incarnation=INCARNATION)
         main.client, main.canary, main._newest = self, canary_tokens(PROMPTS), None
-        main._collected = None
+        main._collected, main._sender = None, self
         main._publisher, main.report = Publisher(), Absent()
         main.published_as = INCARNATION, torch.float32
         main._announcements = Announcements(main._publisher, on_synced=on_synced)
         main._references = ReferenceSchedule(config)
         return main
+
+    def send(self, client, snapshot, tensors, *, timeout_s):
+        """Over devices, whose tensors all ranks gather."""
+        self.told.append(("device", snapshot.version.batches))
+        self.over_devices.append({name: tensor.clone() for name, tensor in tensors})
 
     def _generation(self, snapshot):
         self.told.append(("generation", snapshot.version.batches))
@@ -82,13 +88,14 @@ class World:
         return PublishReport(snapshot.version, (WeightsAck("r", snapshot.version, 0.0, 0.0),), {})
 
 
-def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
+def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0, transport="object_store"):
     """Publish, change the weights, publish, change nothing, publish."""
     cluster.wait = lambda answer, *, timeout_s, who: answer
     cluster.put_bytes, cluster.export_reference = np.copy, lambda reference: reference
     cluster.import_reference = lambda exported: exported
     config = make_config(
         max_staleness=1,
+        weight_transport=transport,
         num_batches_per_ref_model_update=1,
         mixed_precision="no",
         kl_coefficient=0.1 if moves_reference else 0.0,
@@ -117,9 +124,9 @@ def publish_thrice(rank, *, tied, moves_reference=False, error_nats=0.0):
         weights.publish(batches)
         main.wait_announced()
         sent.append({n: p.full_tensor().detach().clone() for n, p in hf_named_parameters(policy)})
-    told = world.told, world.snapshots
     return {
-        "world": told, "reports": reports, "sent": sent, "forwards": forwards, "logged": records
+        "over_devices": world.over_devices, "world": (world.told, world.snapshots), "sent": sent,
+        "reports": reports, "forwards": forwards, "logged": records,
     }  # fmt: skip
 
 
@@ -165,6 +172,17 @@ def test_unchanged_weights_are_neither_scored_nor_gathered_again(tmp_path):
         second.size_bytes,
         0,
     ]
+
+
+def test_devices_get_what_all_ranks_gather_before_the_store_is_announced(tmp_path):
+    main, other = on_two_ranks(tmp_path, tied=True, transport="nccl")
+    told, _ = main["world"]
+    changed = [(who, batches) for batches in (0, 1) for who in ("device", "generation", "batcher")]
+    assert told == [*changed, ("generation", 2), ("batcher", 2)]
+    for sent, weights in zip(main["over_devices"], main["sent"], strict=False):
+        assert list(sent) == list(weights)
+        assert all(torch.equal(sent[name], weights[name]) for name in weights)
+    assert other["over_devices"] == []
 
 
 def test_the_reference_gets_its_weights_late(tmp_path):

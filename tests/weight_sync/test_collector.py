@@ -16,6 +16,7 @@ from async_grpo.training.fsdp import local_shards
 from async_grpo.types import WeightsVersion
 from async_grpo.weight_sync.buckets import unpack
 from async_grpo.weight_sync.collector import Collector
+from async_grpo.weight_sync.delta import patch
 from async_grpo.weight_sync.shards import Shards
 
 pytestmark = pytest.mark.integration
@@ -89,13 +90,30 @@ def all_of_it(rank, *, mesh_shape, tied):
         snapshot = collect(collector, policy, batches)
         num_own.append(len(collector._own))
     del snapshot
+    patched = with_deltas(policy, shards)
     collector.collect(local_shards(policy), version=WeightsVersion(3, 7)).wait()
     num_own.append(len(collector._own))
     kept = {key: data for key, (data, _) in first[0].items()}
     return {
         "snapshot": first[1], "held": kept, "expected": expected, "refused": refused,
-        "infinite": infinite, "num_own": num_own, "names": [n for n, _ in Shards.of(policy).shapes],
+        "infinite": infinite, "num_own": num_own, "patched": patched,
+        "all_held": {key: data for key, (data, _) in store.held.items()},
+        "names": [name for name, _ in Shards.of(policy).shapes],
     }  # fmt: skip
+
+
+def with_deltas(policy, shards):
+    """Two versions between which each rank moves one number."""
+    collector = Collector(
+        Shards.of(policy), device=CPU, dtype=torch.bfloat16, bucket_bytes=BUCKET_BYTES,
+        with_deltas=True,
+    )  # fmt: skip
+    snapshots = [collect(collector, policy, 1)]
+    moved = shards[0][:1].clone()
+    shards[0][:1] += 1.0
+    snapshots.append(collect(collector, policy, 2))
+    shards[0][:1] = moved
+    return snapshots
 
 
 @pytest.mark.parametrize(
@@ -127,3 +145,19 @@ def test_every_rank_stores_its_share_and_all_hear_of_a_failure(tmp_path, mesh_sh
             assert "did not take it" in rank["refused"] or len(mesh_shape) == 2
         assert f"{main['names'][5]!r} of version 3.3 is not" in rank["infinite"]
         assert rank["num_own"][-1] <= 2, "what rank 0 no longer has is let go of"
+    check_deltas(found, num_shards)
+
+
+def check_deltas(found, num_shards):
+    """The second version is the first with each rank's one number patched into it."""
+    held = {key: data for rank in found for key, data in rank["all_held"].items()}
+    first, second = found[0]["patched"]
+    assert (first.is_base, second.is_base) == (True, True)
+    assert first.delta_since is None and second.delta_since == first.version
+    assert all(bucket.delta is None for bucket in first.buckets)
+    sent = [bucket.delta.size_bytes for bucket in second.buckets]
+    assert 0 < sum(sent) <= 60 * num_shards, "one number a rank, and some on the way to it"
+    for old, new in zip(first.buckets, second.buckets, strict=True):
+        data = held[old.data].copy()
+        patch(data, held[new.delta.data], item_bytes=2)
+        assert np.array_equal(data, held[new.data])
