@@ -44,6 +44,13 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
         },
     ),
+    "31M": (
+        "llama",
+        {
+            "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536,
+            "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+        },
+    ),
     "7M": (
         "qwen3",
         {

@@ -78,6 +78,22 @@ def test_a_switch_takes_the_value_that_scripts_write_behind_it(arguments, with_c
     assert options == Options(some_path="True", with_care=with_care)
 
 
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("", "auto"),
+        ("--activation-checkpointing", "on"),
+        ("--activation-checkpointing --overwrite", "on"),
+        ("--activation_checkpointing True", "on"),
+        ("--activation-checkpointing false", "off"),
+        ("--activation-checkpointing=OFF", "off"),
+    ],
+)
+def test_what_was_a_switch_is_understood_as_one(typed, value):
+    arguments = ["--model-name-or-path", "m", "--data-path", "d", *typed.split()]
+    assert train.make_context("train", arguments).params["activation_checkpointing"] == value
+
+
 def test_none_is_what_an_option_says_it_is_and_nothing_elsewhere():
     _, options = parse("--some-path", "None", "--limit", "None", "--dump=None")
     assert options == Options(some_path="None", limit=0, dump="")

@@ -27,6 +27,7 @@ from async_grpo.model.collate import collate, collate_pairs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import iter_full_tensors, shard
 from async_grpo.training.held_out import HeldOutPairs
+from async_grpo.training.host_optimizer import HostAdamW
 from async_grpo.training.learner import Learner
 from async_grpo.training.mesh import make_mesh
 from async_grpo.training.ranks import Ranks
@@ -152,7 +153,17 @@ def one_step(rank, *, rounds=usual_rounds, tied=True, dtype=torch.float32, **opt
         "result": result,
         "parameters": whole(policy),
         "reduced": reduced,  # before the step ended
+        "held": held_bytes(step, policy),
     }
+
+
+def held_bytes(step, policy):
+    """What the rank holds of masters, gradients and moments after a step, where it computes."""
+    optimizer = step.optimizer
+    moments = [] if isinstance(optimizer, HostAdamW) else optimizer.state.values()
+    held = [parameter for parameter in policy.parameters()] * 2  # with a gradient of each
+    held += [state[name] for state in moments for name in ("exp_avg", "exp_avg_sq")]
+    return sum(tensor.to_local().nbytes for tensor in held)
 
 
 def partitions(rank, *, config):

@@ -26,9 +26,11 @@ from oracle import oracle_gradient, relative_difference, tiny_config, tiny_model
 from ranks import run_ranks
 from test_held_out import oracle_loss
 
+from async_grpo.devices.bill import Training, trainer_bill
 from async_grpo.model.collate import collate
 from async_grpo.model.loading import load_policy
 from async_grpo.model.policy import PolicyModel
+from async_grpo.model.size import model_shape
 from async_grpo.training.fsdp import compute_dtype
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE
@@ -108,6 +110,27 @@ def test_groups_of_shards_and_memory_of_hosts_give_the_oracle_s_gradient(scenari
     """Sums over both dimensions of the mesh: a mean over replicas would be half of it."""
     tolerance = F64 if "f64" in scenario else F32
     assert_equals_oracle(ran[scenario], tied="untied" not in scenario, tolerance=tolerance)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("scenario", "options"),
+    [
+        ("tied", {}),
+        ("hybrid tied", {"hybrid": True}),
+        ("host optimizer", {"offload": "optimizer"}),
+        ("host optimizer hybrid f64", {"offload": "optimizer", "hybrid": True, "size": 2}),
+    ],
+)
+def test_a_rank_holds_what_its_bill_says(scenario, options, ran):
+    num_ranks = len(ran[scenario])
+    groups = 2 if options.get("hybrid") and num_ranks > 1 else 1
+    training = Training(shard_ranks=num_ranks // groups, offload=options.get("offload", "none"))
+    bill = trainer_bill(model_shape(PolicyModel(tiny_model(tied=True))), training)
+    names = ("master weights", "gradients", "AdamW's moments")
+    billed = sum(line.num_bytes for line in bill.lines if line.name in names and not line.on_host)
+    for rank in ran[scenario]:
+        assert rank["held"] == pytest.approx(billed * options.get("size", 1), rel=0.15)
 
 
 @pytest.mark.integration

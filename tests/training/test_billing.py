@@ -1,0 +1,57 @@
+"""What a rank says of its memory at the start, and what follows from it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import tiny_model
+
+from async_grpo.config.train import TrainConfig
+from async_grpo.model.policy import PolicyModel
+from async_grpo.training import billing
+
+
+@pytest.fixture
+def sharded(monkeypatch):
+    """The options with which the policy would be sharded."""
+    options = {}
+    monkeypatch.setattr(billing, "shard", lambda *_, **given: options.update(given))
+    return options
+
+
+def shard_with(free, monkeypatch, *, others=0, **options):
+    monkeypatch.setattr(billing, "free_bytes", lambda device, share: free)
+    ranks = SimpleNamespace(
+        device=torch.device("cpu"),
+        mesh=SimpleNamespace(size=lambda dim: 2),
+        agree=lambda mine: max(mine, others),
+    )
+    config = TrainConfig(model_name_or_path="m", data_path="d", max_staleness=1, **options)
+    billing.shard_as_billed(PolicyModel(tiny_model(tied=True)), config, ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "others", "is_on"),
+    [
+        ({}, 1 << 40, 0, False),
+        ({}, 1 << 20, 0, True),
+        ({}, 1 << 40, 1, True),  # another rank has less
+        ({"activation_checkpointing": "off"}, 1 << 20, 1, False),
+        ({"activation_checkpointing": "on"}, 1 << 40, 0, True),
+    ],
+)
+def test_checkpointing_follows_the_bill_unless_it_is_given(
+    options, free, others, is_on, sharded, monkeypatch
+):
+    shard_with(free, monkeypatch, others=others, **options)
+    assert sharded["activation_checkpointing"] is is_on
+
+
+def test_the_bill_is_logged_and_what_does_not_fit_has_a_remedy(sharded, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    shard_with(1 << 20, monkeypatch, offload="parameters")
+    assert sharded["offload"] is True
+    assert "master weights in the host: 4 P / 2 ranks" in caplog.text
+    assert (
+        "minibatches of --max-tokens-per-gpu 16384, and 0.0 GiB are free: lower it" in caplog.text
+    )
