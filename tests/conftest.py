@@ -18,7 +18,9 @@ ONE_ENGINE = (
     "tests/rollout/test_updates_in_flight.py",
     "tests/rollout/test_missed_updates.py",
 )
-ROOMS = ("training", "batching", "algorithms", "environments", "chat", "gateway", "telemetry")
+ROOMS = (
+    "training", "model", "batching", "algorithms", "environments", "chat", "gateway", "telemetry",
+)  # fmt: skip
 sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 
 gc.disable()  # until all is imported: a third of the time that collecting the tests takes
