@@ -90,8 +90,9 @@ class Stack:
         return self.publisher.pack(model.named_parameters(), version=version)
 
     def announce(self, snapshot):
-        tensors = self.models[snapshot.version].named_parameters()
-        self.sender.send(self.client, snapshot, iter(tensors), timeout_s=TIMEOUT_S / 2)
+        parameters = self.models[snapshot.version].named_parameters()
+        tensors = ((name, parameter.detach()) for name, parameter in parameters)
+        self.sender.send(self.client, snapshot, tensors, timeout_s=TIMEOUT_S / 2)
         reports = self.publisher.announce(
             self.client, snapshot, roles=("generation",), timeout_s=TIMEOUT_S / 2
         )
