@@ -81,9 +81,8 @@ def _check_model(config: WorkerConfig) -> None:
     stated = stated_positions(folder)
     if config.role == GENERATION and stated is not None and config.max_model_len > stated:
         raise ConfigError(
-            f"--max-model-len must not exceed {stated} positions of the model (of LongRoPE: its "
-            "original ones, for beyond them engine and trainer would be different models), got "
-            f"{config.max_model_len}: lower it, or leave it out"
+            f"--max-model-len must not exceed the {stated} positions of the model, got "
+            f"{config.max_model_len}: lower it, or leave it out (docs/models.md on LongRoPE)"
         )
 
 
