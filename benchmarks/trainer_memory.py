@@ -101,11 +101,10 @@ LOADS = tuple(
 )
 ON, OFF = ("activation_checkpointing", "on"), ("activation_checkpointing", "off")
 TRAINED = (
-    Case("135M", 1, num_tokens=1024, options=(OFF,)),
-    Case("135M", 1, num_tokens=4096, options=(ON,)),
-    Case("135M", 2, num_tokens=768, options=(OFF,)),
-    Case("135M", 2, num_tokens=768, options=(OFF, ("fsdp_sharding_strategy", "SHARD_GRAD_OP"))),
-    Case("135M", 2, num_tokens=768, options=(ON, ("defer_gradient_sync", True))),
+    Case("31M", 1, num_tokens=1024, options=(OFF,)),
+    Case("31M", 1, num_tokens=2048, options=(ON,)),
+    Case("31M", 2, num_tokens=1024, options=(OFF, ("fsdp_sharding_strategy", "SHARD_GRAD_OP"))),
+    Case("31M", 2, num_tokens=1024, options=(ON, ("defer_gradient_sync", True))),
 )
 QUICK = (Case("7M", 1, num_tokens=512, options=(OFF,)), Case("7M", 2))
 

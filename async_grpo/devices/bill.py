@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 FLOAT32 = 4
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class Bill:
     def in_words(self) -> str:
         """A line each, for the log."""
         rows = [
-            f"  {line.num_bytes / GIB:8.2f} GiB  {line.name}"
+            f"  {line.num_bytes / MIB:9,.1f} MiB  {line.name}"
             f"{' in the host' if line.on_host else ''}: {line.formula}"
             for line in self.lines
             if line.num_bytes
         ]
-        return "\n".join((f"memory of {self.who}: {self.total / GIB:.2f} GiB", *rows))
+        return "\n".join((f"memory of {self.who}: {self.total / MIB:,.1f} MiB", *rows))
 
 
 def trainer_bill(model: ModelShape, training: Training) -> Bill:
