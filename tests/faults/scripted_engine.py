@@ -48,6 +48,7 @@ class Loaded:
     kept_tokens: int = 0
     canary: tuple[NDArray[np.float32], ...] = ()
     canary_problem: str = ""
+    received_bytes: int = 0
 
 
 class Engine:
@@ -60,6 +61,7 @@ class Engine:
         facts = json.loads((Path(config.model_path) / "config.json").read_text())
         self.vocab_size: int = facts["vocab_size"]
         self.max_model_len: int = config.max_model_len or facts["max_position_embeddings"]
+        self.max_num_seqs: int = config.capacity
         self._random = np.random.default_rng(os.getpid())
         self._version: WeightsVersion | None = None
 
