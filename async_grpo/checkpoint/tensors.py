@@ -39,7 +39,7 @@ from async_grpo.model.policy import hf_named_parameters
 from async_grpo.training.fsdp import reshard
 from async_grpo.training.host_optimizer import moments_of
 from async_grpo.training.learner import Learner
-from async_grpo.training.mesh import host_mesh
+from async_grpo.training.mesh import as_shard
 
 FILE_BYTES = 1 << 30  # one file's worth of shards is serialised in memory at a time
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -73,16 +73,7 @@ class Staging:
                 local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda
             )
         buffer = self._buffers[name].copy_(local, non_blocking=True)
-        if not isinstance(tensor, DTensor):
-            return buffer
-        return DTensor.from_local(
-            buffer,
-            host_mesh(tensor.device_mesh),
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        return as_shard(buffer, tensor)
 
 
 def save_tensors(tensors: Tensors, folder: Path, *, group: dist.ProcessGroup) -> dict[str, str]:

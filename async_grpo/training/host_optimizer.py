@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from async_grpo.training.mesh import host_mesh
+from async_grpo.training.mesh import as_shard
 
 
 class HostAdamW:
@@ -61,16 +61,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """Room in this host's memory for a tensor, or for this rank's shard of one."""
     local = _local(tensor.detach())
     held = torch.zeros(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
-    if not isinstance(tensor, DTensor):
-        return held
-    return DTensor.from_local(
-        held,
-        host_mesh(tensor.device_mesh),
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return as_shard(held, tensor)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from async_grpo.errors import ConfigError
 
@@ -39,3 +41,17 @@ def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.device_type == "cpu":
         return mesh
     return init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+
+
+def as_shard(held: Tensor, tensor: Tensor) -> Tensor:
+    """`held`, in this host's memory, in the place of `tensor` or of this rank's shard of it."""
+    if not isinstance(tensor, DTensor):
+        return held
+    return DTensor.from_local(
+        held,
+        host_mesh(tensor.device_mesh),
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
