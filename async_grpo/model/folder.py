@@ -34,7 +34,7 @@ class ModelFacts:
 
     path: str
     vocab_size: int  # rows of the embedding: every legal token id is below
-    max_positions: int  # longest prompt + output, in tokens; of LongRoPE, its original length
+    max_positions: int  # longest prompt + output, in tokens, of which engine and trainer agree
     stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
     tokenizer_hash: str  # of what it encodes: `encoding_hash`
 
@@ -210,7 +210,7 @@ def stated_positions(folder: Path) -> int | None:
 def _positions(look_up: Callable[[str], object]) -> int | None:
     values = [*map(look_up, POSITIONS)]
     stated = next((value for value in values if isinstance(value, int) and value > 0), None)
-    limits = (stated, _before_longrope(look_up))
+    limits = (stated, _before_longrope(look_up), _within_window(look_up))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -224,6 +224,15 @@ def _before_longrope(look_up: Callable[[str], object]) -> int | None:
         return None
     original = rope.get(ORIGINAL) or look_up(ORIGINAL)
     return original if isinstance(original, int) else None
+
+
+def _within_window(look_up: Callable[[str], object]) -> int | None:
+    """The window of Cohere 2's sliding layers; None for other models.
+
+    Beyond it vLLM's sliding layers see one token more than the trainer's.
+    """
+    window = look_up("sliding_window")
+    return window if look_up("model_type") == "cohere2" and isinstance(window, int) else None
 
 
 def _max_positions(config: PreTrainedConfig, path: str) -> int:

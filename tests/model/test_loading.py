@@ -110,6 +110,11 @@ def test_a_defect_is_named_in_one_sentence(folder, defect):
             '{"rope_type": "longrope", "original_max_position_embeddings": 300}}',
             300,
         ),
+        (
+            '{"model_type": "cohere2", "max_position_embeddings": 900, "sliding_window": 400}',
+            400,
+        ),
+        ('{"model_type": "mistral", "max_position_embeddings": 900, "sliding_window": 400}', 900),
         ("[1]", None),
         ("{", None),
     ],

@@ -30,6 +30,10 @@ def make_model(folder, *, tied, hidden_size=64, vocab_size=128):
     )
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+def save_tokenizer(folder):
     words = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     words.decoder = decoders.Fuse()
