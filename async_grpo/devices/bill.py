@@ -1,4 +1,4 @@
-"""What a trainer's rank and an engine hold in memory, line by line, before it is there. Pure.
+"""What a trainer's rank holds in memory, line by line, before it is there. Pure.
 
     held          masters, gradients, moments, gathered weights: all the time
     activations   from the forward of a minibatch to its backward pass
@@ -101,29 +101,6 @@ def with_checkpointing_if_needed(
     """The same with `checkpointing` only where its bill is more than `free_bytes` without."""
     plain = replace(training, checkpointing=False)
     return replace(plain, checkpointing=trainer_bill(model, plain).total > free_bytes)
-
-
-def engine_bill(
-    model: ModelShape,
-    *,
-    tensor_parallel: int = 1,
-    weight_bytes: int = 2,
-    cache_bytes: int = 0,
-    cache_tokens: int = 0,
-    held_tokens: int = 0,
-) -> Bill:
-    """Of one rank of an engine: `cache_bytes` are given, or follow from `cache_tokens`."""
-    a_token = 2 * model.num_layers * model.key_width * weight_bytes
-    cache = cache_bytes or ceil(cache_tokens * a_token / tensor_parallel)
-    weights = ceil(model.num_parameters * weight_bytes / tensor_parallel)
-    return Bill(
-        "an engine's rank",
-        (
-            Line("weights", weights, f"{weight_bytes} P / {tensor_parallel} ranks"),
-            Line("keys and values", cache, f"2 L K {weight_bytes} = {a_token} bytes a token"),
-            Line("outputs held", 16 * held_tokens, "16 bytes a token", on_host=True),
-        ),
-    )
 
 
 def _held(model: ModelShape, training: Training) -> Sequence[Line]:

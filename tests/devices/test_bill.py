@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from async_grpo.devices.bill import (
     ModelShape,
     Training,
-    engine_bill,
     layer_token_bytes,
     trainer_bill,
     with_checkpointing_if_needed,
@@ -98,10 +97,3 @@ def test_more_tokens_fewer_ranks_and_whole_gradients_never_cost_less(training):
 def test_norms_of_heads_are_counted():
     plain, normed = (layer_token_bytes(replace(SEVEN_B, norms_heads=n), 2) for n in (False, True))
     assert normed - plain == (3584 + 512) * 6
-
-
-def test_an_engine_s_weights_and_cache_are_divided_by_its_ranks():
-    bill = engine_bill(SEVEN_B, tensor_parallel=2, cache_tokens=10_000, held_tokens=100)
-    assert line(bill, "weights") == SEVEN_B.num_parameters
-    assert line(bill, "keys and values") == 10_000 * 2 * 28 * 512 * 2 // 2
-    assert bill.on_host == 1600
