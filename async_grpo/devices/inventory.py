@@ -9,15 +9,16 @@ import os
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError
 
 QUERY = "--query-gpu=index,uuid,name,memory.total,driver_version"
-DEVICE_FILE = Path("/dev/nvidia0")
+DEVICE_FILES = "/dev/nvidia[0-9]*"  # a container may be given any of them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+HIDES_ALL = ("-1", "NoDevFiles")  # as CUDA and Slurm write it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +60,24 @@ class Inventory:
 def ask_driver() -> str:
     """A line a device, as `QUERY` has it; empty where there is neither driver nor device."""
     command = ("nvidia-smi", QUERY, "--format=csv,noheader,nounits")
+    files = sorted(glob(DEVICE_FILES))
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=deadlines.DRIVER_ANSWER_S
         )
     except FileNotFoundError:
-        if not DEVICE_FILE.exists():
+        if not files:
             return ""
         problem = "is not installed"
     except subprocess.TimeoutExpired:
         problem = f"did not answer within {deadlines.DRIVER_ANSWER_S:g} s"
     else:
-        if not done.returncode or not DEVICE_FILE.exists():
+        if not done.returncode or not files:
             return "" if done.returncode else done.stdout
         problem = f"failed: {(done.stdout or done.stderr).strip().splitlines()[0]}"
+    found = f"{files[0]} is there, but " if files else ""
     raise ConfigError(
-        f"{DEVICE_FILE} is there, but nvidia-smi {problem}: mend the driver (in a container, "
+        f"{found}nvidia-smi {problem}: mend the driver (in a container, "
         "NVIDIA_DRIVER_CAPABILITIES must hold compute,utility), or hide the devices with "
         f"{VISIBLE}="
     )
@@ -96,7 +99,8 @@ def read_inventory(
 ) -> Inventory:
     """The devices that `environ` lets a process use; none where torch is built for CPUs.
 
-    Raises `ConfigError` for devices whose driver does not answer.
+    Raises `ConfigError` for devices whose driver does not answer, and for names that hide all of
+    them without being meant to.
     """
     if not environ.get(VISIBLE, "all"):
         return Inventory()
@@ -108,6 +112,12 @@ def read_inventory(
     devices = visible(listed, environ.get(VISIBLE))
     if (torch_build() if torch is None else torch).endswith("+cpu"):
         return Inventory(num_unused=len(devices))
+    if listed and not devices and environ[VISIBLE].strip() not in HIDES_ALL:
+        raise ConfigError(
+            f"{VISIBLE} must begin with a device of this machine, by number (0 to "
+            f"{len(listed) - 1}) or uuid, got {environ[VISIBLE]!r}: correct it, or leave it empty "
+            "to use the CPU; a MIG slice is not taken"
+        )
     return Inventory(devices, "".join(drivers))
 
 

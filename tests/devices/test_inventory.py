@@ -28,12 +28,22 @@ def test_devices_are_read_with_their_driver():
     ("names", "indices"),
     [
         ("4,5", [4, 5]), ("5,4", [5, 4]), ("GPU-2aaa", [2]), ("GPU-2, 1", [2, 1]),
-        ("1,9,2", [1]), ("-1", []), ("1,", [1]),
+        ("1,9,2", [1]), ("-1", []), ("NoDevFiles", []), ("1,", [1]),
     ],
 )  # fmt: skip
 def test_hidden_devices_are_no_part_of_it(names, indices):
     found = read({"CUDA_VISIBLE_DEVICES": names})
     assert [device.index for device in found.devices] == indices
+
+
+@pytest.mark.parametrize("names", ["8", "MIG-GPU-1aaa/1/0", "gpu0", ","])
+def test_names_of_no_device_here_are_no_cpu_run(names):
+    with pytest.raises(
+        ConfigError, match=rf"must begin with a .* \(0 to 7\) or uuid, got '{names}'"
+    ):
+        read({"CUDA_VISIBLE_DEVICES": names})
+    assert read({"CUDA_VISIBLE_DEVICES": names}, text="") == Inventory()
+    assert read({"CUDA_VISIBLE_DEVICES": names}, torch="2.13.0+cpu") == Inventory()
 
 
 def test_a_machine_without_devices_or_with_hidden_ones_is_not_asked_further():
@@ -62,8 +72,9 @@ def machine(tmp_path, monkeypatch):
             program = tmp_path / "nvidia-smi"
             program.write_text(f"#!/bin/sh\n{script}\n")
             program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        (tmp_path / "nvidia0").touch()
-        monkeypatch.setattr(inventory, "DEVICE_FILE", tmp_path / "nvidia0")
+        for name in ("nvidia3", "nvidiactl"):  # as in a container that was given one of eight
+            (tmp_path / name).touch()
+        monkeypatch.setattr(inventory, "DEVICE_FILES", f"{tmp_path}/nvidia[0-9]*")
         monkeypatch.setenv("PATH", str(tmp_path), prepend=None)
 
     return make
@@ -77,7 +88,7 @@ def test_the_program_is_asked_for_what_is_read(machine):
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (None, "nvidia-smi is not installed"),
+        (None, "nvidia3 is there, but nvidia-smi is not installed"),
         ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
          "nvidia-smi failed: Failed to initialize NVML: Driver/library version mismatch"),
         ("exec sleep 60", "did not answer within 0.2 s"),

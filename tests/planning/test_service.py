@@ -1,4 +1,4 @@
-"""The simulation of benchmarks/scaling equals what can be worked out by hand, and loses nothing."""
+"""The simulation equals what can be worked out by hand, and loses nothing."""
 
 import asyncio
 import dataclasses
@@ -6,16 +6,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.scaling import clock, hardware
-from benchmarks.scaling.engine import Engine, EngineRates
-from benchmarks.scaling.scenario import (
+from async_grpo.planning import clock
+from async_grpo.planning.engine import Engine, EngineRates
+from async_grpo.planning.scenario import (
     ControlCosts,
     Scenario,
     SyncRates,
     TrainerRates,
     heavy_tail,
 )
-from benchmarks.scaling.service import mean, ours, simulate, whatever_there_is, whole_batch
+from async_grpo.planning.service import mean, ours, simulate, whatever_there_is, whole_batch
+from benchmarks.scaling import hardware
 from benchmarks.scripted_staleness import EVEN, scripted_figures
 
 LENGTH, PROMPT = 100, 20

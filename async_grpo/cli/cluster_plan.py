@@ -1,0 +1,111 @@
+"""Which workers of a run's file go to which node of a cluster. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from async_grpo.cli.local_plan import plan_on
+from async_grpo.cli.local_run import LocalRun
+from async_grpo.devices.placement import Seat
+from async_grpo.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster, with what nobody holds there."""
+
+    node_id: str
+    host: str
+    devices: int
+    cpus: float  # each worker takes one
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """What one dispatcher starts on one node."""
+
+    worker: int  # which [[worker]] table
+    node: Node
+    count: int
+    share: float = 1.0  # of each of its devices
+
+
+def dispatches(run: LocalRun, nodes: Sequence[Node]) -> list[Dispatch]:
+    """A dispatcher for each table, on as many nodes as its workers need; `nodes[0]` has the ranks.
+
+    Workers take whole nodes' devices from the last node back, those without a device the CPUs of
+    the first node that has some left. Raises `ConfigError` when devices do not suffice.
+    """
+    if len(nodes) == 1:
+        counts = enumerate(config.num_workers for config in run.workers)
+        return [Dispatch(worker, nodes[0], count) for worker, count in counts]
+    has_devices = any(node.devices for node in nodes)
+    on_devices = [*_on_devices(run, nodes)] if has_devices else []
+    placed = {each.worker for each in on_devices}
+    cpus = {node.node_id: node.cpus for node in nodes}
+    for each in on_devices:
+        cpus[each.node.node_id] -= each.count
+    rest = [number for number in range(len(run.workers)) if number not in placed]
+    others = [each for number in rest for each in _on_cpus(run, number, nodes, cpus)]
+    return sorted([*on_devices, *others], key=lambda each: each.worker)
+
+
+def _on_devices(run: LocalRun, nodes: Sequence[Node]) -> Iterator[Dispatch]:
+    if not nodes[0].devices:  # its ranks take devices of which Ray was not told
+        run = replace(run, num_ranks=0)
+    found = plan_on([node.devices for node in nodes], run)
+    seats = iter(found.seats)
+    ranks, *others = found.placed
+    if strays := [seat for _, seat in zip(range(ranks.count), seats, strict=False) if seat.node]:
+        raise ConfigError(
+            f"the trainer's {ranks.count} ranks must be on this machine, which has "
+            f"{nodes[0].devices} free devices, {len(strays)} too few: lower --nproc-per-node, "
+            "launch it on another node, or start the ranks with torchrun (docs/cluster.md)"
+        )
+    with_devices = [number for number, each in enumerate(run.workers) if each.num_devices]
+    for number, demand in zip(with_devices, others, strict=True):
+        own = [next(seats) for _ in range(demand.count)]
+        yield from _by_node(number, own, nodes)
+
+
+def _by_node(number: int, seats: Sequence[Seat], nodes: Sequence[Node]) -> Iterator[Dispatch]:
+    for index, node in enumerate(nodes):
+        if here := [seat for seat in seats if seat.node == index]:
+            yield Dispatch(number, node, len(here), here[0].share)
+
+
+def _on_cpus(
+    run: LocalRun, number: int, nodes: Sequence[Node], cpus: dict[str, float]
+) -> Iterator[Dispatch]:
+    """`cpus`: what is left of each node, which is taken; who finds none is told so at the first."""
+    left = run.workers[number].num_workers
+    for node in nodes:
+        count = min(left, int(cpus[node.node_id]))
+        if count > 0:
+            cpus[node.node_id] -= count
+            left -= count
+            yield Dispatch(number, node, count)
+    if left:
+        yield Dispatch(number, nodes[0], left)
+
+
+def in_words(run: LocalRun, found: Sequence[Dispatch]) -> str:
+    """A sentence for people.
+
+    >>> from types import SimpleNamespace
+    >>> run = SimpleNamespace(workers=[SimpleNamespace(role="generation")])
+    >>> in_words(run, [Dispatch(0, Node("a", "10.0.0.2", 8, 8), 8)])
+    '8 generation on 10.0.0.2'
+    """
+    told = (f"{each.count} {run.workers[each.worker].role} on {each.node.host}" for each in found)
+    return ", ".join(told)
+
+
+def with_share(run: LocalRun, each: Dispatch) -> LocalRun:
+    """The run with a dispatcher's share of its table, for its command line."""
+    config = replace(run.workers[each.worker], num_workers=each.count)
+    if config.num_devices:
+        config = replace(config, gpus_per_worker=each.share)
+    before, after = run.workers[: each.worker], run.workers[each.worker + 1 :]
+    return replace(run, workers=(*before, config, *after))

@@ -1,0 +1,210 @@
+"""`async-grpo plan run.toml`: memory, time and the best split of a run, before it is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
+from async_grpo.cli.options import CONTEXT
+from async_grpo.errors import ConfigError, ModelError
+from async_grpo.roles import ENVIRONMENT, VERIFIER
+
+if TYPE_CHECKING:
+    from async_grpo.planning.asked import Asked
+    from async_grpo.planning.kinds import Fleet
+    from async_grpo.planning.measured import Run
+    from async_grpo.planning.page import Plan
+
+ASSUMED_LONGEST = 32_768
+
+
+@click.command("plan", context_settings={**CONTEXT, "ignore_unknown_options": True})
+@click.argument("file", metavar="FILE")
+@click.argument("train_options", metavar="[TRAIN OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--devices", default="", metavar="N|8,8|16xH200", show_default="this machine's",
+              help="devices that it may have: how many, of each machine, their kind")  # fmt: skip
+@click.option("--rates", default="", metavar="FILE",
+              help="TOML of speeds that you know, in tables as --json shows them")  # fmt: skip
+@click.option("--from-run", multiple=True, metavar="RUN",
+              help="folder of an earlier run of `launch`: its speeds and lengths")  # fmt: skip
+@click.option("--output-tokens", type=click.FloatRange(0), default=0.0, metavar="MEAN",
+              show_default="--from-run's, or assumed", help="mean output in tokens")  # fmt: skip
+@click.option("--prompt-tokens", type=click.IntRange(0), default=0, metavar="MEAN",
+              show_default="--from-run's, or 200", help="mean prompt in tokens")  # fmt: skip
+@click.option("--shape-of", default="", metavar="MODEL",
+              help="model whose sizes stand for one that is not here yet")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
+@command_boundary()
+def plan(*, file: str, train_options: Sequence[str], as_json: bool, **options: Any) -> None:
+    """Say what the run of FILE would take on some devices, and how best to share them.
+
+    The bill of memory of every role with its formulas; the time of a gradient step by its parts,
+    what bounds it, and what staleness would change; the split of the devices with the most samples
+    a second. The run is simulated: nothing of it is started, and no device is needed.
+
+    \b
+    e.g. examples/qwen_7b.toml --devices 16xH100
+    """
+    found = plan_of(_read(file, train_options), **options)
+    from async_grpo.planning.page import in_words
+
+    click.echo(as_text(found) if as_json else in_words(found))
+
+
+def plan_of(
+    run: LocalRun,
+    *,
+    devices: str = "",
+    rates: str = "",
+    from_run: Sequence[str] = (),
+    output_tokens: float = 0.0,
+    prompt_tokens: int = 0,
+    shape_of: str = "",
+) -> Plan:
+    """The plan of a run; raises `ConfigError` or `ModelError` for what cannot be planned."""
+    from async_grpo.planning.bills import bills_of
+    from async_grpo.planning.fits import check_fits
+    from async_grpo.planning.page import Plan
+    from async_grpo.planning.planner import Known, lengths_of, work_of
+    from async_grpo.planning.search import search
+
+    asked = asked_of(run, _fleet(devices), shape_of=shape_of)
+    check_fits(asked)
+    known = Known(
+        runs=tuple(_earlier(name, asked, shape_of) for name in from_run), given=_tables(rates),
+        file=rates,
+    )  # fmt: skip
+    lengths = lengths_of(asked, known, output_tokens=output_tokens, prompt_tokens=prompt_tokens)
+    work = work_of(asked, known, lengths)
+    found = search(work, asked)
+    best = work(found.best.split)
+    return Plan(
+        asked=asked,
+        bills=bills_of(asked, found.best.split),
+        rates=best.rates,
+        lengths=best.lengths,
+        contributing=best.contributing,
+        found=found,
+    )
+
+
+def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
+    """A run with the sizes of its models."""
+    from async_grpo.planning.asked import Asked
+    from async_grpo.planning.folders import read_positions, read_shape
+
+    with_model = {
+        number: each
+        for number, each in enumerate(run.workers)
+        if each.mode not in (VERIFIER, ENVIRONMENT) and not each.judge_url
+    }
+    return Asked(
+        train=run.train,
+        workers=run.workers,
+        num_ranks=run.num_ranks,
+        model=read_shape(run.train.model_name_or_path, instead=shape_of),
+        worker_models={
+            number: read_shape(each.model_path, instead=shape_of)
+            for number, each in with_model.items()
+        },
+        longest={
+            number: each.max_model_len or read_positions(each.model_path) or ASSUMED_LONGEST
+            for number, each in with_model.items()
+        },
+        fleet=fleet,
+        host_bytes=_host_bytes() if not fleet.num_devices else 0,
+    )
+
+
+def as_text(found: Plan) -> str:
+    """The plan for machines."""
+    from async_grpo.planning.page import assumptions, phases, settings, what_bounds
+
+    rates = dataclasses.asdict(found.rates)
+    content = {
+        "devices": str(found.asked.fleet),
+        "parameters": found.asked.model.num_parameters,
+        "bills": [
+            {"role": each.role, "count": each.count, "room": each.room,
+             "total": each.bill.total, "on_host": each.bill.on_host,
+             "lines": [dataclasses.asdict(line) for line in each.bill.lines]}
+            for each in found.bills
+        ],
+        "phases": [dataclasses.asdict(each) for each in phases(found)],
+        "bound": what_bounds(found),
+        "best": dataclasses.asdict(found.best),
+        "as_asked": dataclasses.asdict(found.found.as_asked) if found.found.as_asked else None,
+        "staleness": [dataclasses.asdict(each) for each in found.found.curve],
+        "splits": [dataclasses.asdict(each) for each in found.found.tried],
+        "settings": settings(found),
+        "rates": rates,
+        "assumptions": [*assumptions(found)],
+    }  # fmt: skip
+    return json.dumps(content, indent=1)
+
+
+def _read(file: str, options: Sequence[str]) -> LocalRun:
+    """As `launch` reads it."""
+    return read_run(**options_of_run(launch.make_context("launch", [file, *options]).params))
+
+
+def _fleet(text: str) -> Fleet:
+    """What was typed, or this machine's devices, or its cores."""
+    from async_grpo.devices.inventory import read_inventory
+    from async_grpo.planning.kinds import CPU, KINDS, Fleet, fleet_of
+
+    if text:
+        return fleet_of(text)
+    names = [each.name for each in read_inventory().devices]
+    kind = next((kind for kind in KINDS if any(kind in name for name in names)), "")
+    if names:
+        return fleet_of(f"{len(names)}", kind=kind)
+    return Fleet((), CPU, num_cores=len(os.sched_getaffinity(0)))
+
+
+def _tables(file: str) -> dict[str, Any]:
+    """Of --rates."""
+    if not file:
+        return {}
+    try:
+        return tomllib.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--rates {file} cannot be read as TOML: {error}") from None
+
+
+def _earlier(folder: str, asked: Asked, shape_of: str) -> Run:
+    """A run that `launch` has made, of the same model."""
+    from async_grpo.planning.measured import Run, read_lengths, read_rows
+
+    file = Path(folder) / RUN_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"--from-run {folder} has no {RUN_FILE}, which says how it was shared out: name a run "
+            "of `async-grpo launch`"
+        )
+    run = _read(str(file), ())
+    earlier = asked_of(run, asked.fleet, shape_of=shape_of)
+    if earlier.model != asked.model:
+        raise ModelError(
+            f"--from-run {folder} must have trained a model of the same sizes, it has "
+            f"{earlier.model.num_parameters:,} parameters and {run.train.model_name_or_path}, this "
+            f"one {asked.model.num_parameters:,}: leave it out, or give --rates"
+        )
+    rows = read_rows(Path(folder))
+    dump = run.train.dump_samples_filename
+    lengths = read_lengths(Path(folder), rows, dump=dump)
+    return Run(name=folder, asked=earlier, rows=rows, lengths=lengths)
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,10 @@
+"""What a run takes, before it is started: memory of every role, time of a step, who gets devices.
+
+    shapes ─▶ bills      what each role holds, a line and a formula each
+    shapes ─▶ rates      how fast each role is: given, measured in earlier runs, or of peaks
+    rates  ─▶ service    the run on a virtual clock: what decides is the service's own admission,
+                         balancer, ledger, rounds and packing; what takes time is a rate
+    service ─▶ search    which split of the devices, and which staleness
+
+docs/planning.md says what is assumed, docs/scaling.md what is simulated.
+"""

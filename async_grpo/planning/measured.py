@@ -1,0 +1,251 @@
+"""Rates and lengths from the files that earlier runs have left. Pure, but for reading them.
+
+First speeds follow from the rows by least squares; then each run is simulated itself, and speeds
+are corrected until its simulation is busy for as long as the run was. What a run's processes lost
+by sharing cores is in that simulation too, and so not in the rates.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from async_grpo.batching.packing import estimate_cost
+from async_grpo.checkpoint.run_folder import METRICS_FILE
+from async_grpo.errors import ConfigError
+from async_grpo.planning.asked import Asked
+from async_grpo.planning.lengths import Lengths, seen_lengths
+from async_grpo.planning.prediction import Work, predict, slower_engine, slower_trainer
+from async_grpo.planning.rates import Rates
+
+FIRST_ROW = 2  # those before pay for the start: compiling, filling the window
+LEAST_ROWS = 3
+MAX_SAMPLES = 20_000  # whose lengths are read, the newest
+CORRECTIONS, CLOSE = 12, 0.01  # times that speeds are corrected, and a share that is near enough
+PRIOR_SEQS = 20.0  # sequences that cost an engine's step as much as its constant, where runs do not
+PRIOR_WEIGHT = 0.1  # tell the two apart
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a run did in a gradient step, on average; seconds of one."""
+
+    step_s: float
+    generating_s: float
+    scoring_s: float
+    training_s: float
+    gathering_s: float
+    sync_s: float
+    pause_s: float
+    contributing: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """An earlier run."""
+
+    name: str
+    asked: Asked
+    rows: tuple[Row, ...]
+    lengths: Lengths
+
+
+def read_rows(folder: Path) -> tuple[Row, ...]:
+    """The measured lines of a run's metrics; raises `ConfigError` where there are too few."""
+    file = folder / METRICS_FILE
+    try:
+        lines = file.read_text().split("\n")[:-1]
+    except OSError as error:
+        raise ConfigError(
+            f"--from-run must be the folder of a run, {file} cannot be read ({error.strerror}): "
+            "name one that `async-grpo launch` has made"
+        ) from None
+    rows = tuple(json.loads(line) for line in lines)[FIRST_ROW:]
+    if len(rows) < LEAST_ROWS:
+        raise ConfigError(
+            f"--from-run {folder} must hold {FIRST_ROW + LEAST_ROWS} gradient steps at least, got "
+            f"{len(lines)}: let it run longer"
+        )
+    return rows
+
+
+def read_lengths(folder: Path, rows: Sequence[Row], *, dump: str) -> Lengths:
+    """Output tokens of a run's groups; of its means alone where samples were not dumped."""
+    prompt = fmean(row["avg_prompt_tokens"] for row in rows)
+    groups: dict[tuple[int, int], list[int]] = {}
+    for line in _last_lines(folder / dump) if dump else ():
+        sample = json.loads(line)
+        if not sample.get("given"):
+            key = sample["ordinal"], sample["attempt"]
+            groups.setdefault(key, []).append(sample["num_output_tokens"])
+    if not groups:
+        groups = {(0, 0): [round(fmean(row["avg_output_tokens"] for row in rows))]}
+    return seen_lengths([*groups.values()], prompt=prompt, source=f"measured in {folder}")
+
+
+def _last_lines(file: Path) -> Iterator[str]:
+    if not file.exists():
+        return iter(())
+    with file.open() as lines:
+        count = sum(1 for _ in lines)
+    return itertools.islice(file.open(), max(0, count - MAX_SAMPLES), None)
+
+
+def seen_of(run: Run) -> Seen:
+    """Means over the rows."""
+    engines = run.asked.own_split.engines
+
+    def of(name: str) -> float:
+        return fmean(float(row.get(name) or 0.0) for row in run.rows)
+
+    def busy(idle: str) -> float:
+        found = [(row["seconds"], row.get(idle)) for row in run.rows]
+        return fmean(s * (1 - share) for s, share in found if share is not None)
+
+    scored = [row for row in run.rows if row.get("reference_idle_fraction") is not None]
+    total = of("num_samples")
+    return Seen(
+        step_s=of("seconds"),
+        generating_s=busy("generator_idle_fraction") if engines else 0.0,
+        scoring_s=busy("reference_idle_fraction") if scored and run.asked.scorers else 0.0,
+        training_s=fmean(map(_training_s, run.rows)),
+        gathering_s=of("seconds_publishing"),
+        sync_s=of("sync_seconds"),
+        pause_s=of("sync_pause_seconds"),
+        contributing=min(1.0, of("trained_samples") / total) if total else 1.0,
+    )
+
+
+def _training_s(row: Row) -> float:
+    stalls = ("seconds_waiting", "seconds_publishing", "seconds_checkpointing")
+    return max(1e-6, row["seconds"] - sum(row.get(each) or 0.0 for each in stalls))
+
+
+def rates_of(runs: Sequence[Run], rates: Rates) -> Rates:
+    """`rates` with what the runs measured in their place."""
+    names = " and ".join(run.name for run in runs)
+    engine, trainer, seen = _engine(runs), _trainer(runs, rates), [*map(seen_of, runs)]
+    constant, per_sequence, running = engine
+    peak = rates.engine.step_s + rates.engine.per_sequence_s * running
+    scale = (constant + per_sequence * running) / peak
+    pause = fmean(each.pause_s for each in seen)
+    found = replace(
+        rates,
+        engine=replace(
+            rates.engine,
+            step_s=constant,
+            per_sequence_s=per_sequence,
+            per_kv_token_s=0.0,
+            per_prefill_token_s=rates.engine.per_prefill_token_s * scale,
+        ),
+        trainer=replace(rates.trainer, cost_per_second=trainer, round_floor_s=0.0),
+        sync=replace(
+            rates.sync,
+            gather_s=fmean(each.gathering_s for each in seen),
+            transfer_s=max(0.0, fmean(each.sync_s for each in seen) - pause),
+            load_s=pause,
+        ),
+        sources={**rates.sources, **dict.fromkeys(("engine", "trainer", "sync"),
+                                                  f"measured in {names}")},
+    )  # fmt: skip
+    if any(each.scoring_s for each in seen):
+        found = replace(found, sources={**found.sources, "scorer": f"measured in {names}"})
+    for _ in range(CORRECTIONS):
+        by = _factors(found, runs, seen)
+        found = _corrected(found, by)
+        if max(abs(factor - 1) for factor in by.values()) < CLOSE:
+            break
+    return found
+
+
+def _factors(rates: Rates, runs: Sequence[Run], seen: Sequence[Seen]) -> dict[str, float]:
+    """How many times as long as their simulations each role of the runs was busy."""
+    factors: dict[str, list[float]] = {"engine": [], "trainer": [], "scorer": []}
+    for run, real in zip(runs, seen, strict=True):
+        bound = run.asked.train.max_staleness
+        work = Work(
+            asked=run.asked, rates=rates, lengths=run.lengths, contributing=real.contributing
+        )
+        told = predict(work, run.asked.own_split, max_staleness=bound)
+        factors["engine"].append(real.generating_s / told.generating_s)
+        factors["trainer"].append(real.training_s / (told.training_s + told.optimizer_s))
+        if real.scoring_s and told.scoring_s:
+            factors["scorer"].append(real.scoring_s / told.scoring_s)
+    return {
+        # Half of the way: a batch that waits for another may gain more than its engines do.
+        name: float(np.exp(np.mean(np.log(found)) / 2)) if found else 1.0
+        for name, found in factors.items()
+    }
+
+
+def _corrected(rates: Rates, by: Mapping[str, float]) -> Rates:
+    """With speeds of so many times the seconds."""
+    scorer = rates.scorer
+    return replace(
+        rates,
+        engine=slower_engine(rates.engine, by["engine"]),
+        trainer=slower_trainer(rates.trainer, by["trainer"]),
+        scorer=replace(
+            scorer,
+            cost_per_second=scorer.cost_per_second / by["scorer"],
+            group_s=scorer.group_s * by["scorer"],
+        ),
+    )
+
+
+def _engine(runs: Sequence[Run]) -> tuple[float, float, float]:
+    """(constant, for each sequence, sequences) of an engine's step in seconds, by least squares.
+
+    By Little's law a running sequence has a token every (sample-seconds / tokens) seconds, which
+    is the step: constant + per sequence * running.
+    """
+    points = [point for run in runs for point in _engine_points(run)]
+    running, step = np.array(points).T
+    weight = PRIOR_WEIGHT * len(points)
+    rows = np.stack([np.ones_like(running), running], axis=1)
+    prior = np.array([[1.0, -PRIOR_SEQS]]) * np.sqrt(weight)
+    left = np.concatenate([rows, prior])
+    (constant, each), *_ = np.linalg.lstsq(left, np.append(step, 0.0), rcond=None)
+    if constant <= 0 or each <= 0:
+        each = float(np.mean(step / (PRIOR_SEQS + running)))
+        constant = PRIOR_SEQS * each
+    return float(constant), float(each), float(np.mean(running))
+
+
+def _engine_points(run: Run) -> Iterator[tuple[float, float]]:
+    """(sequences of an engine that run, seconds of its step) of each row."""
+    split = run.asked.own_split
+    capacity = run.asked.workers[run.asked.generation].capacity
+    for row in run.rows:
+        idle, waiting = row.get("generator_idle_fraction"), row.get("avg_generating_samples")
+        tokens = (row.get("avg_output_tokens") or 0) * row["num_samples"]
+        if idle is None or not waiting or idle >= 1 or not tokens:
+            continue
+        busy_s = row["seconds"] * (1 - idle)
+        running = max(1.0, min(waiting / (1 - idle) / split.engines, capacity))
+        yield running, busy_s * running * split.engines / tokens
+
+
+def _trainer(runs: Sequence[Run], rates: Rates) -> float:
+    """Costs a second of one rank, in units of one token's products."""
+    spent = done = 0.0
+    ratio, overhead_s = rates.trainer.attention_ratio, rates.trainer.round_overhead_s
+    for run in runs:
+        ranks = run.asked.own_split.ranks
+        for row in run.rows:
+            samples = row.get("trained_samples") or 0
+            if not samples:
+                continue
+            tokens = round(row["trained_tokens"] / samples + row["avg_prompt_tokens"])
+            rounds = (row.get("num_minibatches") or ranks) / ranks
+            spent += max(1e-6, _training_s(row) - rounds * overhead_s - rates.trainer.step_s)
+            done += samples * estimate_cost(tokens, attention_ratio=ratio) / ranks
+    return done / spent if done else rates.trainer.cost_per_second

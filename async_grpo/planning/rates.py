@@ -1,0 +1,185 @@
+"""How fast each role is with one model on one kind of device, and who says so. Pure.
+
+From peaks: an engine's step is a roofline (weights and caches read from memory, products, sums over
+its devices). Its constants were chosen to meet two published latencies: docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import log2
+from typing import Any
+
+from async_grpo.batching.packing import attention_ratio
+from async_grpo.devices.bill import ModelShape
+from async_grpo.errors import ConfigError
+from async_grpo.planning.engine import EngineRates
+from async_grpo.planning.kinds import Kind
+from async_grpo.planning.scenario import ControlCosts, ScorerRates, SyncRates, TrainerRates
+from async_grpo.planning.shapes import multiplied
+
+# Chosen to meet vLLM's published latencies on H200 (8B on one device, 70B on four).
+MEMORY_SHARE = 0.8
+STEP_OVERHEAD_S = 2.3e-3
+ALL_REDUCE_S = 30e-6
+# An assumption without a source: of the peak, for products while decoding and reading.
+COMPUTE_SHARE = 0.5
+# IBM's fms-fsdp: 7B and 34B on 96 H100 train at 31 and 32 % of the peak.
+TRAINING_SHARE = 0.31
+NETWORK_SHARE, PCIE_SHARE = 0.8, 0.5  # assumptions
+# Ray's release test, commit 08ff3113: 1 GiB to 50 nodes of 10 Gb/s takes 16.9 s; four times as fast
+# between nodes of 400 Gb/s is an assumption.
+BROADCAST_S_PER_BYTE, BROADCAST_NODES, BROADCAST_SPEED_UP = 16.938 / 2**30, 50, 4.0
+PACK_BYTES_PER_S = 0.9e9  # one core, measured: checksums, and the first copy into the store
+BYTES_OF_ADAMW = 28  # a parameter and step: master, gradient and moments read, three written
+# One core of two AMD EPYC (benchmarks.control_plane): 0.72 ms a sample of the controller.
+CONTROL = ControlCosts(group_s=2e-3, sample_s=0.5e-3, item_s=0.5e-3, ping_s=0.6e-3,
+                       verification_s=1.6e-3)  # fmt: skip
+# Of a CPU core: vLLM's scheduler and Python between two steps, PyTorch's between two minibatches.
+CPU_STEP_S, CPU_ROUND_S = 4e-3, 30e-3
+CPU_SHARE = 0.6  # of a core's peak, for any product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Seconds that a run's parts take; each table of `--rates FILE` is one of these fields."""
+
+    engine: EngineRates
+    trainer: TrainerRates
+    scorer: ScorerRates
+    sync: SyncRates
+    control: ControlCosts = CONTROL
+    sources: Mapping[str, str] = field(default_factory=dict)  # {table, or table.key: who says so}
+
+    def source(self, table: str) -> str:
+        """Who says so, of a whole table."""
+        own = {text for name, text in self.sources.items() if name.startswith(f"{table}.")}
+        return " and ".join([self.sources.get(table, "assumed"), *sorted(own)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What rates of peaks depend on besides model and device."""
+
+    engine_devices: int = 1  # of one engine: its tensor parallel size
+    num_ranks: int = 1
+    shard_ranks: int = 1
+    engine_nodes: int = 1
+    train_nodes: int = 1
+    train_bytes: int = 2  # of a number of the compute type
+    engine_bytes: int = 2
+    by_store: bool = True  # weights travel through Ray's object store, or by NCCL
+
+
+def from_peaks(model: ModelShape, kind: Kind, layout: Layout) -> Rates:
+    """Of data sheets and published shares of them."""
+    said = f"of {kind.name}'s peaks"
+    names = ("engine", "trainer", "scorer", "sync")
+    return Rates(
+        engine=engine_rates(model, kind, devices=layout.engine_devices, size=layout.engine_bytes),
+        trainer=trainer_rates(model, kind, layout),
+        scorer=ScorerRates(cost_per_second=_products_per_s(model, kind, _share(kind, COMPUTE_SHARE))
+                           / 2),
+        sync=sync_rates(model, kind, layout),
+        sources=dict.fromkeys(names, said) | {"control": "measured on one core (AMD EPYC)"},
+    )  # fmt: skip
+
+
+def engine_rates(
+    model: ModelShape, kind: Kind, *, devices: int = 1, size: int = 2, capacity: int = 256
+) -> EngineRates:
+    """Of an engine on so many devices, with weights and caches of `size` bytes a number."""
+    memory = devices * kind.bytes_per_s * MEMORY_SHARE
+    product_s = 2 * model.num_parameters / (devices * kind.flops * _share(kind, COMPUTE_SHARE))
+    all_reduces = 2 * model.num_layers if devices > 1 else 0
+    constant = CPU_STEP_S if kind.is_cpu else STEP_OVERHEAD_S
+    return EngineRates(
+        step_s=constant + all_reduces * ALL_REDUCE_S + model.num_parameters * size / memory,
+        per_sequence_s=product_s,
+        per_kv_token_s=token_bytes(model, size) / memory,
+        per_prefill_token_s=product_s,
+        capacity=capacity,
+    )
+
+
+def trainer_rates(model: ModelShape, kind: Kind, layout: Layout) -> TrainerRates:
+    """Of one rank; three passes over the shards a round, hidden where computing takes longer."""
+    apart = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
+    moved = 3 * model.num_parameters * layout.train_bytes * (layout.shard_ranks > 1)
+    ratio = attention_ratio(
+        num_parameters=multiplied(model),
+        num_layers=model.num_layers,
+        attention_width=model.query_width,
+    )
+    stepped = BYTES_OF_ADAMW * model.num_parameters / layout.shard_ranks
+    overhead = CPU_ROUND_S if kind.is_cpu else 0.05
+    return TrainerRates(
+        cost_per_second=_products_per_s(model, kind, _share(kind, TRAINING_SHARE)) / 6,
+        attention_ratio=ratio,
+        round_overhead_s=overhead,
+        round_floor_s=moved / (apart * NETWORK_SHARE),
+        step_s=0.02 + stepped / (kind.bytes_per_s * MEMORY_SHARE),
+    )
+
+
+def sync_rates(model: ModelShape, kind: Kind, layout: Layout) -> SyncRates:
+    """Every rank moves and packs its share; nodes pass the bytes on; engines load them."""
+    size = model.num_parameters * layout.engine_bytes
+    link = kind.network_bytes_per_s if layout.train_nodes > 1 else kind.link_bytes_per_s
+    own = size / layout.num_ranks
+    gather_s = own / (link * NETWORK_SHARE) + own / (kind.host_bytes_per_s * PCIE_SHARE)
+    hops = log2(1 + layout.engine_nodes) / log2(1 + BROADCAST_NODES)
+    transfer_s = size * BROADCAST_S_PER_BYTE / BROADCAST_SPEED_UP * hops
+    if not layout.by_store:
+        transfer_s = size / (kind.network_bytes_per_s * NETWORK_SHARE)
+    return SyncRates(
+        gather_s=gather_s,
+        transfer_s=transfer_s + own / PACK_BYTES_PER_S,
+        load_s=size / layout.engine_devices / (kind.host_bytes_per_s * PCIE_SHARE),
+    )
+
+
+def token_bytes(model: ModelShape, size: int) -> int:
+    """Keys and values of one token."""
+    return 2 * model.num_layers * model.key_width * size
+
+
+def given(rates: Rates, tables: Mapping[str, Any], *, who: str) -> Rates:
+    """With what a file says in its tables, such as [trainer] cost_per_second.
+
+    Raises `ConfigError` for a table, a key or a value that is no rate.
+    """
+    known = [each.name for each in dataclasses.fields(Rates) if each.name != "sources"]
+    for table, values in tables.items():
+        if table not in known or not isinstance(values, Mapping):
+            raise ConfigError(_unknown(f"[{table}]", table, known, who))
+        own = getattr(rates, table)
+        keys = [each.name for each in dataclasses.fields(own)]
+        for key, value in values.items():
+            if key not in keys:
+                raise ConfigError(_unknown(f"[{table}] {key}", key, keys, who))
+            if not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+                raise ConfigError(
+                    f"--rates {who}: [{table}] {key} must be a number that is not negative, got "
+                    f"{value!r}: correct it"
+                )
+        sources = {**rates.sources, **{f"{table}.{key}": f"given in {who}" for key in values}}
+        rates = replace(rates, **{table: replace(own, **values)}, sources=sources)
+    return rates
+
+
+def _unknown(what: str, name: str, known: list[str], who: str) -> str:
+    [near] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    return f"--rates {who}: {what} is no rate, the nearest is {near}: correct it"
+
+
+def _share(kind: Kind, share: float) -> float:
+    return CPU_SHARE if kind.is_cpu else share
+
+
+def _products_per_s(model: ModelShape, kind: Kind, share: float) -> float:
+    """FLOP/s by the parameters that a token meets: 6 of them train one, 2 score one."""
+    return kind.flops * share / multiplied(model)

@@ -1,0 +1,109 @@
+"""Which workers of a file go to which node of a cluster."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
+from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_run import options_of_run, planned
+from async_grpo.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+FILE = """
+[[worker]]
+model_path = "m"
+num_workers = {generation}
+
+[[worker]]
+model_path = "m"
+mode = "logprob"
+num_workers = {logprob}
+
+[[worker]]
+mode = "environment"
+
+[train]
+model_name_or_path = "m"
+data_path = "d"
+nproc_per_node = {ranks}
+"""
+
+
+def run_of(folder, *, generation=1, logprob=1, ranks=1):
+    file = folder / "run.toml"
+    file.write_text(FILE.format(generation=generation, logprob=logprob, ranks=ranks))
+    typed = [str(file), "--ray-address", "head:1"]
+    return planned(**options_of_run(launch.make_context("launch", typed).params))
+
+
+def nodes_of(*devices, cpus=64.0):
+    return [Node(f"n{i}", f"10.0.0.{i}", count, cpus) for i, count in enumerate(devices)]
+
+
+def counts(found):
+    return [(each.worker, each.node.node_id, each.count) for each in found]
+
+
+def test_deepscaler_samples_and_scores_on_two_machines_and_trains_on_this_one(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    typed = ["examples/deepscaler.toml", "--ray-address", "head:1"]
+    run = planned(**options_of_run(launch.make_context("launch", typed).params))
+    found = dispatches(run, nodes_of(8, 8, 8))
+    assert counts(found) == [(0, "n1", 6), (0, "n2", 8), (1, "n1", 2)]
+    assert in_words(run, found) == (
+        "6 generation on 10.0.0.1, 8 generation on 10.0.0.2, 2 reference on 10.0.0.1"
+    )
+
+
+def test_a_dispatcher_has_its_share_of_the_table_on_its_command_line(tmp_path):
+    run = run_of(tmp_path, generation=3)
+    found = dispatches(run, nodes_of(2, 2, 2))
+    assert counts(found) == [(0, "n1", 1), (0, "n2", 2), (1, "n1", 1), (2, "n0", 1)]
+    first = with_share(run, found[0]).worker_options[0]
+    assert set(first) == {"--model-path=m"}
+    second = with_share(run, found[1]).worker_options[0]
+    assert set(second) == {"--model-path=m", "--num-workers=2"}
+
+
+def test_one_node_has_all(tmp_path):
+    run = run_of(tmp_path, generation=5)
+    assert counts(dispatches(run, nodes_of(0))) == [(0, "n0", 5), (1, "n0", 1), (2, "n0", 1)]
+
+
+def test_without_devices_workers_go_where_cpus_are_left(tmp_path):
+    run = run_of(tmp_path, generation=3)
+    nodes = [Node("here", "a", 0, 2.0), Node("there", "b", 0, 2.5)]
+    assert counts(dispatches(run, nodes)) == [
+        (0, "here", 2), (0, "there", 1), (1, "there", 1), (2, "here", 1),
+    ]  # fmt: skip
+
+
+def test_ranks_that_do_not_fit_on_this_machine_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="4 ranks must be on this machine, which has 2 free"):
+        dispatches(run_of(tmp_path, ranks=4), nodes_of(2, 8))
+
+
+def test_ranks_may_have_devices_of_which_ray_was_not_told(tmp_path):
+    found = dispatches(run_of(tmp_path, ranks=4), nodes_of(0, 2))
+    assert counts(found) == [(0, "n1", 1), (1, "n1", 1), (2, "n0", 1)]
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=4), st.integers(1, 6), st.integers(1, 3))
+def test_no_node_gives_more_than_it_has(tmp_path_factory, devices, generation, logprob):
+    run = run_of(tmp_path_factory.mktemp("run"), generation=generation, logprob=logprob)
+    nodes = nodes_of(*devices)
+    try:
+        found = dispatches(run, nodes)
+    except ConfigError:
+        return
+    taken = Counter()
+    for each in found:
+        if run.workers[each.worker].num_devices:
+            taken[each.node.node_id] += each.count * each.share
+    if len(nodes) > 1 and any(devices):
+        assert all(taken[node.node_id] <= node.devices + 1e-9 for node in nodes)
+    assert {each.worker for each in found} == {0, 1, 2}

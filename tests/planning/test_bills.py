@@ -1,0 +1,109 @@
+"""What roles hold together: sums, monotony, and refusals that name what would help."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.runs import asked, with_train
+
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.devices.bill import GIB
+from async_grpo.errors import ConfigError
+from async_grpo.planning import bills
+from async_grpo.planning.asked import Split
+from async_grpo.planning.bills import bills_of, rank_bill_of
+from async_grpo.planning.fits import check_fits, fewest_ranks
+from async_grpo.planning.shapes import PUBLISHED
+from async_grpo.weight_sync import buckets, gather
+
+MODELS = st.sampled_from(sorted(PUBLISHED))
+
+
+@settings(max_examples=30, deadline=None)
+@given(MODELS, st.integers(1, 64), st.integers(1, 64), st.sampled_from(["", "64"]))
+def test_a_bill_is_the_sum_of_its_lines_and_each_line_has_a_formula(model, ranks, engines, devices):
+    for role in bills_of(asked(model, devices=devices, kl=0.1), Split(engines, ranks, (1,))):
+        here = [line for line in role.bill.lines if not line.on_host]
+        assert role.bill.total == sum(line.num_bytes for line in here)
+        assert (
+            role.bill.on_host == sum(line.num_bytes for line in role.bill.lines) - role.bill.total
+        )
+        assert all(line.formula and line.num_bytes >= 0 for line in role.bill.lines)
+        assert role.bill.on_host == 0 or devices
+
+
+@settings(max_examples=30, deadline=None)
+@given(MODELS, st.integers(1, 32), st.integers(2, 32))
+def test_more_ranks_never_hold_more_each_and_more_tokens_never_less(model, ranks, thousands):
+    run = asked(model, activation_checkpointing="on", max_tokens_per_gpu=1024 * thousands)
+    assert rank_bill_of(run, 2 * ranks).total <= rank_bill_of(run, ranks).total
+    more = with_train(run, max_tokens_per_gpu=2048 * thousands)
+    assert rank_bill_of(more, ranks).total >= rank_bill_of(run, ranks).total
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen2.5-32b", "llama-3.1-70b"])
+def test_the_fewest_ranks_fit_and_one_fewer_does_not(model):
+    run = asked(model, max_tokens_per_gpu=8192)
+    ranks, room = fewest_ranks(run), run.fleet.kind.memory_bytes
+    assert rank_bill_of(run, ranks).total <= room
+    assert ranks == 1 or rank_bill_of(run, ranks - 1).total > room
+
+
+def test_roles_are_those_of_the_run():
+    teacher = WorkerConfig(mode="teacher", name="sums", model_path="m", max_model_len=4096)
+    roles = [role.role for role in bills_of(asked(kl=0.1, workers=[teacher]), Split(2, 4, (1, 1)))]
+    assert roles == [
+        "trainer rank", "generation worker", "reference worker", "teacher:sums worker",
+        "controller", "verifier pool", "Ray and a dispatcher", "object store of a machine",
+    ]  # fmt: skip
+
+
+def refusal(run):
+    with pytest.raises(ConfigError) as caught:
+        check_fits(run)
+    return str(caught.value)
+
+
+def test_too_many_tokens_are_refused_with_what_would_fit():
+    run = asked(devices="4", max_tokens_per_gpu=1 << 20, activation_checkpointing="on")
+    said = refusal(run)
+    lower = int(said.partition("lower it to ")[2].partition(",")[0])
+    assert said.startswith("--max-tokens-per-gpu 1048576 does not fit on 2 ranks: a rank needs")
+    assert "GiB too much" in said
+    fitting = with_train(run, max_tokens_per_gpu=lower)
+    assert rank_bill_of(fitting, 2).total <= run.fleet.kind.memory_bytes
+    check_fits(fitting)
+    over = rank_bill_of(run, 2).total - run.fleet.kind.memory_bytes
+    assert f"{over / GIB:.1f} GiB too much" in said
+
+
+def test_a_model_that_only_more_ranks_hold_names_them():
+    run = asked("qwen2.5-72b", devices="8", tensor_parallel=4, max_tokens_per_gpu=2048)
+    assert f"train on {fewest_ranks(run)} ranks or more (--nproc-per-node)" in refusal(run)
+
+
+def test_an_engine_that_is_too_large_for_a_device_names_the_tensor_parallel_size():
+    said = refusal(asked("qwen2.5-72b", devices="64", tensor_parallel=1))
+    assert said.startswith("--tensor-parallel-size 1 of the generation worker is too few: each")
+    assert "raise it to 4" in said
+    check_fits(asked("qwen2.5-72b", devices="64", tensor_parallel=4))
+
+
+def test_a_scoring_worker_that_is_too_large_names_its_tokens():
+    run = asked(kl=0.1)
+    large = replace(run.workers[1], max_tokens_per_gpu=1 << 20)
+    said = refusal(replace(run, workers=(run.workers[0], large)))
+    assert said.startswith("--max-tokens-per-gpu 1048576 of the reference worker does not fit")
+    assert "lower it to 262144" in said
+
+
+def test_a_machine_without_the_memory_is_refused():
+    run = replace(asked("smollm2-135m", devices=""), host_bytes=GIB)
+    assert refusal(run).startswith("this machine has 1.0 GiB and the run needs about ")
+    check_fits(replace(run, host_bytes=64 * GIB))
+
+
+def test_buckets_are_those_of_the_weights():
+    assert bills.BUCKET_BYTES == buckets.BUCKET_BYTES
+    assert bills.BUCKETS == gather.NUM_HOST_BUFFERS + 1

@@ -1,0 +1,115 @@
+"""`async-grpo plan`: every example, ten thousand devices, and what it refuses."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from async_grpo.cli.main import main
+from async_grpo.planning import prediction, search
+from async_grpo.planning.kinds import fleet_of
+from async_grpo.planning.rates import Rates
+
+EXAMPLES = sorted(Path("examples").glob("*.toml"))
+QWEN = "examples/qwen_7b.toml"
+TINY = "sample-data/tiny-countdown"
+DEVICES = {"qwen_7b": "8", "deepscaler": "8,8", "one_gpu": "2"}
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Few batches of each simulation, few splits."""
+    monkeypatch.setattr(prediction, "MEASURED_SAMPLES", 0)
+    monkeypatch.setattr(search, "COARSE", (1.0,))
+    monkeypatch.setattr(search, "FINE_ROUNDS", 0)
+
+
+def plan(*words):
+    return CliRunner().invoke(main, ["plan", *map(str, words)])
+
+
+def content(*words):
+    result = plan(*words, "--json")
+    assert not result.exit_code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=[file.stem for file in EXAMPLES])
+def test_every_example_is_planned(file, quick):
+    machines = DEVICES.get(file.stem)  # a model too large for the memory of a machine for tests
+    found = content(file, "--shape-of", TINY, *(["--devices", machines] if machines else []))
+    assert found["best"]["step_s"] > 0 and found["bound"].endswith(".")
+    assert all(line["formula"] for bill in found["bills"] for line in bill["lines"])
+    assert [each["max_staleness"] for each in found["staleness"]] == [0, 1, 2, 4]
+
+
+@pytest.mark.slow
+def test_ten_thousand_devices_are_planned_within_a_minute():
+    began = time.process_time()
+    result = plan(QWEN, "--devices", "10000", "--batch-size", "4096")
+    assert time.process_time() - began < 60
+    assert "one of 16 equal parts of the run was simulated" in result.stdout
+    assert "10,000 x H100 on 1,250 machines" in result.stdout
+
+
+def test_the_page_says_what_is_held_what_bounds_and_what_to_set(quick):
+    said = plan(QWEN, "--devices", "8xH200").stdout
+    for part in (
+        "memory, each:", "keys and values: what is left, 2 L K e / D = 57344 B a token",
+        "a gradient step:", "bounds the step:", "staleness  samples/s", "to set in the file:",
+        "nproc_per_node = ", "what this rests on:", "rates of [engine]: of H200's peaks",
+    ):  # fmt: skip
+        assert part in said, part
+
+
+def test_the_rates_that_are_shown_are_the_tables_that_are_read(tmp_path, quick):
+    rates = content(QWEN, "--devices", "8")["rates"]
+    file = tmp_path / "rates.toml"
+    file.write_text("[trainer]\ncost_per_second = 1234\n[engine]\nstep_s = 0.02\n")
+    found = content(QWEN, "--devices", "8", "--rates", file)
+    assert found["rates"]["trainer"]["cost_per_second"] == 1234
+    assert found["rates"]["engine"]["step_s"] == 0.02
+    assert found["rates"]["trainer"].keys() == rates["trainer"].keys()
+    assert f"rates of [trainer]: of H100's peaks and given in {file}" in found["assumptions"]
+    assert set(rates) == set(Rates.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "8xH999"], "--devices must name a kind that is known (H100, "),
+        (["--devices", "many"], "--devices must be a number of devices, those of each machine"),
+        (["--devices", "0"], "--devices must be a number of devices, those of each machine"),
+        (["--devices", "1"], "does not fit on 1 rank: a rank needs"),
+        (["--devices", "2"], "--devices 2 are too few for 2 trainer rank(s)"),
+        (["--devices", "2xA10G"], "does not fit on 2 ranks: a rank needs"),
+        (["--rates", "/nowhere.toml"], "--rates /nowhere.toml cannot be read"),
+        (["--from-run", "/nowhere"], "--from-run /nowhere has no run.toml"),
+        (["--output-tokens", "9999"], "--output-tokens must be at most --max-generation-tokens"),
+        (["--model-name-or-path", "acme/none"], "acme/none is no folder of this machine"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(words, said):
+    result = plan(QWEN, *(["--devices", "8"] if "--devices" not in words else []), *words)
+    assert result.exit_code == 1 and result.output.startswith("error: ")
+    assert said in result.output and result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[trainers]\na = 1", "[trainers] is no rate, the nearest is trainer"),
+        ("[trainer]\ncosts_per_second = 1", "the nearest is cost_per_second"),
+        ("[engine]\nstep_s = -1", "must be a number that is not negative, got -1"),
+    ],
+)
+def test_a_file_of_rates_with_a_mistake_is_refused(tmp_path, text, said):
+    (tmp_path / "rates.toml").write_text(text)
+    assert said in plan(QWEN, "--devices", "8", "--rates", tmp_path / "rates.toml").output
+
+
+def test_a_fleet_stands_in_machines_of_eight():
+    assert fleet_of("20xL4").nodes == (8, 8, 4) and fleet_of("4,4").nodes == (4, 4)
+    assert str(fleet_of("8xA100")) == "8 x A100"

@@ -1,0 +1,105 @@
+"""Splits and staleness: what is found is legal, and more devices are no slower."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning.runs import asked, with_train, work
+
+from async_grpo.errors import ConfigError
+from async_grpo.planning.asked import Split
+from async_grpo.planning.kinds import H100, Fleet, fleet_of
+from async_grpo.planning.prediction import part_of, predict, scenario_of, slower, thinned
+from async_grpo.planning.search import search
+from async_grpo.planning.service import mean, simulate
+
+NOISE = 0.1  # of batches of 128 samples, and of splits that are not tried
+
+
+def fastest(run):
+    return search(work(run), run, bounds=(1,)).best
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(3, 24), st.integers(1, 8))
+def test_more_devices_are_never_slower(devices, more):
+    run = asked("qwen2.5-1.5b", devices=str(devices), batch_size=16)
+    larger = replace(run, fleet=fleet_of(str(devices + more)))
+    assert fastest(larger).samples_per_s >= (1 - NOISE) * fastest(run).samples_per_s
+
+
+@pytest.mark.parametrize("devices", ["3", "7", "8,8", "24"])
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_a_split_takes_no_more_than_there_is(devices, kl):
+    run = asked("qwen2.5-1.5b", devices=devices, kl=kl, batch_size=16)
+    split = fastest(run).split
+    assert run.devices_of(split) <= run.fleet.num_devices
+    assert min(split.engines, split.ranks, *split.scorers, 1) == 1
+    assert len(split.scorers) == (kl > 0)
+    assert split.ranks <= 8 or split.ranks % 8 == 0
+
+
+def test_engines_of_several_devices_are_whole():
+    run = asked("qwen2.5-32b", devices="16", tensor_parallel=4, batch_size=16)
+    split = fastest(run).split
+    assert split.engines >= 1 and split.ranks + 4 * split.engines <= 16
+
+
+def test_fewer_devices_than_roles_are_refused():
+    run = replace(asked("qwen2.5-1.5b"), fleet=Fleet((1,), H100))
+    with pytest.raises(ConfigError, match=r"--devices 1 are too few for 1 trainer rank.*give 2"):
+        fastest(run)
+
+
+def test_the_smallest_staleness_that_is_nearly_the_best_is_recommended():
+    run = asked("qwen2.5-1.5b", devices="8", batch_size=32)
+    found = search(work(run), run)
+    assert [each.max_staleness for each in found.curve] == [0, 1, 2, 4]
+    top = max(each.samples_per_s for each in found.curve)
+    assert found.best.samples_per_s >= 0.95 * top
+    lower = [each for each in found.curve if each.max_staleness < found.best.max_staleness]
+    assert all(each.samples_per_s < 0.95 * top for each in lower)
+
+
+def test_a_deterministic_run_stays_at_its_staleness():
+    run = asked("qwen2.5-1.5b", devices="4", batch_size=16, max_staleness=0, deterministic=True)
+    found = search(work(run), run)
+    assert [each.max_staleness for each in found.curve] == [0] and not found.best.max_staleness
+
+
+def test_on_cores_the_file_s_split_is_the_only_one_and_shared_cores_slow_it():
+    run = asked("smollm2-135m", devices="", batch_size=8, max_generation_tokens=64)
+    run = replace(run, workers=(replace(run.workers[0], num_workers=1),))
+    found = search(work(run, mean=30.0), run, bounds=())
+    assert found.best.split == run.own_split and found.best.max_staleness == 1
+    assert found.best.slowed > 1
+    alone = replace(run, fleet=replace(run.fleet, num_cores=64))
+    assert search(work(alone, mean=30.0), alone, bounds=()).best.step_s < found.best.step_s
+
+
+def test_a_part_of_a_large_run_is_as_fast_as_the_whole():
+    run = asked("qwen2.5-1.5b", devices="64", batch_size=512)
+    split = Split(32, 32)
+    assert part_of(run, split) == 2
+    given = work(run)(split)
+    part = predict(given, split, max_staleness=1)
+    half = with_train(run, batch_size=256)
+    half = predict(replace(given, asked=half), Split(16, 16), max_staleness=1)
+    # Of the part the control process is twice as busy: half of the time.
+    assert part.step_s == pytest.approx(half.step_s, rel=0.12)
+    assert part.samples_per_s == pytest.approx(2 * half.samples_per_s, rel=0.12)
+
+
+def test_a_thinned_batch_keeps_the_time_of_the_whole():
+    run = asked("qwen2.5-1.5b", devices="4", batch_size=1024, max_generation_tokens=256)
+    given = work(run, mean=100.0)(Split(2, 2))
+    scenario, _ = scenario_of(given, Split(2, 2), max_staleness=2)
+    thin, times = thinned(scenario)
+    assert times == 2 and thin.batch_size == 512
+
+    def seconds(each):
+        return mean(simulate(replace(each, num_batches=6))[3:4], lambda step: step.seconds)
+
+    assert times * seconds(thin) == pytest.approx(seconds(scenario), rel=0.1)
+    assert slower(thin, 2.0).engine.step_s == 2 * thin.engine.step_s
