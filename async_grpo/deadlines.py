@@ -44,6 +44,10 @@ HEAD_ENDED_S = 5.0  # of a cluster that loses its workers before its head
 RECORDER_FLUSH_S = 5.0
 RECORDER_WRITE_S = 60.0
 
+# Trackers, each in a thread of its own.
+TRACKERS_START_S = 120.0  # of all of a run; W&B tries for 90 s
+TRACKERS_ENDED_S = 10.0  # of all of a run, which may still send what they hold
+
 # Weights.
 BUCKET_STORED_S = 120.0  # checking one bucket, and putting it into this machine's object store
 WEIGHTS_COLLECTED_S = 300.0  # of a rank that waits for what the others have stored
@@ -109,6 +113,7 @@ RANK_GRACE_S = 25.0  # of a rank that was asked to end, for its step and checkpo
 RANKS_ENDED_S = 30.0  # of all ranks of a machine that were asked to end
 TRAINER_ENDED_S = 40.0  # of the command that starts them
 JOB_ENDED_S = 120  # of a job that its queue asks to end before its time is up
+LAUNCHED_ENDED_S = 180.0  # of `async-grpo launch`, which ends the trainer, workers and a Ray head
 CHILD_ENDED_S = 20.0  # of any other command
 
 # The start of a whole run.

@@ -7,6 +7,7 @@ keeps its traceback.
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 
 
 class AsyncGrpoError(Exception):
@@ -49,6 +50,15 @@ class RunLost(ProcessLostError):
     """This run has ended at the controller, or goes on there under another epoch."""
 
 
+class RunFailed(AsyncGrpoError, RuntimeError):
+    """A run that a script has started has ended with an error."""
+
+    def __init__(self, message: str, *, folder: Path) -> None:
+        """`folder`: what the run has left, its logs too."""
+        super().__init__(message)
+        self.folder = folder
+
+
 class LossCause(StrEnum):
     """Why a lease has ended before its work was done."""
 
@@ -82,6 +92,10 @@ class ExpressLost(AsyncGrpoError, RuntimeError):
 
 class AuditError(AsyncGrpoError, RuntimeError):
     """A rank trained other samples than it was sent: the gradient would be wrong."""
+
+
+class ReplayError(AsyncGrpoError, RuntimeError):
+    """A batch that is trained again does not come to what it came to before."""
 
 
 class CheckpointError(AsyncGrpoError, RuntimeError):

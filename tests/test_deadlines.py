@@ -33,6 +33,7 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("LATE_LOADS_S", "WEIGHTS_APPLIED_S"),
         ("WEIGHTS_APPLIED_S", "FIRST_LOAD_S"),
         ("GRADERS_LOADED_S", "SHARE_TAKEN_S"),
+        ("TRACKERS_ENDED_S", "RANK_GRACE_S"),
         ("RUN_ENDED_S", "BEGIN_RUN_S"),  # whoever comes next waits longer than the one who goes
         ("RANKS_TOLD_S", "GROUP_SLACK_S"),
         ("RECORDER_FLUSH_S", "STATUS_S"),  # a step that waits for its dump is no silence

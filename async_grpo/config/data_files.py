@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,42 +57,63 @@ def parse_data_files(text: str) -> tuple[DataFile, ...]:
     return files
 
 
-def as_text(table: Mapping[str, Any]) -> str:
+def as_text(table: Mapping[str, Any], *, option: str = "data", name: str = "type") -> str:
     """A `[[data]]` table of a run's file as `--data` is typed; raises `ConfigError`.
+
+    `option`: whose table it is, when not that one's; `name`: the key of what stands first.
 
     >>> as_text({"type": "sums", "path": "s.jsonl", "weight": 2, "rewards": ["a", "b"]})
     'sums=s.jsonl,weight=2,rewards=a+b'
     """
-    rest = {key: value for key, value in table.items() if key not in ("type", "path")}
-    for key in ("type", "path"):
-        require(
-            isinstance(table.get(key), str), "data", f"needs a {key}", table, f"add {key} = ..."
-        )
+    rest = {key: value for key, value in table.items() if key not in (name, "path")}
+    for key in (name, "path"):
+        is_text = isinstance(table.get(key), str)
+        require(is_text, option, f"needs a {key}", table, f"add {key} = ...")
     mapping = rest.pop("column_mapping", "")
-    rewards = rest.get("rewards")
-    if isinstance(rewards, list):
-        rest["rewards"] = BETWEEN_REWARDS.join(rewards)
-    named = {table["type"]: table["path"], **rest}
+    for key, value in rest.items():
+        if isinstance(value, list):
+            rest[key] = BETWEEN_REWARDS.join(map(str, value))
+    named = {table[name]: table["path"], **rest}
     parts = [f"{key}={_quoted(str(value))}" for key, value in named.items()]
     return ",".join([*parts, mapping] if mapping else parts)
 
 
-def _parse(text: str) -> DataFile:
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is typed of one file, in the form NAME=PATH,key=value,..."""
+
+    name: str
+    path: str
+    given: Mapping[str, str]  # {key: value}
+    columns: Mapping[str, str]  # our names to the file's
+
+
+def parse_entry(text: str, *, option: str, keys: Sequence[str], what: str, example: str) -> Entry:
+    """The parts of one entry, of which `keys` may be given; `what` its name says.
+
+    Raises `ConfigError` naming the option.
+    """
     parts = (part.partition("=") for part in split_text(text, BETWEEN_PARTS))
     pairs = [(key.strip(), _unquoted(value.strip())) for key, _, value in parts]
-    rule, remedy = "must be TYPE=PATH,key=value,...", "for example sums=sums.jsonl,weight=2"
-    require(all(key and value for key, value in pairs), "data", rule, text, remedy)
-    (kind, path), *rest = pairs
+    rule, remedy = f"must be {what.upper()}=PATH,key=value,...", f"for example {example}"
+    require(all(key and value for key, value in pairs), option, rule, text, remedy)
+    (name, path), *rest = pairs
     given = dict(rest)
-    require(len(given) == len(rest), "data", "must give a key once", text, "drop one of the two")
-    require(
-        re.fullmatch(r"[\w.-]+", kind) is not None,
-        "data", "must have a type of letters, digits, . _ and -", kind, "name another",
-    )  # fmt: skip
+    require(len(given) == len(rest), option, "must give a key once", text, "drop one of the two")
+    is_name = re.fullmatch(r"[\w.-]+", name) is not None
+    rule = f"must have a {what} of letters, digits, . _ and -"
+    require(is_name, option, rule, name, "name another")
     columns = {ours: given.pop(ours) for ours in OUR_COLUMNS if ours in given}
     for key in given:
-        known = f"choose from {', '.join(KEYS)}, or name a column as input=question"
-        require(key in KEYS, "data", f"of {kind} has an unknown key", key, known)
+        known = f"choose from {', '.join(keys)}, or name a column as input=question"
+        require(key in keys, option, f"of {name} has an unknown key", key, known)
+    return Entry(name, path, given, columns)
+
+
+def _parse(text: str) -> DataFile:
+    example = "sums=sums.jsonl,weight=2"
+    entry = parse_entry(text, option="data", keys=KEYS, what="type", example=example)
+    kind, path, given, columns = entry.name, entry.path, entry.given, entry.columns
     split, config = given.get("split", "train"), given.get("config", "")
     held_out = given.get("eval_path")
     return DataFile(

@@ -28,6 +28,7 @@ class Change(Flag):
     FIXED = auto()  # it is refused: the option says what a step is made of, or which weights score
     PLACE = auto()  # the option says where a run finds and leaves things, not what it is
     INCIDENTAL = auto()  # nothing to a run that begins in the place of one without a checkpoint
+    LIVE = auto()  # it may be set while a run trains: see `config.live`
 
 
 def option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,12 @@ from typing import Any, Self
 
 from async_grpo import deadlines
 from async_grpo.config.data_files import DataFile, parse_data_files
-from async_grpo.config.distillation import DistillationConfig
+from async_grpo.config.evaluation import (
+    UNNAMED,
+    EvaluationConfig,
+    EvaluationSet,
+    check_best,
+)
 from async_grpo.config.option import (
     LOG_LEVELS,
     POSITIVE,
@@ -17,6 +23,7 @@ from async_grpo.config.option import (
     flag,
     names_in,
     option,
+    require,
     required,
 )
 from async_grpo.config.presets import with_preset
@@ -27,7 +34,7 @@ MAX_LEARNING_RATE = 1e-2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig(DistillationConfig):
+class TrainConfig(EvaluationConfig):
     """Options of the trainer, the most usual first; those of the update are inherited."""
 
     model_name_or_path: str = required(group="Usual options")
@@ -35,7 +42,7 @@ class TrainConfig(DistillationConfig):
     data_path: str = option("", change=Change.PLACE)
     """JSONL file, or anything datasets.load_dataset reads; several: --data"""
     eval_data_path: str = option("", none="")
-    """held-out data, graded (sft: its loss) before, during and after training"""
+    """held-out data, graded (sft: its loss) before, during and after training; more: --eval"""
     output_dir: str = option("runs/latest", change=Change.PLACE)
     """folder for metrics, samples and exports"""
     num_training_batches: int = option(100, must=POSITIVE)
@@ -46,7 +53,7 @@ class TrainConfig(DistillationConfig):
     """outputs sampled for each question"""
     max_generation_tokens: int = option(512, must=POSITIVE)
     """longest output in tokens"""
-    learning_rate: float = option(1e-6)
+    learning_rate: float = option(1e-6, change=Change.LIVE)
     """peak learning rate of AdamW"""
     max_tokens_per_gpu: int = option(16384, must=POSITIVE)
     """prompt + output tokens of one rank's minibatch"""
@@ -84,22 +91,16 @@ class TrainConfig(DistillationConfig):
     """split of a datasets.load_dataset source"""
     data_config: str = option("")
     """configuration of a datasets.load_dataset source that has several, such as main"""
-    eval_data_split: str = option("")
-    """split of --eval-data-path; empty: --data-split"""
-    eval_data_config: str = option("")
-    """configuration of --eval-data-path; empty: --data-config if both are the same source"""
     column_mapping: str = option("")
     """our=yours pairs for other column names, such as input=question,answer=solution"""
     infinite_sampler_seed: int = option(37, must="", change=Change.FIXED)
     """seed of the endless permutation of the questions"""
-    eval_every_batches: int = option(0)
-    """batches between evaluations; 0: only first and last"""
 
     train_minibatch_size: int = option(0, group="Batches and sampling", change=Change.FIXED)
     """questions a gradient step, a divisor of --batch-size; 0: the whole batch"""
     temperature: float = option(1.0)
     """sampling temperature, also of every log-probability"""
-    max_staleness: int = option(1, change=Change.FIXED)
+    max_staleness: int = option(1, change=Change.FIXED | Change.LIVE)
     """batches that generation may run ahead of published weights; 0: strictly on-policy"""
     num_batches_per_ref_model_update: int = option(1_000_000, must=POSITIVE, change=Change.FIXED)
     """batches between updates of the reference model with the policy's weights"""
@@ -190,10 +191,18 @@ class TrainConfig(DistillationConfig):
     """also dump token ids, masks and log-probabilities, about 90 bytes an output token"""
     dump_max_gib: float = option(4.0, change=Change.INCIDENTAL)
     """room for dumped samples in GiB, in four files: the oldest goes for a new one; 0: no limit"""
-    trackers: str = option("tensorboard", none="", change=Change.INCIDENTAL)
-    """comma-separated accelerate trackers, such as tensorboard,wandb; empty: none"""
-    run_name: str = option("async-grpo")
-    """name of the run in trackers"""
+    replay_max_gib: float = option(4.0, change=Change.INCIDENTAL)
+    """room in GiB, of all ranks, for what each minibatch held and came to, by which async-grpo
+    replay trains a batch again: the oldest batches go for new ones; 0: none is kept"""
+    trackers: str = option(
+        "tensorboard", none="", several=",", aliases=("tracker",), change=Change.INCIDENTAL
+    )
+    """where metrics go beside the files: tensorboard, wandb, mlflow, trackio, or another that
+    accelerate can talk to; once for each, or with commas between them; empty: nowhere"""
+    tracker_project: str = option("async-grpo", change=Change.INCIDENTAL)
+    """project, or experiment, of the run in trackers"""
+    run_name: str = option("", change=Change.INCIDENTAL)
+    """name of the run in trackers; empty: that of the output folder"""
     logging_level: str = option("INFO", choices=LOG_LEVELS, change=Change.INCIDENTAL)
     """log detail"""
 
@@ -258,6 +267,17 @@ class TrainConfig(DistillationConfig):
             rule = "must be PORT or HOST:PORT, of a port below 65536"
             raise self.refusal("gateway", rule, "8000 is usual, and 0 takes any free port")
         check_schedule(self)
+        for found in self.named_sets:
+            rule, remedy = "must not name a set as a type of --data", "name it otherwise"
+            require(found.name not in self.types, "eval", rule, found.name, remedy)
+            rule, remedy = f"of {found.name} must have a type of --data", ", ".join(self.types)
+            is_known = not found.type or not self.types or found.type in self.types
+            require(is_known, "eval", rule, found.type, f"choose from {remedy}")
+        if self.best_set and not self.checkpoint_every_batches:
+            raise self.refusal(
+                "checkpoint_every_batches", "must be positive with --keep-best-checkpoint",
+                "leave it out: what is evaluated is saved anyway",
+            )  # fmt: skip
         if self.batch_size % self.questions_per_step:
             raise self.refusal(
                 "train_minibatch_size",
@@ -338,7 +358,8 @@ class TrainConfig(DistillationConfig):
     @property
     def environments(self) -> set[str]:
         """Names of those that play any question."""
-        return {file.environment or self.environment for file in self.data_files}
+        of_sets = {each.environment for each in self.named_sets if each.environment}
+        return of_sets | {file.environment or self.environment for file in self.data_files}
 
     @property
     def judge_names(self) -> tuple[str, ...]:
@@ -366,9 +387,27 @@ class TrainConfig(DistillationConfig):
         return DataSource(self.eval_data_path, self.eval_data_split or self.data_split, config)
 
     @property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """All that is evaluated on, in the order in which it is."""
+        is_unnamed = self.eval_data_path or any(file.held_out for file in self.data_files)
+        return (*((EvaluationSet(name=UNNAMED),) if is_unnamed else ()), *self.named_sets)
+
+    @property
     def has_held_out(self) -> bool:
         """Whether anything is evaluated on."""
-        return bool(self.eval_data_path) or any(file.held_out for file in self.data_files)
+        return bool(self.evaluation_sets)
+
+    @property
+    def best_set(self) -> EvaluationSet | None:
+        """The set that tells which checkpoint is the best."""
+        name = self.keep_best_checkpoint
+        return check_best(name, self.evaluation_sets) if name else None
+
+    def evaluates(self, found: EvaluationSet, num_batches: int) -> bool:
+        """Whether a set is due after `num_batches` batches: by its interval, first and last."""
+        interval = self.eval_every_batches if found.every is None else found.every
+        is_end = num_batches in (0, self.num_training_batches)
+        return is_end or bool(interval and num_batches % interval == 0)
 
     @property
     def pairs(self) -> DataSource | None:
@@ -409,6 +448,11 @@ class TrainConfig(DistillationConfig):
             return self.ratio_mode
         on_policy = self.max_staleness == 0 and self.steps_per_batch == 1
         return "on_policy" if on_policy else "behaviour"
+
+    @property
+    def shown_name(self) -> str:
+        """What the run is called in trackers."""
+        return self.run_name or os.path.basename(os.path.abspath(self.output_dir))
 
     @property
     def tracker_names(self) -> tuple[str, ...]:

@@ -200,11 +200,20 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
 
 def stated_positions(folder: Path) -> int | None:
     """`max_positions` as config.json states it, None when it does not; in no time."""
+    return _positions(_stated(folder).get)
+
+
+def longrope_positions(folder: Path) -> int | None:
+    """Of these positions a model with LongRoPE keeps the short factors; None without it."""
+    return _before_longrope(_stated(folder).get)
+
+
+def _stated(folder: Path) -> Mapping[str, object]:
     try:
         config = json.loads((folder / "config.json").read_text())
-    except ValueError:  # whoever reads the whole of it says what is wrong
-        return None
-    return _positions(config.get) if isinstance(config, dict) else None
+    except (OSError, ValueError):  # whoever reads the whole of it says what is wrong
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _positions(look_up: Callable[[str], object]) -> int | None:

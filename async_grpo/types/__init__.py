@@ -10,6 +10,8 @@ from async_grpo.types.canary import (
     canary_differences,
     canary_tokens,
 )
+from async_grpo.types.control import AT_ONCE, Control, ControlAction, RunStatus
+from async_grpo.types.evaluation import EvaluationResult, QuestionOutcome
 from async_grpo.types.requests import (
     EpisodesRequest,
     GenerationRequest,

@@ -10,10 +10,12 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from async_grpo.batching.records import BatcherPlan, EvaluationResult
+    from async_grpo.batching.records import BatcherPlan
     from async_grpo.distillation.express import Meeting
     from async_grpo.distillation.express_round import ExpressRound
     from async_grpo.types import (
+        Control,
+        EvaluationResult,
         GenerationRequest,
         GradingRequest,
         HeadRequest,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         Pulse,
         RowKey,
         RunId,
+        RunStatus,
         Standing,
         StreamItems,
         Turn,
@@ -107,7 +110,9 @@ class ControllerHandle(Protocol):
     hungry: Remote[[RunId, int], None]
     taught_again: Remote[[RunId, int, int, Sequence[RowKey]], Minibatch]
     teacher_head: Remote[[RunId, str], tuple[Any, ...]]
-    evaluate: Remote[[RunId], EvaluationResult]
+    evaluated: Remote[[RunId], tuple[EvaluationResult, ...]]
     status: Remote[[RunId], PipelineStatus]
+    control: Remote[[str, Control], None]
+    running: Remote[[str], RunStatus]
     abort: Remote[[RunId, str], None]
     ask: Remote[..., Any]  # the answer of a worker of any role

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 Count = Literal[
     "samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes", "restarts",
-    "calls", "checkpoints",
+    "calls", "checkpoints", "alarms", "trackers",
 ]  # fmt: skip
 Unit = Count | Literal["", "fraction", "seconds", "nats", "1/s"]
 Window = Literal["step", "run"]

@@ -31,6 +31,7 @@ class GenerationRequest(Message):
     sampling: SamplingContract
     seed: int | None = None  # None: the engine's own, faster, random state
     lease_id: int = 0  # by which the worker's pulse tells of it
+    priority: int = 0  # the engine decodes lower ones first: an evaluation has 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -62,6 +62,7 @@ class SamplingContract(Message):
     temperature: float
     stop_token_ids: tuple[int, ...]  # trained on, as the last token of a finished output
     max_tokens: int  # longest output, in tokens
+    top_p: float = 1.0  # of evaluations: training samples from the whole distribution
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.types.audit import Tally
+from async_grpo.types.control import Control
+from async_grpo.types.evaluation import EvaluationResult
 from async_grpo.types.message import Parcel, packed, unpacked
 from async_grpo.types.samples import Sample
 from async_grpo.types.teaching import Ticket
@@ -79,6 +81,12 @@ class EndOfStep(Parcel):
     clock: Mapping[str, float] = field(default_factory=dict, compare=False)
     notices: tuple[str, ...] = field(default=(), compare=False)  # sentences for people
     resume: ResumePoint | None = field(default=None, compare=False, repr=False)  # rank 0's alone
+    # At a batch's end: what was asked meanwhile, and the options that are other than at the run's
+    # start from the next batch on.
+    controls: tuple[Control, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    # Of sets that have ended since the step before; rank 0's alone, too.
+    evaluations: tuple[EvaluationResult, ...] = field(default=(), compare=False)
 
 
 StreamItem = Minibatch | EndOfStep

@@ -91,6 +91,11 @@ class WeightsSnapshot:
     def size_bytes(self) -> int:
         return sum(bucket.size_bytes for bucket in self.buckets)
 
+    @property
+    def is_of_folder(self) -> bool:
+        """Whether it brings nothing: these are what every worker has read from its folder."""
+        return not self.buckets and not self.tensors
+
     def renamed(self, version: WeightsVersion) -> WeightsSnapshot:
         """The same weights under a later version: every step in between was skipped."""
         return replace(self, version=version, unchanged_since=self.unchanged_since or self.version)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from async_grpo.deadlines import LEASE_S
+from async_grpo.types.control import Control
 from async_grpo.types.rewards import Rewards
 
 
@@ -90,6 +91,7 @@ class PipelineStatus:
     worker_tokens: int = 0  # that workers have made, of answers that have come and that will
     problem: Problem | None = None  # what the pipeline is waiting for, when it cannot move
     warnings: tuple[str, ...] = ()  # of the rewards: the first failure of each kind
+    controls: tuple[Control, ...] = ()  # what was asked of the run, the latest last
 
     @property
     def moves(self) -> tuple[int, int]:

@@ -26,6 +26,7 @@ FAMILIES = {
     },
     "phi3": {},
     "mistral": {"sliding_window": 4},
+    "olmo2": {},
     "qwen3": {},
 }  # fmt: skip
 

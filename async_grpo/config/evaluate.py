@@ -1,0 +1,89 @@
+"""Every option of `async-grpo evaluate`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from async_grpo.config.evaluation import EvaluationSet, check_set
+from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, flag, option
+from async_grpo.config.source import DataSource
+
+SET = "data"  # what the one set is called; no name that people see has it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig(Options):
+    """Options of an evaluation without a run."""
+
+    samples: int = option(4, must=AT_LEAST_1, group="Usual options")
+    """outputs sampled for each question: n of pass@k"""
+    k: str = option("")
+    """k of every pass@k that is told, with + between them; empty: 1 and --samples"""
+    temperature: float = option(1.0)
+    """sampling temperature; 0: the likeliest token each time"""
+    top_p: float = option(1.0)
+    """least probability that the tokens to sample from have together; 1: all tokens"""
+    max_generation_tokens: int = option(512, must=POSITIVE)
+    """longest output in tokens"""
+    reward_fns: str = option("math_verify")
+    """comma-separated reward adapters, the best verdict counts: as `async-grpo worker` has them"""
+    environment: str = option("single_turn")
+    """how questions are played: as `async-grpo train` takes it"""
+    limit: int = option(0, none=0)
+    """questions to take, from the first on; 0: all"""
+    seed: int = option(0)
+    """of the samples and of the intervals: the same seed gives the same numbers"""
+    output: str = option("", none="")
+    """JSON file of all that is measured; empty: none"""
+
+    data_split: str = option("train", group="Data and model")
+    """split of a datasets.load_dataset source"""
+    data_config: str = option("")
+    """configuration of a datasets.load_dataset source that has several, such as main"""
+    column_mapping: str = option("")
+    """our=yours pairs for other column names, such as input=question,answer=solution"""
+    renderer: str = option("auto")
+    """how environments write messages as tokens: as `async-grpo train` takes it"""
+    model_revision: str = option("", none="")
+    """branch, tag or commit of a model on a hub; empty: its main branch"""
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
+    """weights of the model"""
+    num_workers: int = option(1, must=AT_LEAST_1)
+    """engines; each takes --tensor-parallel-size devices"""
+    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
+    """devices that the model is sharded over"""
+    max_num_seqs: int = option(0)
+    """sequences decoded together; 0: 64, on devices vLLM's own"""
+    max_model_len: int = option(0)
+    """longest prompt + output in tokens; 0: the model's own limit"""
+    reward_registry: str = option("reward_registry")
+    """module or file that holds REWARD_ADAPTERS"""
+    verifier_timeout_s: float = option(10.0, must=POSITIVE)
+    """seconds one verification may take"""
+    stall_timeout_s: float = option(900.0)
+    """seconds in which nothing moves, after which a request is tried again, or all is given up"""
+    logging_level: str = option("WARNING", choices=LOG_LEVELS)
+    """log detail"""
+
+    def __post_init__(self) -> None:
+        self.check_numbers()
+        if not re.fullmatch(r"(\d+(\+\d+)*)?", self.k):
+            raise self.refusal("k", "must be numbers with + between them", "1+4 is usual")
+        flags = {"max_tokens": "max_generation_tokens"}
+        check_set(self.set_of("data"), named=lambda key: flag(flags.get(key, key)))
+
+    def set_of(self, data: str) -> EvaluationSet:
+        """The questions of `data`, and how they are sampled."""
+        return EvaluationSet(
+            name=SET,
+            source=DataSource(data, self.data_split, self.data_config),
+            samples=self.samples,
+            ks=tuple(sorted(map(int, filter(None, self.k.split("+"))))),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_generation_tokens,
+            environment=self.environment,
+            limit=self.limit,
+            seed=self.seed,
+        )

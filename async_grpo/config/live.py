@@ -1,0 +1,71 @@
+"""Options that may be set while a run trains, held to the rules that they had at its start."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from async_grpo.config.option import Change, flag, options_of_change
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import ConfigError
+
+LIVE = options_of_change(TrainConfig, Change.LIVE)
+Settings = Mapping[str, Any]
+
+
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Values by option, of `name=value` as a user types it; raises `ConfigError`.
+
+    >>> parse_settings(["learning_rate=1e-6", "--max-staleness=2"])
+    {'learning_rate': 1e-06, 'max_staleness': 2}
+    """
+    hints, found = typing.get_type_hints(TrainConfig), {}
+    for text in texts:
+        name, is_there, value = text.partition("=")
+        name = name.strip().removeprefix("--").replace("-", "_")
+        if not is_there:
+            raise ConfigError(f"what is set must be NAME=VALUE, got {text!r}: learning_rate=1e-6")
+        _check_live(name, value)
+        try:
+            found[name] = hints[name](value.strip())
+        except ValueError as error:
+            kind = {int: "a whole number", float: "a number"}[hints[name]]
+            raise ConfigError(f"{flag(name)} must be {kind}, got {value!r}: give one") from error
+    return found
+
+
+def with_settings(config: TrainConfig, settings: Settings) -> TrainConfig:
+    """The options of a run that began with `config`, as they are with these settings.
+
+    Raises `ConfigError` for what the run could not have been started with, and for a staleness
+    that would change what is computed.
+    """
+    for name, value in settings.items():
+        _check_live(name, value)
+    changed = replace(config, **settings)
+    changed.check_sampling()
+    if changed.mode != config.mode:
+        raise changed.refusal(
+            "max_staleness",
+            f"must keep the ratio's denominator, {config.mode}, and would make it {changed.mode}",
+            "a run that is started with --ratio-mode keeps its own",
+        )
+    moves = config.num_batches_per_ref_model_update < config.num_training_batches
+    if moves and changed.max_staleness != config.max_staleness:
+        raise changed.refusal(
+            "max_staleness",
+            f"must stay {config.max_staleness} while the reference moves with the policy "
+            f"(--num-batches-per-ref-model-update {config.num_batches_per_ref_model_update})",
+            "it says which reference scores a batch",
+        )
+    return changed
+
+
+def _check_live(name: str, value: object) -> None:
+    if name not in LIVE:
+        raise ConfigError(
+            f"{flag(name)} cannot be set while a run trains, got {value!r}: "
+            f"{' and '.join(LIVE)} can, others when the run is resumed"
+        )
