@@ -36,6 +36,12 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
         raise config.refusal(
             "data", "needs an algorithm that samples outputs", "join the files to one --data-path"
         )
+    for name in ("eval", "keep_best_checkpoint"):
+        if getattr(config, name) and found.learns_from_pairs:
+            raise config.refusal(
+                name, "needs an algorithm that samples outputs",
+                "--eval-data-path tells the loss on held-out pairs",
+            )  # fmt: skip
     if config.gateway and (found.learns_from_pairs or not config.asks_questions):
         raise config.refusal("gateway", "needs a run that samples outputs", "leave it out")
     return found(config)

@@ -39,11 +39,12 @@ class AdmissionWindow:
         """`num_batches` is the length of the run, which begins or goes on with step `first`."""
         self._batch_size = batch_size
         self._questions_per_step = questions_per_step
-        self._max_staleness = max_staleness
+        self.max_staleness = max_staleness  # of batches that start from now on
         self._num_batches = num_batches
         self._incarnation = incarnation
         self.batches_published = first.batch  # completed ones whose weights are out
         self.next_ordinal = self.ordinals_of(first).start  # the first slot that has not started
+        self._started: dict[int, int] = {}  # by batch: the staleness under which it started
 
     def start(self) -> range:
         """Ordinals that may start now, in order; each is handed out once.
@@ -55,9 +56,11 @@ class AdmissionWindow:
         >>> window.start(), window.step_of(9), window.oldest_weights(9)
         (range(8, 12), StepKey(batch=2, step_in_batch=0), WeightsVersion(incarnation=0, batches=1))
         """
-        num_open = min(self.batches_published + self._max_staleness + 1, self._num_batches)
+        num_open = min(self.batches_published + self.max_staleness + 1, self._num_batches)
         first = self.next_ordinal
         self.next_ordinal = max(first, num_open * self._batch_size)
+        for batch in range(first // self._batch_size, num_open):
+            self._started.setdefault(batch, self.max_staleness)
         return range(first, self.next_ordinal)
 
     def batch_published(self, batches_completed: int) -> None:
@@ -69,6 +72,8 @@ class AdmissionWindow:
                 f"published, those fully started), got {batches_completed}"
             )
         self.batches_published = batches_completed
+        for batch in [batch for batch in self._started if batch < batches_completed]:
+            del self._started[batch]
 
     def step_of(self, ordinal: int) -> StepKey:
         batch, slot = divmod(ordinal, self._batch_size)
@@ -82,4 +87,8 @@ class AdmissionWindow:
     def oldest_weights(self, ordinal: int) -> WeightsVersion:
         """The oldest weights that may sample this slot: what its lease asks for."""
         batch = ordinal // self._batch_size
-        return WeightsVersion(self._incarnation, max(0, batch - self._max_staleness))
+        return WeightsVersion(self._incarnation, max(0, batch - self.staleness_of(batch)))
+
+    def staleness_of(self, batch: int) -> int:
+        """The lag that samples of a batch may have: what --max-staleness was when it started."""
+        return self._started.get(batch, self.max_staleness)

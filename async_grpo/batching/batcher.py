@@ -18,16 +18,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.evaluation import evaluate
+from async_grpo.batching.controls import Controls
+from async_grpo.batching.evaluations import Evaluations
 from async_grpo.batching.given import given_group
-from async_grpo.batching.grading import UNGRADED, nothing_graded
+from async_grpo.batching.grading import Requests
+from async_grpo.batching.hopeless import Hopeless
+from async_grpo.batching.lanes import Lane
 from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
 from async_grpo.batching.ledger import FATES, Ledger
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
-from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.slot_books import SlotBooks
@@ -37,6 +40,7 @@ from async_grpo.batching.teachers import Teachers
 from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION, judge, named
 from async_grpo.types import (
+    Control,
     EndOfStep,
     GivenPair,
     Group,
@@ -52,7 +56,6 @@ from async_grpo.types import (
     StreamItems,
     Tally,
     Verdict,
-    VerificationRequest,
     WeightsVersion,
     tally,
     without_texts,
@@ -64,7 +67,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.02  # while trainers stand still beside samples: the fill asked for falls
-MAX_SEQUENTIAL_FAILURES = 32
 NUM_SHOWN = 80  # characters of a question's beginning
 RESTART = "restart"  # why work of later steps is done again: of the run, or of its batcher
 
@@ -96,6 +98,8 @@ class ExperienceBatcher:
             teachers=self._teachers,
         )
         self._window = plan.window(first)
+        self.controls = Controls(config, settings=plan.settings, pending=plan.pending)
+        self._window.max_staleness = max(self.controls.staleness)
         self._ledger = Ledger.restore(resume.ledger) if resume else Ledger()
         self._rounds = RoundFormer(
             plan.num_ranks,
@@ -110,21 +114,16 @@ class ExperienceBatcher:
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
         self._by_express = bool(config.express)
         self._sums = StepSums(
-            max_staleness=config.max_staleness, by_express=self._by_express, types=config.types
+            staleness_of=self._window.staleness_of, by_express=self._by_express, types=config.types
         )
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
         self._sent = [Tally()] * plan.num_ranks  # of the current step
-        # By whether slots are given: where all that is sampled fails, given ones hide nothing.
-        self._failures_in_a_row = [0, 0]
-        # By open batch: why it has no graded group so far; None: it has one, or may have had one
-        # before the cut that the run goes on from.
-        self._ungraded: dict[int, SlotFailed | None] = {}
-        if first.step_in_batch:
-            self._ungraded[first.batch] = None
+        self._hopeless = Hopeless(graded=first.batch if first.step_in_batch else None)
         self._tasks: set[asyncio.Task[None]] = set()  # slots, and what sends rounds
         self._news = asyncio.Event()  # a round may go out that could not before
         self._newest: WeightsVersion | None = None
+        self.evaluations = Evaluations(plan, self._pipeline, registry_of, begin=self._begin)
         self._log = SampleLog(
             recorder if config.dump_samples_filename else None,
             next_ordinal=self._window.next_ordinal,
@@ -139,6 +138,20 @@ class ExperienceBatcher:
         await self._pipeline.scoring.published(version)
         if version.batches > self._window.batches_published:
             self._window.batch_published(version.batches)
+        self._start_slots()
+        self.evaluations.published(version)
+
+    def control(self, control: Control) -> None:
+        """Take a request, for the end of the batch; a larger staleness opens the window now.
+
+        Raises `ConfigError` for one that cannot be.
+        """
+        self.controls.ask(control)
+        self._window.max_staleness = max(self.controls.staleness)
+        if self._newest is not None:
+            self._start_slots()
+
+    def _start_slots(self) -> None:
         for ordinal in self._window.start():
             step = self._window.step_of(ordinal)
             self._unsettled.setdefault(step, self._plan.config.questions_per_step)
@@ -176,15 +189,10 @@ class ExperienceBatcher:
         for task in self._tasks:
             task.cancel()
 
-    async def evaluate(self) -> EvaluationResult:
-        """Sample and grade the held-out questions with the published weights."""
-        if self._newest is None:
-            raise WorkerError("weights must be published before an evaluation")
-        return await evaluate(self._plan, self._pipeline, version=self._newest)
-
-    async def verdicts(self, outputs: tuple[VerificationRequest, ...]) -> tuple[Verdict, ...]:
-        """What the run's rewards say of outputs that an environment asks about."""
-        return await self._pipeline.grading.verdicts(outputs)
+    async def verdicts(self, outputs: Requests, lane: Lane | None) -> tuple[Verdict, ...]:
+        """What the run's rewards, or those of an evaluation, say of an environment's outputs."""
+        rewards = lane.rewards if lane else ()
+        return await self._pipeline.grading.verdicts(outputs, rewards=rewards)
 
     def judged(self, request: JudgeRequest, answer: JudgeAnswer) -> None:
         """An environment has asked a judge."""
@@ -212,13 +220,15 @@ class ExperienceBatcher:
             worker_tokens=sum(each.num_tokens for each in registries.values()),
             problem=self._pipeline.progress.problem,
             warnings=self._pipeline.grading.warnings,
+            controls=self.controls.asked,
         )
 
-    def _begin(self, work: Coroutine[None, None, None], *, name: str) -> None:
+    def _begin(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._stop_on_failure)
+        return task
 
     async def _run_slot(self, ordinal: int, step: StepKey) -> None:
         try:
@@ -238,7 +248,8 @@ class ExperienceBatcher:
         if not self._unsettled[step]:
             del self._unsettled[step]
             self._step_groups.close(step)
-            self._check_graded(step.batch)
+            if all(other.batch != step.batch for other in self._unsettled):
+                self._hopeless.settled(step.batch)
             self._rounds.step_complete(step)
         self._news.set()
 
@@ -280,7 +291,7 @@ class ExperienceBatcher:
             reference=self._reference_of(step),
             join_step=partial(self._step_groups.join, step),
         )
-        self._failures_in_a_row[True] = 0
+        self._hopeless.given()
         self._sums.add(step, group, batch=step.batch)
         return group
 
@@ -300,8 +311,7 @@ class ExperienceBatcher:
         )  # fmt: skip
 
     def _receive(self, group: Group, step: StepKey) -> None:
-        self._failures_in_a_row[False] = 0
-        self._ungraded[step.batch] = None
+        self._hopeless.sampled(step.batch)
         self._sums.add(step, group, batch=step.batch)
 
     def _replace(self, group: Group, step: StepKey) -> None:
@@ -331,22 +341,7 @@ class ExperienceBatcher:
         self._ledger.settle(ordinal, fate="failed", reason=failure.stage)
         num_samples, kind = self._plan.config.samples_per_question, self._plan.type_of(ordinal)
         self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
-        if failure.stage in UNGRADED:
-            self._ungraded.setdefault(step.batch, failure)
-        is_given = bool(self._plan.pairs_of(ordinal))
-        self._failures_in_a_row[is_given] += 1
-        if self._failures_in_a_row[is_given] >= MAX_SEQUENTIAL_FAILURES:
-            raise WorkerError(
-                f"{MAX_SEQUENTIAL_FAILURES} questions in a row failed, the last: {failure}"
-            )
-
-    def _check_graded(self, batch: int) -> None:
-        """End the run before it counts a batch, all of whose slots are settled, as trained."""
-        if any(step.batch == batch for step in self._unsettled):
-            return
-        failure = self._ungraded.pop(batch, None)
-        if failure is not None:
-            raise WorkerError(nothing_graded(f"batch {batch + 1}", failure))
+        self._hopeless.failed(step.batch, failure, is_given=bool(self._plan.pairs_of(ordinal)))
 
     async def _send_rounds(self) -> None:
         while True:
@@ -409,17 +404,22 @@ class ExperienceBatcher:
         await self._teachers.buffer.step_ended()
         end = self._end_of_step(step)
         await self._log.end_step(end, self._plan.config)
-        return [end] + [replace(end, resume=None)] * (self._plan.num_ranks - 1)
+        return [end] + [replace(end, resume=None, evaluations=())] * (self._plan.num_ranks - 1)
 
     def _end_of_step(self, step: StepKey) -> EndOfStep:
         self._ledger.check()
         num_samples, num_tokens, sums = self._sums.close(step)
         sent, self._sent = tuple(self._sent), [Tally()] * self._plan.num_ranks
         ended = self._ledger.close_step(step)
+        is_last = step.step_in_batch + 1 == self._plan.config.steps_per_batch
+        controls = self.controls.take() if is_last else ()
+        if any(control.action == "evaluate" for control in controls):
+            self.evaluations.ask(step.batch + 1)
+        self._window.max_staleness = max(self.controls.staleness)
         return EndOfStep(
             batch=step.batch,
             step_in_batch=step.step_in_batch,
-            is_last_of_batch=step.step_in_batch + 1 == self._plan.config.steps_per_batch,
+            is_last_of_batch=is_last,
             num_samples=num_samples,
             num_tokens=num_tokens,
             incarnation=self._plan.incarnation,
@@ -430,7 +430,10 @@ class ExperienceBatcher:
             sums=sums,
             clock=self._pipeline.take_clock() | {"unwritten_samples": self._log.num_lost},
             notices=self._log.take_notices(),
+            evaluations=self.evaluations.take(),
             resume=self._resume_point(),
+            controls=controls,
+            settings=self.controls.settings,
         )
 
     def _resume_point(self) -> ResumePoint:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any
 
 from async_grpo.batching.leased_work import Progress, SlotFailed
 from async_grpo.environments.base import FailureClass
@@ -31,12 +33,15 @@ class Grading:
 
     def __init__(
         self,
-        ask: Callable[[Requests], Awaitable[tuple[Verdict, ...]]],
+        ask: Callable[..., Awaitable[tuple[Verdict, ...]]],
         *,
         timeout_s: float,
         progress: Progress,
     ) -> None:
-        """`ask` has any verifier grade, and raises `SlotFailed` when none can."""
+        """`ask` has any verifier grade, and raises `SlotFailed` when none can.
+
+        With `rewards=` it is these that grade.
+        """
         self._ask = ask
         self._timeout_s = timeout_s
         self._progress = progress
@@ -47,11 +52,19 @@ class Grading:
         """A sentence for the first failure of each kind: the adapter, the exception, its line."""
         return tuple(self._warnings.values())
 
-    async def verdicts(self, requests: Requests) -> tuple[Verdict, ...]:
-        """What verifiers say in the end, errors among it."""
+    async def verdicts(
+        self, requests: Requests, *, rewards: tuple[str, ...] = ()
+    ) -> tuple[Verdict, ...]:
+        """What verifiers say in the end, errors among it.
+
+        `rewards`: adapters that grade; none: those of the question's type.
+        """
+        ask: Callable[[Requests], Any] = (
+            partial(self._ask, rewards=rewards) if rewards else self._ask
+        )
         clock = asyncio.get_running_loop().time
         started = clock()
-        verdicts = list(await self._ask(requests))
+        verdicts = list(await ask(requests))
         pause_s = FIRST_PAUSE_S
         while True:
             self._tell(verdicts)
@@ -60,7 +73,7 @@ class Grading:
                 break
             self._progress.problem = Problem(VERIFICATION, f"reward {verdicts[away[0]].reason}")
             await asyncio.sleep(pause_s)
-            again = await self._ask(tuple(requests[n] for n in away))
+            again = await ask(tuple(requests[n] for n in away))
             for number, verdict in zip(away, again, strict=True):
                 verdicts[number] = verdict
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

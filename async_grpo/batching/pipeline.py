@@ -13,12 +13,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.batching.answers import check_completions, check_episodes
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require_graded
+from async_grpo.batching.lanes import Lane
 from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.scoring import Scoring
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
     from async_grpo.batching.teachers import Teachers
     from async_grpo.config.train import TrainConfig
+    from async_grpo.controller.leases import Lease
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ STAGES = {role: role for role in (ENVIRONMENT, GENERATION, REFERENCE)} | {VERIFI
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[Reason], None]  # hears why work is done again
 Received = Callable[[Sequence[Turn]], None]  # hears of the turns that an engine answers
-MakeRequest = Callable[[Question, GenerationRequest, WeightsVersion], EpisodesRequest | None]
+MakeRequest = Callable[..., EpisodesRequest | None]  # see `BatcherPlan.episodes_request`
 Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
 JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
 Samples = tuple[Sample, ...]
@@ -70,7 +72,7 @@ class SlotPipeline:
         config: TrainConfig,
         rules: GroupRules,
         quarantine: Quarantine,
-        episodes_request: MakeRequest = lambda question, request, oldest: None,
+        episodes_request: MakeRequest = lambda question, request, oldest, of_set: None,
         teachers: Teachers | None = None,
     ) -> None:
         """`episodes_request`: what environment workers are asked; None: this plays the question.
@@ -161,28 +163,32 @@ class SlotPipeline:
         oldest: WeightsVersion,
         slot: Hashable,
         books: SlotBooks,
+        lane: Lane | None = None,
     ) -> Played:
         """The group's episodes and a verdict for each, in the environment of the question's type.
 
-        `slot` tells apart what shares an ordinal: a run's slots and held-out questions.
+        `slot` tells apart what shares an ordinal: a run's slots and held-out questions, which have
+        a `lane`.
         """
-        if asked := self._episodes_request(question, request, oldest):
-            episodes, verdicts = await self._play_elsewhere(asked, slot, books)
+        of_set, rewards = (lane.name, lane.rewards) if lane else ("", ())
+        if asked := self._episodes_request(question, request, oldest, of_set):
+            episodes, verdicts = await self._play_elsewhere(asked, slot, books, lane)
         else:
-            turns = await self._generate(request, oldest=oldest, slot=slot, books=books)
+            turns = await self._generate(request, oldest=oldest, slot=slot, books=books, lane=lane)
             episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
             with self._in_stage("verifying", len(turns)):
                 verdicts = await self.grading.verdicts(
                     tuple(
                         VerificationRequest(request.ordinal, index, question, turn)
                         for index, turn in enumerate(turns)
-                    )
+                    ),
+                    rewards=rewards,
                 )
         require_graded(verdicts)
         return episodes, verdicts
 
     async def _play_elsewhere(
-        self, request: EpisodesRequest, slot: Hashable, books: SlotBooks
+        self, request: EpisodesRequest, slot: Hashable, books: SlotBooks, lane: Lane | None
     ) -> Played:
         def check(played: PlayedGroup) -> None:
             books.played(played)
@@ -201,6 +207,7 @@ class SlotPipeline:
                     slot=slot,
                     on_retry=books.sampled_again,
                     received=books.received,
+                    lane=lane,
                 )
             except EpisodeFailed as error:
                 books.played_again(error.again)
@@ -218,6 +225,7 @@ class SlotPipeline:
         oldest: WeightsVersion,
         slot: Hashable,
         books: SlotBooks,
+        lane: Lane | None,
     ) -> tuple[Turn, ...]:
         """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
 
@@ -238,6 +246,7 @@ class SlotPipeline:
                     slot=slot,
                     timeout_s=self._config.generation_timeout_s or None,
                     on_retry=books.sampled_again,
+                    lane=lane,
                 )
             except NoWorkerError:
                 raise
@@ -245,8 +254,10 @@ class SlotPipeline:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
         return turns
 
-    async def _verify(self, requests: Requests) -> tuple[Verdict, ...]:
-        rewards = self._config.rewards_of(requests[0].question.dataset_type)
+    async def _verify(
+        self, requests: Requests, *, rewards: tuple[str, ...] = ()
+    ) -> tuple[Verdict, ...]:
+        rewards = rewards or self._config.rewards_of(requests[0].question.dataset_type)
         verdicts: tuple[Verdict, ...] = await self._leased(
             VERIFIER,
             "verify",
@@ -271,31 +282,28 @@ class SlotPipeline:
         on_retry: OnDiscard = lambda reason: None,
         received: Received = lambda turns: None,
         num_objects: int = 0,
+        lane: Lane | None = None,
     ) -> Any:
         """A good answer to `method(request)`, of another worker when the first could not give one.
 
         With `num_objects` it is as `Lease.call_for` gives it, and may take as long as it likes.
         `check` raises what is wrong with an answer, which may take `timeout_s`; an error of the
         kinds `gives_up` is not tried again. `received` gets the turns that the worker asks for. The
-        deaths of workers count against `slot`, until its work is done. Raises `SlotFailed` when the
-        tries are used up, or workers keep dying of it; `NoWorkerError` when nothing moves.
+        deaths of workers count against `slot`, until its work is done. `lane`: of an evaluation.
+        Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
+        `NoWorkerError` when nothing moves.
         """
-        stage, registry = STAGES.get(role, role), self._registry_of(role)
+        stage = STAGES.get(role, role)
         final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *gives_up)
         attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
         try:
             while True:
                 asked = ""  # the worker, once there is one
                 turn = self._probation if self._quarantine.is_on_probation(slot) else nullcontext()
-                lease = registry.lease(
-                    cost,
-                    version=version,
-                    timeout_s=self._config.stall_timeout_s,
-                    moves=lambda: self.progress.answers,
-                )
+                lease = self._lease(role, cost, version=version, lane=lane)
                 try:
                     async with turn, lease as worker:
-                        asked, worker.received = worker.worker_id, received
+                        asked, worker.received, worker.lane = worker.worker_id, received, lane
                         answer = await (
                             worker.call_for(method, request, num_objects=num_objects)
                             if num_objects
@@ -316,6 +324,17 @@ class SlotPipeline:
         finally:
             if slot is not None:
                 self._quarantine.forget(slot)
+
+    def _lease(
+        self, role: str, cost: float, *, version: WeightsVersion | None, lane: Lane | None
+    ) -> AbstractAsyncContextManager[Lease]:
+        return self._registry_of(role).lease(
+            cost if lane is None or lane.is_counted else 0.0,
+            version=version,
+            timeout_s=self._config.stall_timeout_s,
+            moves=lambda: self.progress.answers,
+            hold=lane.hold if lane and role == GENERATION else None,
+        )
 
     @contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:

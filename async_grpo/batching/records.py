@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
+from async_grpo.config.evaluation import UNNAMED, EvaluationSet
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import (
+    Control,
     EpisodesRequest,
     GenerationRequest,
     GivenPair,
@@ -44,12 +46,21 @@ def no_pairs(ordinal: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SetPlan:
+    """One set of held-out questions, and how they are sampled."""
+
+    config: EvaluationSet
+    questions: Sequence[Question]
+    sampling: SamplingContract
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BatcherPlan:
     """The run as the batcher sees it."""
 
     config: TrainConfig
     questions: Sequence[Question]  # a `data.table.QuestionTable`: read by index
-    held_out: Sequence[Question]  # graded by `evaluate`; may be empty
+    held_out: Sequence[Question]  # the unnamed set of evaluations; may be empty
     order: Callable[[int], int]  # ordinal -> index of its question
     replacement: Replacement  # asked with dynamic sampling only
     seed_of: SeedOf | None  # None: engines draw their own
@@ -68,6 +79,22 @@ class BatcherPlan:
     vocab_size: int = sys.maxsize  # of the model
     object_store_bytes: int = 0  # of the cluster
     epoch: int = 0  # of the run: the controller says it when the run begins
+    settings: Mapping[str, Any] = field(default_factory=dict)  # options that were set since
+    pending: tuple[Control, ...] = ()  # what was asked, and waits for the end of a batch
+    named_sets: Mapping[str, Sequence[Question]] = field(default_factory=dict)  # of --eval
+    # Of named sets that have one of their own; None: one answer.
+    set_environments: Mapping[str, UserCode | None] = field(default_factory=dict)
+
+    @property
+    def sets(self) -> tuple[SetPlan, ...]:
+        """All sets of held-out questions that are not empty, as they are sampled."""
+        unnamed = ((EvaluationSet(name=UNNAMED), self.held_out),)
+        named = ((each, self.named_sets.get(each.name, ())) for each in self.config.named_sets)
+        return tuple(
+            SetPlan(config, questions, sampling_of(config, self.sampling))
+            for config, questions in (*unnamed, *named)
+            if len(questions)
+        )
 
     def window(self, first: StepKey) -> AdmissionWindow:
         """Which slots may start, of a run that begins at the step `first`."""
@@ -106,10 +133,18 @@ class BatcherPlan:
         return question, request
 
     def episodes_request(
-        self, question: Question, request: GenerationRequest, oldest: WeightsVersion
+        self,
+        question: Question,
+        request: GenerationRequest,
+        oldest: WeightsVersion,
+        of_set: str = UNNAMED,
     ) -> EpisodesRequest | None:
-        """What an environment worker is asked in the place of an engine; None: nothing."""
-        environment = self.environments.get(question.dataset_type, self.environment)
+        """What an environment worker is asked in the place of an engine; None: nothing.
+
+        `of_set`: the evaluation that it is for, which may have an environment of its own.
+        """
+        of_type = self.environments.get(question.dataset_type, self.environment)
+        environment = self.set_environments.get(of_set, of_type)
         if environment is None:
             return None
         return EpisodesRequest(
@@ -132,15 +167,11 @@ class BatcherPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationResult:
-    """Held-out questions sampled at the training temperature, with the published weights."""
-
-    num_questions: int
-    num_samples: int  # graded; those whose verification failed are in num_failed
-    num_failed: int
-    reward_sum: float
-    num_correct: int  # samples with the full reward of 1
-    num_solved: int  # questions with at least one correct sample
-    seconds: float
-    of_types: Mapping[str, EvaluationResult] = field(default_factory=dict)  # where files have types
+def sampling_of(found: EvaluationSet, trained: SamplingContract) -> SamplingContract:
+    """How a set is sampled: as training is, but for what the set says."""
+    return replace(
+        trained,
+        temperature=trained.temperature if found.temperature is None else found.temperature,
+        max_tokens=found.max_tokens or trained.max_tokens,
+        top_p=found.top_p,
+    )

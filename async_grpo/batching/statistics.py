@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
@@ -32,13 +32,19 @@ class StepSums:
     """Numerators and denominators of the open steps. Order of arrival does not matter."""
 
     def __init__(
-        self, *, max_staleness: int, by_express: bool = False, types: Collection[str] = ()
+        self,
+        *,
+        staleness_of: Callable[[int], int],
+        by_express: bool = False,
+        types: Collection[str] = (),
     ) -> None:
-        """`by_express`: teachers score the samples where they are trained.
+        """`staleness_of` a batch: the largest lag that its samples may have.
+
+        `by_express`: teachers score the samples where they are trained.
 
         `types`: those of the questions whose sums are wanted alone too, as `reward_sum/TYPE`.
         """
-        self._max_staleness = max_staleness
+        self._staleness_of = staleness_of
         self._types = types
         self._by_express = by_express
         self._steps: dict[StepKey, _Step] = {}
@@ -53,8 +59,9 @@ class StepSums:
             sums = given_sums(group.samples) | teacher_sums(group.samples, self._by_express)
             opened.sums[group.ordinal, group.attempt] = sums
             return
+        most = self._staleness_of(batch)
         lags = [
-            tokens_by_lag(sample.episode, batch=batch, max_staleness=self._max_staleness)
+            tokens_by_lag(sample.episode, batch=batch, max_staleness=most)
             for sample in group.samples
         ]
         kind = group.samples[0].question.dataset_type
@@ -62,7 +69,7 @@ class StepSums:
             replaced = self._with_own(replaced_sums(group.samples), kind)
             opened.sums[group.ordinal, group.attempt] = replaced
             return
-        lag_sums = _lag_sums(lags, self._max_staleness)
+        lag_sums = _lag_sums(lags, most)
         taught = teacher_sums(group.samples, self._by_express)
         sums = self._with_own(group_sums(group.samples), kind)
         opened.sums[group.ordinal, group.attempt] = sums | taught | lag_sums

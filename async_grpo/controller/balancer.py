@@ -78,18 +78,40 @@ class Balancer:
         self._workers[worker_id].draining = draining
         self._refresh(self._workers[worker_id])
 
+    def is_draining(self, worker_id: str) -> bool:
+        """Whether a worker gets no new work."""
+        return self._workers[worker_id].draining
+
+    def serving(self, version: WeightsVersion | None) -> list[str]:
+        """Workers that serve `version` or a later one and are not drained, the idlest first."""
+        found = [
+            worker
+            for worker in self._workers.values()
+            if worker.version is not None
+            and not worker.draining
+            and (version is None or (worker.version.incarnation == version.incarnation
+                                     and worker.version.batches >= version.batches))
+        ]  # fmt: skip
+        return [each.worker_id for each in sorted(found, key=lambda w: w.load / w.capacity)]
+
     @property
     def num_draining(self) -> int:
         """Workers that get no new work because somebody wants them empty."""
         return sum(worker.draining for worker in self._workers.values())
 
     def try_acquire(
-        self, cost: float, version: WeightsVersion | None, prefer: str | None = None
+        self,
+        cost: float,
+        version: WeightsVersion | None,
+        prefer: str | None = None,
+        *,
+        only: str = "",
     ) -> str | None:
         """The least-loaded worker that may take it, now loaded; None when all must be waited for.
 
         A worker qualifies with weights of the same incarnation that are at least as new as
         `version`; None takes any weights. One that is preferred and qualifies is taken first.
+        `only`: nobody but this one qualifies.
 
         >>> balancer, first = Balancer(), WeightsVersion(0, 0)
         >>> balancer.add_worker("small", capacity=2, overhead=0, version=first)
@@ -105,8 +127,10 @@ class Balancer:
             newer_W = self._batches_W >= version.batches
             serves_W = newer_W & (self._incarnation_W == version.incarnation)
             pressure_W = np.where(serves_W, pressure_W, np.inf)
-        favourite = self._workers.get(prefer) if prefer else None
-        if favourite is not None and pressure_W[favourite.slot] < np.inf:
+        favourite = self._workers.get(only or prefer or "")
+        if only and favourite is None:
+            return None
+        if favourite is not None and (only or pressure_W[favourite.slot] < np.inf):
             worker = favourite
         else:
             worker = self._by_slot[int(pressure_W.argmin())]

@@ -39,8 +39,8 @@ class RunClient:
     def status(self) -> Any:
         return self.controller.status.remote(self.run)
 
-    def evaluate(self) -> Any:
-        return self.controller.evaluate.remote(self.run)
+    def evaluated(self) -> Any:
+        return self.controller.evaluated.remote(self.run)
 
     def publish(self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float) -> Any:
         return self.controller.publish.remote(self.run, snapshot, roles, timeout_s)

@@ -22,14 +22,19 @@ import ray
 
 from async_grpo import cluster, deadlines
 from async_grpo.batching.batcher import ExperienceBatcher
-from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.batching.lanes import LAST
+from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
+from async_grpo.controller.live_control import check_folder, registry_with, run_status
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.controller.verifiers import VerifierTerms
 from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
-from async_grpo.roles import VERIFIER, role_of
+from async_grpo.roles import GENERATION, VERIFIER, role_of
 from async_grpo.types import (
+    AT_ONCE,
+    Control,
+    EvaluationResult,
     GenerationRequest,
     HeadRequest,
     JudgeAnswer,
@@ -38,6 +43,7 @@ from async_grpo.types import (
     PublishReport,
     RowKey,
     RunId,
+    RunStatus,
     Standing,
     StreamItems,
     WeightsSnapshot,
@@ -69,6 +75,7 @@ class _Run:
     batcher: ExperienceBatcher
     stall_timeout_s: float
     trainer: str  # for people
+    folder: str  # its --output-dir
     silent_ticks: int = 0
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # calls, and what hears of its end
 
@@ -157,8 +164,13 @@ class Controller:
         return tuple(member.info for member in self.registry_of(role).members)
 
     async def receivers(self, role: str) -> tuple[tuple[WorkerInfo, WorkerHandle], ...]:
-        """Everyone admitted, with its handle: weights that come over devices go there directly."""
-        return tuple((member.info, member.handle) for member in self.registry_of(role).members)
+        """Everyone who gets new weights, with its handle: those over devices go there directly."""
+        registry = self.registry_of(role)
+        return tuple(
+            (member.info, member.handle)
+            for member in registry.members
+            if registry.follows(member.info.worker_id)
+        )
 
     async def fenced(self, role: str) -> dict[str, str]:
         """The latest workers that were excluded, with the reason."""
@@ -183,7 +195,8 @@ class Controller:
             run = RunId(plan.incarnation, next(self._epochs))
             plan = replace(plan, epoch=run.epoch)
             batcher = ExperienceBatcher(plan, self.registry_of, recorder)
-            self._run = _Run(run, batcher, plan.config.stall_timeout_s, trainer)
+            config = plan.config
+            self._run = _Run(run, batcher, config.stall_timeout_s, trainer, config.output_dir)
             gc.disable()
             watch = self._end_with(recorder, self._run)
             self._run.tasks.add(asyncio.create_task(watch, name="end-with-trainer"))
@@ -245,9 +258,29 @@ class Controller:
         """The ranks have nothing left to compute while they wait for answer `index`."""
         await self._current(run).batcher.hungry(index)
 
-    async def evaluate(self, run: RunId) -> EvaluationResult:
-        """Sample and grade the held-out questions with the published weights."""
-        return await self._while_it_lasts(run, self._current(run).batcher.evaluate)
+    async def evaluated(self, run: RunId) -> tuple[EvaluationResult, ...]:
+        """What no end of a step has told, once all evaluations that have begun have ended."""
+        return await self._while_it_lasts(run, self._current(run).batcher.evaluations.finished)
+
+    async def control(self, folder: str, control: Control) -> None:
+        """Take what somebody asks of the run whose output folder this is.
+
+        Raises `ConfigError` when no such run trains here, or it cannot do that.
+        """
+        batcher = self._run_in(folder).batcher
+        if control.action in AT_ONCE:
+            registry = registry_with(control.worker, self._registries.values())
+            registry.drain(control.worker, draining=control.action == "drain")
+        batcher.control(control)
+
+    async def running(self, folder: str) -> RunStatus:
+        """What may be asked of the run whose output folder this is; errors as above."""
+        return run_status(self._run_in(folder).batcher, self._registries.values())
+
+    def _run_in(self, folder: str) -> _Run:
+        check_folder(folder, self._run.folder if self._run else None)
+        assert self._run, "as checked"
+        return self._run
 
     async def status(self, run: RunId) -> PipelineStatus:
         """What every stage is doing right now."""
@@ -276,15 +309,22 @@ class Controller:
         """
 
         owning = None if owner is None else self._lease(owner)
+        lane = owning.lane if owning else None
 
         async def answer() -> Any:
             if role == VERIFIER:  # as for any sample: a connection that fails is asked again
-                return await self._current(run).batcher.verdicts(request.outputs)
+                return await self._current(run).batcher.verdicts(request.outputs, lane)
+            is_turn = role == GENERATION and lane is not None
+            asked = replace(request, priority=LAST) if is_turn else request
             lease = self.registry_of(role).lease(
-                cost, version=version, prefer=prefer, timeout_s=self._current(run).stall_timeout_s
+                cost if lane is None or lane.is_counted else 0.0,
+                version=version,
+                prefer=prefer,
+                timeout_s=self._current(run).stall_timeout_s,
+                hold=lane.hold if lane and is_turn else None,
             )
             async with lease as worker:
-                answered = await worker.call(method, request)
+                answered = await worker.call(method, asked)
             if isinstance(answered, JudgeAnswer):
                 self._current(run).batcher.judged(request, answered)
             if isinstance(request, GenerationRequest) and owning and owning.is_valid:

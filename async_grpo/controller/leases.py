@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo import cluster
+from async_grpo.batching.lanes import Lane
 from async_grpo.controller.heartbeat import in_ticks
+from async_grpo.controller.holds import Hold
 from async_grpo.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 from async_grpo.types import Turn, WeightsVersion, WorkerInfo
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle
 
 T = TypeVar("T")
-TryAcquire = Callable[[float, WeightsVersion | None, str | None], "Lease | None"]
+TryAcquire = Callable[[float, WeightsVersion | None, str | None, Hold | None], "Lease | None"]
+Line = tuple[WeightsVersion | None, Hold | None]  # what all its requests want
 
 
 class Lease:
@@ -41,6 +44,7 @@ class Lease:
         self.num_tokens = 0  # that its worker has told of, for an answer that has not come
         # Gets the turns that the worker itself asks for under this lease.
         self.received: Callable[[Sequence[Turn]], None] = lambda turns: None
+        self.lane: Lane | None = None  # of the evaluation that it is for
         # What the lease was lost to; None when it was returned.
         self.ended: asyncio.Future[LeaseLost | None] = asyncio.get_running_loop().create_future()
         self._who = f"{info.role} worker {info.worker_id}"
@@ -121,21 +125,27 @@ class _Waiter:
     cost: float
     version: WeightsVersion | None
     prefer: str | None
+    hold: Hold | None
     lease: asyncio.Future[Lease]
+
+    @property
+    def line(self) -> Line:
+        return self.version, self.hold
 
 
 class WaitingLine:
     """First come, first served; a request for weights that nobody serves lets others pass.
 
     Whether a worker takes more does not depend on the cost, so one refusal speaks for all requests
-    for the same weights: they stand in a line of their own, of which only the head is looked at.
+    for the same weights, of anybody or of a worker that is held: they stand in a line of their own,
+    of which only the head is looked at.
     """
 
     def __init__(self, *, try_acquire: TryAcquire, release: Callable[[Lease], object]) -> None:
         """`release` gets a lease that came when nobody waited any more."""
         self._try_acquire = try_acquire
         self._release = release
-        self._lines: dict[WeightsVersion | None, deque[_Waiter]] = {}
+        self._lines: dict[Line, deque[_Waiter]] = {}
         self._numbers = itertools.count()
 
     async def wait(
@@ -143,6 +153,7 @@ class WaitingLine:
         cost: float,
         version: WeightsVersion | None,
         prefer: str | None,
+        hold: Hold | None = None,
         *,
         timeout_s: float,
         moves: Callable[[], object],
@@ -152,10 +163,9 @@ class WaitingLine:
         Raises `TimeoutError` when it does not come for `timeout_s` in which `moves` stays the same,
         and what `cancel` was given.
         """
-        waiter = _Waiter(
-            next(self._numbers), cost, version, prefer, asyncio.get_running_loop().create_future()
-        )
-        self._lines.setdefault(version, deque()).append(waiter)
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(next(self._numbers), cost, version, prefer, hold, granted)
+        self._lines.setdefault(waiter.line, deque()).append(waiter)
         before = moves()
         try:
             while not await in_ticks(waiter.lease, limit_s=timeout_s):
@@ -171,13 +181,13 @@ class WaitingLine:
 
     def serve(self) -> None:
         """Give leases to as many as can have one now."""
-        refused = set[WeightsVersion | None]()
+        refused = set[Line]()
         while (waiter := self._first(refused)) is not None:
-            lease = self._try_acquire(waiter.cost, waiter.version, waiter.prefer)
+            lease = self._try_acquire(waiter.cost, waiter.version, waiter.prefer, waiter.hold)
             if lease is None:
-                refused.add(waiter.version)
+                refused.add(waiter.line)
             else:
-                self._lines[waiter.version].popleft()
+                self._lines[waiter.line].popleft()
                 waiter.lease.set_result(lease)
 
     def cancel(self, error: Exception) -> None:
@@ -187,13 +197,13 @@ class WaitingLine:
                 waiter.lease.set_exception(error)
         self._lines.clear()
 
-    def _first(self, without: Collection[WeightsVersion | None]) -> _Waiter | None:
+    def _first(self, without: Collection[Line]) -> _Waiter | None:
         """The oldest request that has not been given up."""
-        for version in [version for version in self._lines if version not in without]:
-            line = self._lines[version]
+        for wanted in [wanted for wanted in self._lines if wanted not in without]:
+            line = self._lines[wanted]
             while line and line[0].lease.done():
                 line.popleft()
             if not line:
-                del self._lines[version]
-        heads = [line[0] for version, line in self._lines.items() if version not in without]
+                del self._lines[wanted]
+        heads = [line[0] for wanted, line in self._lines.items() if wanted not in without]
         return min(heads, key=lambda waiter: waiter.number, default=None)

@@ -23,6 +23,7 @@ from async_grpo import cluster, deadlines
 from async_grpo.controller.balancer import Balancer
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.history import History
+from async_grpo.controller.holds import Hold, Holds
 from async_grpo.controller.leases import Lease, WaitingLine
 from async_grpo.controller.updates import Member, Updates
 from async_grpo.errors import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 UNVERSIONED = WeightsVersion(0, 0)  # what workers serve whose weights are not the trainer's
+SHARE_OF_EVALUATIONS = 1 / 8  # of workers that train meanwhile
 
 
 class WorkerRegistry:
@@ -71,6 +73,7 @@ class WorkerRegistry:
         self.num_tokens = 0  # that workers have made, by their pulses
         self._lost = Counter[str]()
         self._updates = Updates(role.name, serves=self._serves, fence=self._fence)
+        self._holds = Holds()
         self.history = History()
         self._aborting: set[asyncio.Task[None]] = set()
 
@@ -83,20 +86,23 @@ class WorkerRegistry:
         prefer: str | None = None,
         timeout_s: float,
         moves: Callable[[], object] = int,
+        hold: Hold | None = None,
     ) -> AsyncIterator[Lease]:
         """A lease on the least-loaded worker that serves `version` or a later one, for the body.
 
-        Raises `NoWorkerError`, saying what is missing, when none is free for `timeout_s` in which
-        no token was made and `moves` stayed the same. Raises `LeaseLost` inside the body, or at its
-        end, when the worker is lost, or no token comes for the lease for `timeout_s`.
+        `hold`: of an evaluation, which has no other worker than that of its hold. Raises
+        `NoWorkerError`, saying what is missing, when none is free for `timeout_s` in which no token
+        was made and `moves` stayed the same. Raises `LeaseLost` inside the body, or at its end,
+        when the worker is lost, or no token comes for the lease for `timeout_s`.
         """
-        lease = self._try_acquire(cost, version, prefer)
+        lease = self._try_acquire(cost, version, prefer, hold)
         try:
             if lease is None:
                 lease = await self._line.wait(
                     cost,
                     version,
                     prefer,
+                    hold,
                     timeout_s=timeout_s,
                     moves=lambda: (self.num_tokens, moves()),
                 )
@@ -161,8 +167,14 @@ class WorkerRegistry:
         """Give a worker no new work, in this run and later ones, until it is told otherwise."""
         if worker_id in self._members:
             self._balancer.drain(worker_id, draining=draining)
+            self._review_holds()
             self.history.note("drained" if draining else "undrained", worker_id)
             self._line.serve()
+
+    @property
+    def draining(self) -> tuple[str, ...]:
+        """Ids of those that get no new work."""
+        return tuple(name for name in self._members if self._balancer.is_draining(name))
 
     def standing(self, worker_ids: Collection[str], *, run: int = 0) -> dict[str, Standing]:
         """How each of these workers is seen here, while `run` is served (0: none)."""
@@ -194,7 +206,36 @@ class WorkerRegistry:
         When somebody serves it, whoever needs much longer is not waited for: it gets no work until
         it has caught up.
         """
-        return await self._updates.publish(snapshot, dict(self._members), timeout_s=timeout_s)
+        following = {name: member for name, member in self._members.items() if self.follows(name)}
+        return await self._updates.publish(snapshot, following, timeout_s=timeout_s)
+
+    @contextlib.contextmanager
+    def held(self, version: WeightsVersion) -> Iterator[Hold]:
+        """Within, one worker that serves `version` keeps it, if training can spare one.
+
+        At the end it gets the latest weights.
+        """
+        hold = self._holds.begin(self._balancer.serving(version))
+        try:
+            yield hold
+        finally:
+            self._holds.end(hold)
+            if hold.worker_id:
+                self._catch_up(hold.worker_id)
+
+    def follows(self, worker_id: str) -> bool:
+        """Whether a worker gets new weights: one that is held does not."""
+        return worker_id not in self._holds.workers
+
+    def room(self, hold: Hold | None) -> float:
+        """What an evaluation may take at a time, in the unit of the role.
+
+        All that its own worker has; of workers that it shares with training, a part.
+        """
+        if hold and hold.worker_id in self._members:
+            return self._members[hold.worker_id].info.capacity
+        whole = sum(member.info.capacity for member in self._members.values())
+        return whole if hold is None else whole * SHARE_OF_EVALUATIONS
 
     def end_run(self) -> None:
         """Forget the run's weights, end its leases and requests, refuse who still waits.
@@ -214,9 +255,14 @@ class WorkerRegistry:
         self.history.note("run ended")
 
     def _try_acquire(
-        self, cost: float, version: WeightsVersion | None, prefer: str | None
+        self,
+        cost: float,
+        version: WeightsVersion | None,
+        prefer: str | None,
+        hold: Hold | None = None,
     ) -> Lease | None:
-        worker_id = self._balancer.try_acquire(cost, version, prefer)
+        only = hold.worker_id if hold else ""
+        worker_id = self._balancer.try_acquire(cost, version, prefer, only=only)
         if worker_id is None:
             return None
         member = self._members[worker_id]
@@ -260,7 +306,20 @@ class WorkerRegistry:
         member.heartbeat.cancel()
         self._end_leases(member, tuple(member.leases), cause, reason)
         self._balancer.remove_worker(worker_id)
+        self._review_holds()
         return True
+
+    def _review_holds(self) -> None:
+        before = self._holds.workers
+        self._holds.review(self._balancer.serving(None))
+        for worker_id in before - self._holds.workers:
+            self._catch_up(worker_id)
+        self._line.serve()
+
+    def _catch_up(self, worker_id: str) -> None:
+        if worker_id in self._members:
+            member = self._members[worker_id]
+            self._updates.catch_up(member, timeout_s=deadlines.WEIGHTS_APPLIED_S)
 
     def _fence(self, worker_id: str, cause: LossCause, reason: str) -> None:
         member = self._members.get(worker_id)

@@ -66,12 +66,7 @@ class Updates:
         self.snapshot = snapshot
         loads = {}
         for worker_id, member in members.items():
-            load = asyncio.create_task(
-                self._load(member, snapshot, timeout_s), name=f"load-{snapshot.version}-{worker_id}"
-            )
-            self._loads.add(load)
-            load.add_done_callback(self._loads.discard)
-            loads[worker_id] = load
+            loads[worker_id] = self._begin(member, snapshot, timeout_s)
         await self._until_enough(loads.values())
         outcomes = {name: load.result() for name, load in loads.items() if load.done()}
         return PublishReport(
@@ -80,6 +75,11 @@ class Updates:
             failures={name: o for name, o in outcomes.items() if isinstance(o, str)},
             late=tuple(name for name in loads if name not in outcomes),
         )
+
+    def catch_up(self, member: Member, *, timeout_s: float) -> None:
+        """Have a worker that was left out of updates serve the latest, some time soon."""
+        if self.snapshot is not None:
+            self._begin(member, self.snapshot, timeout_s)
 
     async def bring_up(
         self, handle: WorkerHandle, heartbeat: asyncio.Task[Loss], *, who: str
@@ -107,6 +107,15 @@ class Updates:
             else:
                 loaded = snapshot.version
         return loaded if self.snapshot is not None else None
+
+    def _begin(
+        self, member: Member, snapshot: WeightsSnapshot, timeout_s: float
+    ) -> asyncio.Task[WeightsAck | str]:
+        name = f"load-{snapshot.version}-{member.info.worker_id}"
+        load = asyncio.create_task(self._load(member, snapshot, timeout_s), name=name)
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+        return load
 
     async def _load(
         self, member: Member, snapshot: WeightsSnapshot, timeout_s: float

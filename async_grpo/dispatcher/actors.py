@@ -16,6 +16,7 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.checks import usable_devices
 from async_grpo.devices.environment import forwarded
 from async_grpo.errors import ConfigError
+from async_grpo.imports import startup_variables
 from async_grpo.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 
 if TYPE_CHECKING:
@@ -153,11 +154,12 @@ def _actor(
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Of this node, with these variables beside those of `ray start`."""
+    variables = {**startup_variables(os.environ), **variables}
     return ray.remote(actor_class).options(
         num_cpus=taken.get("CPU", 0.0),
         num_gpus=taken.get("GPU", 0.0),
         max_concurrency=max_concurrency,
         enable_task_events=False,
         scheduling_strategy=cluster.on_this_node(),
-        runtime_env={"env_vars": dict(variables)} if variables else None,
+        runtime_env={"env_vars": variables} if variables else None,
     )

@@ -121,7 +121,9 @@ class Engine:
         running = self._running[request_id] = _Running(request.lease_id, time.monotonic())
         try:
             with _alive():
-                answers = self._llm.generate(prompt, sampling_params(request), request_id)
+                answers = self._llm.generate(
+                    prompt, sampling_params(request), request_id, priority=request.priority
+                )
                 *_, final = [output async for output in answers]
         except (EngineGenerateError, ValueError) as error:
             raise WorkerError(f"vLLM refused question {request.ordinal}: {error}") from error

@@ -11,6 +11,14 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.devices.worker_bill import (
+    CPU_BATCHED_TOKENS,
+    CPU_KV_CACHE_BYTES,
+    KV_BLOCK_TOKENS,
+    WHOLE_SHARE,
+    longest_sequence_bytes,
+)
+from async_grpo.model.folder import longrope_positions
 from async_grpo.rollout.engine_options import set_engine_options
 from async_grpo.rollout.kept_caches import KEEP
 
@@ -21,11 +29,7 @@ SCHEDULER: str | None = "async_grpo.rollout.whole_outputs.make_scheduler"
 # which would get 2048 prompt tokens a step.
 USAGE = UsageContext.OPENAI_API_SERVER
 CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # "uni" becomes "mp" on CPU
-CPU_KV_CACHE_BYTES = 256 << 20
-CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
 BESIDES_BYTES = 4 << 30  # of activations, CUDA graphs and the context of an engine on a device
-WHOLE_SHARE = 0.92  # of a device that vLLM has for itself: its own default
-KV_BLOCK_TOKENS = 32  # the least: prompts share whole blocks, and a sequence may waste one
 
 
 def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
@@ -34,11 +38,13 @@ def engine_args(config: WorkerConfig) -> AsyncEngineArgs:
     dtype = config.dtype
     if dtype == "auto":  # vLLM's own choice would round a float32 model
         dtype = "float32" if on_cpu else "bfloat16"
+    # An engine that takes longer rows turns all of them by LongRoPE's long factors.
+    longest = config.max_model_len or longrope_positions(Path(config.model_path))
     args = AsyncEngineArgs(
         model=config.model_path,
         dtype=dtype,
         max_num_seqs=config.max_num_seqs or None,
-        max_model_len=config.max_model_len or None,
+        max_model_len=longest,
         tensor_parallel_size=config.tensor_parallel_size,
         enable_prefix_caching=config.enable_prefix_caching,
         scheduler_cls=SCHEDULER,
@@ -99,4 +105,6 @@ def _longest_sequence_bytes(model: ModelConfig) -> int:
     """KV cache that one sequence of the longest length needs; vLLM refuses to start with less."""
     num_layers = model.hf_text_config.num_hidden_layers
     per_token = 2 * num_layers * model.get_total_num_kv_heads() * model.get_head_size()
-    return (model.max_model_len + 2 * KV_BLOCK_TOKENS) * per_token * model.dtype.itemsize
+    return longest_sequence_bytes(
+        longest=model.max_model_len, token_bytes=per_token * model.dtype.itemsize
+    )

@@ -11,13 +11,14 @@ MAX_SEED = 2**63 - 1
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """Temperature sampling and nothing else: what the trainer can score."""
+    """Temperature sampling: what the trainer can score; evaluations may cut it to top-p."""
     sampling, seed = request.sampling, request.seed
     if seed is not None:  # vLLM gives output i the seed + i
         seed %= MAX_SEED - request.num_samples
     return SamplingParams(
         n=request.num_samples,
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=True,  # only the contract's stop ids end an output

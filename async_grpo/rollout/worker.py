@@ -203,7 +203,12 @@ class GenerationWorker:
             ack = WeightsAck(
                 self._worker_id, snapshot.version, 0.0, 0.0, dtype=dtype, transport=transport
             )
-            if served is not None and snapshot.equals(served):
+            if snapshot.is_of_folder and served is not None:
+                raise WeightSyncError(
+                    f"weights of the folder must come before all others, {served} are served: "
+                    "start another worker"
+                )
+            if snapshot.is_of_folder or (served is not None and snapshot.equals(served)):
                 await self._alive(self._engine.rename(snapshot.version))
             else:
                 ack = replace(ack, **asdict(await self._alive(load())))

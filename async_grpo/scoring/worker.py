@@ -116,7 +116,7 @@ class LogprobWorker:
         device = torch.device("cuda" if on_device else "cpu")
         if on_device and memory_share:
             torch.cuda.set_per_process_memory_fraction(memory_share)
-        self._devices = tuple(filter(None, [device_id()]))
+        self._devices = (device_id(),) if on_device else ()
         self._teach, self._to_array = teach, to_array
         self._unpack = unpack
         self._scorer = Scorer(model_path, device=device, dtype=dtype)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from async_grpo.controller.holds import Hold
 from async_grpo.controller.leases import Lease
 from async_grpo.errors import LeaseLost, LossCause
 from async_grpo.types import (
@@ -83,14 +84,16 @@ class Registry:
     def __init__(self, *workers, role="generation"):
         self.workers, self.role = workers, role
         self.asked = []  # (cost, version) of every lease
+        self.holds = []  # of every lease: that of an evaluation, or None
         self.open = {}
         self.revoked = set()  # lease ids that have ended when the answer comes
         self.num_tokens = 0
 
     @contextlib.asynccontextmanager
-    async def lease(self, cost, *, version=None, prefer=None, timeout_s, moves=int):
+    async def lease(self, cost, *, version=None, prefer=None, timeout_s, moves=int, hold=None):
         lease_id = len(self.asked)
         self.asked.append((cost, version))
+        self.holds.append(hold)
         number = lease_id % len(self.workers)
         info = WorkerInfo(self.name(number), self.role, "node", 1, "model", 64, 1.0, 0.0, 512)
         handle = Handle(self.workers[number])
@@ -103,6 +106,13 @@ class Registry:
         finally:
             del self.open[lease_id]
             lease.end()
+
+    @contextlib.contextmanager
+    def held(self, version):
+        yield Hold("w0" if len(self.workers) > 1 else "")
+
+    def room(self, hold):
+        return 64.0
 
     def take_lost(self):
         return Counter()

@@ -7,7 +7,7 @@ from script import Script
 from scripted import run
 from scripted_run import QUESTIONS, Run, make_config, split_steps
 
-from async_grpo.batching.evaluation import SAMPLES_PER_QUESTION
+from async_grpo.config.evaluation import SAMPLES_PER_QUESTION
 from async_grpo.data.mixture import TypedQuestions
 from async_grpo.data.stream import QuestionStream
 from async_grpo.telemetry.metrics import metrics_row
@@ -96,13 +96,13 @@ def test_an_evaluation_counts_each_type_of_its_own():
 
     async def scenario():
         await running.publish(0)
-        return await running.batcher.evaluate()
+        return await running.batcher.evaluations.finished()
 
-    result = run(scenario())
-    assert {*result.of_types} == {"sums", "odes"}
+    (result,) = run(scenario())
+    assert {*result.by_type} == {"sums", "odes"}
     for field in ("num_questions", "num_samples", "num_failed", "num_correct", "num_solved"):
-        parts = [getattr(own, field) for own in result.of_types.values()]
+        parts = [getattr(own, field) for own in result.by_type.values()]
         assert getattr(result, field) == sum(parts)
-    assert result.of_types["odes"].num_failed == SAMPLES_PER_QUESTION
+    assert result.by_type["odes"].num_failed == SAMPLES_PER_QUESTION
     rewards = [reward for n in (0, 2, 4) for reward in running.script.rewards(n)]
-    assert result.of_types["sums"].reward_sum == pytest.approx(sum(rewards))
+    assert result.by_type["sums"].reward_sum == pytest.approx(sum(rewards))

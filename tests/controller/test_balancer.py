@@ -158,15 +158,28 @@ class BalancerMachine(RuleBasedStateMachine):
             self.balancer.set_version(name, version)
             self.workers[name][2] = version
 
-    @rule(cost=st.integers(1, 12), asked=st.none() | versions, prefer=st.none() | names)
-    def acquire(self, cost, asked, prefer):
-        qualified = {
+    @rule(
+        cost=st.integers(0, 12),
+        asked=st.none() | versions,
+        prefer=st.none() | names,
+        only=st.just("") | names,
+    )
+    def acquire(self, cost, asked, prefer, only):
+        serving = {
             name: self.load(name) / capacity
             for name, (limit, capacity, version, draining) in self.workers.items()
-            if not draining and version is not None and self.load(name) < limit
+            if not draining and version is not None
             and (asked is None or (version[0] == asked[0] and version[1] >= asked[1]))
         }  # fmt: skip
-        taken = self.balancer.try_acquire(cost, asked, prefer)
+        loads = [serving[name] for name in self.balancer.serving(asked)]
+        assert loads == sorted(serving.values())
+        qualified = {
+            name: load
+            for name, load in serving.items()
+            if self.load(name) < self.workers[name][0] and only in ("", name)
+        }
+        prefer = only or prefer
+        taken = self.balancer.try_acquire(cost, asked, prefer, only=only)
         assert (taken is None) == (not qualified)
         if taken is not None:
             assert taken == prefer or qualified[taken] == min(qualified.values())

@@ -131,7 +131,7 @@ CALLS = {
     "published": (WeightsVersion(5, 0),),
     "next_items": (0, 0),
     "hungry": (0,),
-    "evaluate": (),
+    "evaluated": (),
     "status": (),
     "abort": ("because",),
 }
@@ -166,7 +166,7 @@ def test_who_waits_for_an_item_an_evaluation_or_an_answer_hears_of_the_runs_end(
         await house.controller.published(run_id, snapshot.version)
         waiting = [
             asyncio.ensure_future(house.controller.next_items(run_id, 0, 0)),
-            asyncio.ensure_future(house.controller.evaluate(run_id)),
+            asyncio.ensure_future(house.controller.evaluated(run_id)),
             asyncio.ensure_future(house.ask(run_id, FOREVER_S)),
         ]
         await asyncio.sleep(5)

@@ -22,7 +22,7 @@ class Room:
         self.free = free
         self.line.serve()
 
-    def try_acquire(self, cost, version, prefer):
+    def try_acquire(self, cost, version, prefer, hold):
         self.asked.append(version)
         if not self.free or version > self.served:
             return None

@@ -167,15 +167,15 @@ def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its
         (row,) = part.episode.rows
         assert row.num_sampled_tokens == row.num_trained_tokens in (3, 6)
         sampled[part.ordinal, part.index] = row
+    (held_out,) = items[-1].evaluations or get(controller.evaluated.remote(run))
+    assert (held_out.num_samples, held_out.num_failed) == (8, 0)
+    assert held_out.reward_sum != held_out.num_correct  # by the environment's own verdicts
     histories = {name: get(engine.histories.remote()) for name, engine in engines.items()}
     num_sampled = 3 * sum(map(len, histories.values()))
+    num_sampled -= sum(each.num_tokens for each in held_out.questions)
     tokens = dict(items[-1].tokens)
     assert tokens.pop("trained") + tokens.pop("zero_contribution") == num_sampled
     assert not any(tokens.values()) and tokens.keys() < {*FATES}
-    for _ in range(2):
-        held_out = get(controller.evaluate.remote(run))
-        assert (held_out.num_samples, held_out.num_failed) == (8, 0)
-        assert held_out.reward_sum != held_out.num_correct  # by the environment's own verdicts
     for row in sampled.values():
         if row.num_trained_tokens == 6:
             whole = [*row.prompt_token_ids.tolist(), *row.token_ids.tolist()]

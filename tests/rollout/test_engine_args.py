@@ -1,5 +1,7 @@
 """What vLLM is started with, here and on devices that are not here."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -43,3 +45,17 @@ def test_a_cpu_keeps_its_own_numbers_and_every_head_is_float32(model_folder, dty
     assert (args.max_num_seqs, args.max_num_batched_tokens) == (64, 4096)
     model = args.create_model_config()
     assert (str(model.dtype), str(model.head_dtype)) == (f"torch.{dtype}", "torch.float32")
+
+
+@pytest.mark.parametrize(("given", "longest"), [(0, 96), (64, 64)])
+def test_longrope_of_any_family_keeps_its_short_factors(given, longest, model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    factors = [1.0] * (config["hidden_size"] // config["num_attention_heads"] // 2)
+    config["rope_parameters"] = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 96,
+        "short_factor": factors, "long_factor": factors, "factor": 4.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    args = engine_args(WorkerConfig(model_path=str(folder), max_model_len=given))
+    assert args.create_model_config().max_model_len == longest

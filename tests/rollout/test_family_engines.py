@@ -32,7 +32,7 @@ LONGROPE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["cohere2", "gemma2", "gemma3_text", "granite", "phi3"])
+@pytest.mark.parametrize("family", ["cohere2", "gemma2", "gemma3_text", "granite", "olmo2", "phi3"])
 def test_log_probabilities_are_the_policy_s_before_and_after_an_update(
     family, tmp_path, monkeypatch
 ):
