@@ -25,7 +25,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -69,11 +69,15 @@ class _Saved:
 class CheckpointFolder:
     """One run's checkpoints. One process uses it, for one save at a time."""
 
-    def __init__(self, root: Path, *, keep: int) -> None:
+    def __init__(
+        self, root: Path, *, keep: int, spared: Callable[[], frozenset[int]] = frozenset
+    ) -> None:
+        """`spared`: after which batches checkpoints stay beside the `keep` newest."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}: the last good one stays")
         self._root = Path(os.path.abspath(root))
         self._keep = keep
+        self._spared = spared
 
     def begin(self, batches: int) -> Path:
         """An empty folder for the shards of a save; what crashes left behind is removed.
@@ -169,12 +173,16 @@ class CheckpointFolder:
             logger.warning("an old checkpoint in %s could not be removed: %s", self._root, error)
 
     def _surplus(self, newest: Path, batches: int) -> list[Path]:
-        """Kept beside the newest: earlier batches, the latest save first, then futures undone.
+        """Kept beside the newest: earlier batches, the latest save first, then futures undone;
+        and those that are spared.
 
         Damaged ones go when there are enough good ones.
         """
         saved = self._saved()
-        others = [item for item in saved.sound if item[1] != newest]
+        spared = self._spared() - {batches}
+        others = [
+            item for item in saved.sound if item[1] != newest and item[0].batches not in spared
+        ]
         others.sort(key=lambda item: (item[0].batches >= batches, *_age(item)))
         num_kept = self._keep - 1
         surplus = [path for _, path in others[num_kept:]]

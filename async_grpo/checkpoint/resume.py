@@ -61,6 +61,18 @@ class Start:
             return None
         return ResumePoint(**{**saved, "quarantined": tuple(saved["quarantined"])})
 
+    def settings(self, config: TrainConfig) -> dict[str, Any]:
+        """What was set while the run trained, and holds on: see `config.live`.
+
+        An option that the command line has changed since is the command line's.
+        """
+        saved: Mapping[str, Mapping[str, Any]] = self.state.get("settings", {})
+        return {
+            name: change["is"]
+            for name, change in saved.items()
+            if getattr(config, name) == change["was"]
+        }
+
     @property
     def source(self) -> Path | None:
         """The folder of the run that wrote the checkpoint."""

@@ -13,6 +13,7 @@ from async_grpo.files import explained
 logger = logging.getLogger(__name__)
 METRICS_FILE = "training_metrics.jsonl"
 EVALUATIONS_FILE = "evaluation_metrics.jsonl"
+BEST_FILE = "best_checkpoint.json"
 PARAMETERS_FILE = "training_params.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 

@@ -80,7 +80,9 @@ class Checkpoints:
         self._hashes = hashes
         self._references = references
         self._folder = CheckpointFolder(
-            Path(config.output_dir) / CHECKPOINTS_FOLDER, keep=config.keep_checkpoints
+            Path(config.output_dir) / CHECKPOINTS_FOLDER,
+            keep=config.keep_checkpoints,
+            spared=lambda: report.spared_checkpoints() or frozenset(),
         )
         timeout = timedelta(seconds=deadlines.CHECKPOINT_S)
         # The threads' own: collectives of the training loop must not meet theirs.
@@ -126,6 +128,8 @@ class Checkpoints:
     def _is_due(self, cut: _Cut) -> bool:
         """By the number of batches, or by rank 0's clock: all ranks save, or none."""
         by_number = cut.batches % self._config.checkpoint_every_batches == 0
+        if found := self._config.best_set:
+            by_number = by_number or self._config.evaluates(found, cut.batches)
         interval_s = 60 * self._config.checkpoint_every_minutes
         if not interval_s:
             return by_number
@@ -167,6 +171,10 @@ class Checkpoints:
             "exports": self._exports.state(),
             "resume": dataclasses.asdict(end.resume) if end.resume else None,
             "references": [snapshot.version.batches for snapshot in references],
+            "settings": {
+                name: {"was": getattr(self._config, name), "is": value}
+                for name, value in self._learner.settings.items()
+            },
         }
         manifest = Manifest(
             batches=end.batch + 1,

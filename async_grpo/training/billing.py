@@ -5,32 +5,22 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.devices.bill import GIB, Training, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.memory import free_bytes
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.size import model_shape
+from async_grpo.training.as_billed import USED, as_billed
 from async_grpo.training.fsdp import compute_dtype, shard
 from async_grpo.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-USED = 0.9  # of the free memory: the rest is for allocators and libraries
 
 
 def training_of(config: TrainConfig, ranks: Ranks) -> Training:
-    """How the options have a rank train, as the bill knows it; `auto` counts as off."""
-    return Training(
-        shard_ranks=ranks.mesh.size(-1),
-        num_tokens=config.max_tokens_per_gpu,
-        chunk_tokens=config.chunk_size,
-        compute_bytes=compute_dtype(config.mixed_precision, ranks.device).itemsize,
-        keeps_gathered=config.fsdp_sharding_strategy == "SHARD_GRAD_OP",
-        checkpointing=config.activation_checkpointing == "on",
-        defers=config.defer_gradient_sync,
-        keeps_old_policy=find_algorithm(config).uses_old_policy,
-        offload=config.offload,
-    )
+    """How the options have this rank train, as the bill knows it; `auto` counts as off."""
+    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    return as_billed(config, shard_ranks=ranks.mesh.size(-1), compute_bytes=dtype.itemsize)
 
 
 def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:

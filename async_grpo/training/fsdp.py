@@ -123,15 +123,20 @@ def iter_full_tensors(policy: PolicyModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def iter_device_tensors(
-    policy: PolicyModel, dtype: torch.dtype | None = None
+    policy: PolicyModel,
+    dtype: torch.dtype | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As `iter_full_tensors`, for every rank and on its device; cast to `dtype` before gathering.
+    """As `iter_full_tensors`, for every rank, each where its shards lie.
 
-    Collective: every rank must exhaust it.
+    Cast to `dtype`, and moved to `device` where offloaded shards wait in host memory, before
+    gathering. Collective: every rank must exhaust it.
     """
     reshard(policy)
     for name, parameter in hf_named_parameters(policy):
-        full = parameter.detach() if dtype is None else parameter.detach().to(dtype)
+        held = parameter.detach()
+        full = held.to(device=device or held.device, dtype=dtype or held.dtype)
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
 
@@ -140,6 +145,16 @@ def local_shards(policy: PolicyModel) -> list[Tensor]:
     reshard(policy)
     held = (parameter.detach() for _, parameter in hf_named_parameters(policy))
     return [(p.to_local() if isinstance(p, DTensor) else p).reshape(-1) for p in held]
+
+
+def local_gradients(policy: PolicyModel) -> list[Tensor]:
+    """This rank's part of the gradients that have been reduced so far, flat; in their memory."""
+    held = (parameter.grad for _, parameter in hf_named_parameters(policy))
+    return [
+        (grad.to_local() if isinstance(grad, DTensor) else grad).reshape(-1)
+        for grad in held
+        if grad is not None
+    ]
 
 
 def _precision(mixed_precision: str, device: torch.device) -> MixedPrecisionPolicy:

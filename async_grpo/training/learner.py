@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
+from async_grpo.config.live import Settings, with_settings
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
@@ -15,11 +17,12 @@ from async_grpo.model.policy import PolicyModel
 from async_grpo.model.size import size_of, training_flops
 from async_grpo.training.audit import Audit
 from async_grpo.training.billing import shard_as_billed
-from async_grpo.training.fsdp import compute_dtype
+from async_grpo.training.fsdp import compute_dtype, local_gradients, local_shards
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.replay import Replay
 from async_grpo.training.step import GradientStep, StepResult
+from async_grpo.training.step_sums import StepLog, weights_digest
 from async_grpo.training.token_dump import TokenDump
 from async_grpo.types import EndOfStep, Minibatch
 
@@ -41,6 +44,8 @@ class Learner:
         self._replay = Replay(config.output_dir, rank=ranks.rank)
         self._audit = Audit(self.step.collectives)
         self._tokens = TokenDump.of(config, ranks)
+        self.settings: dict[str, Any] = {}  # see `set`
+        self.log: StepLog | None = None  # whoever trains sets it
         self.step.keeps_terms = self._tokens is not None
         self._size = size_of(policy.model)
         self._peak = peak
@@ -86,6 +91,8 @@ class Learner:
         if self._tokens:
             self._tokens.keep(minibatch, packed)
         self.step.accumulate(to_device(packed, self.device))
+        if self.log:
+            self.log.keep(minibatch, packed, local_gradients(self.policy))
         self.step.count(
             num_fillers=not minibatch.samples,
             packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
@@ -102,22 +109,38 @@ class Learner:
         self._audit.end_step(end, step=step)
         if self._peak:
             self.step.measure(peak_tflops=self._peak)
-        terms = self.step.terms
+        terms, losses = self.step.terms, self.step.losses
+        self.step.count(unrecorded_minibatches=self.log.take_lost() if self.log else 0)
         result = self.step.finish(
             self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens
         )
         if self._tokens:
             self._tokens.end_step(end, terms, step=step)
         self._replay.end_step(step, suspects=result.suspects)
+        if self.log:
+            self.log.end_step(end, result, losses=losses, digest=self.digest())
         if end.is_last_of_batch:
             self.step.begin_batch()
         return result
+
+    def set(self, settings: Settings) -> None:
+        """The options that are other than at the start of the run, for the steps that follow."""
+        if self.settings == settings:
+            return
+        self.settings = dict(settings)
+        self.step.configure(with_settings(self.config, settings))
+
+    def digest(self) -> int:
+        """Of this rank's parameters: another one where a bit of them differs."""
+        return weights_digest(local_shards(self.policy))
 
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
         self._replay.discard()
         self._audit.discard()
+        if self.log:
+            self.log.discard()
         if self._tokens:
             self._tokens.discard()
 

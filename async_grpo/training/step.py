@@ -95,7 +95,7 @@ class GradientStep:
         # Tensors stay on the device until the step ends: nothing waits for it between minibatches.
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
-        self._losses: list[Tensor] = []  # [] each
+        self.losses: list[Tensor] = []  # [] each, of the current step's minibatches
         self.keeps_terms = False  # for `training.token_dump`
         self.terms: list[TokenTerms] = []  # of the current step's minibatches
         self._counts: dict[str, float] = {}
@@ -129,7 +129,7 @@ class GradientStep:
             number = value.detach().double()
             self._maxima[name] = torch.maximum(self._maxima.get(name, number), number)
         self.count(trained_tokens=entropy.numel(), trained_samples=packed.num_samples)
-        self._losses.append(loss)
+        self.losses.append(loss)
         return result
 
     def count(self, **amounts: int) -> None:
@@ -149,7 +149,7 @@ class GradientStep:
         clocks; None: `denominator` counts samples.
         """
         num_samples = denominator if num_samples is None else num_samples
-        if denominator and self._losses and self._config.defer_gradient_sync:
+        if denominator and self.losses and self._config.defer_gradient_sync:
             self._reduce_gradients()
         metrics, meters = self._reduce_metrics()
         num_minibatches = int(metrics.pop("num_minibatches"))
@@ -182,6 +182,10 @@ class GradientStep:
             suspects=suspects,
         )
 
+    def configure(self, config: TrainConfig) -> None:
+        """The steps that follow have these options, of which only live ones may differ."""
+        self._config = config
+
     def begin_batch(self) -> None:
         """The gradient steps that follow belong to another batch."""
         if self._batch_start is not None:
@@ -191,7 +195,7 @@ class GradientStep:
         """Forget what was accumulated, gradients and metrics alike."""
         self.optimizer.zero_grad(set_to_none=True)
         drop_local_gradients(self._policy)
-        self._sums, self._maxima, self._losses, self._counts = {}, {}, [], {}
+        self._sums, self._maxima, self.losses, self._counts = {}, {}, [], {}
         self._meters, self.terms = {}, []
 
     def _reduce_gradients(self) -> None:
@@ -219,8 +223,8 @@ class GradientStep:
     def _suspects(self, *, is_loss: bool) -> tuple[int, ...]:
         """This rank's minibatches with a bad loss; all of them where only the gradient is bad."""
         if not is_loss:
-            return tuple(range(len(self._losses)))
-        return tuple(i for i, loss in enumerate(self._losses) if not loss.isfinite())
+            return tuple(range(len(self.losses)))
+        return tuple(i for i, loss in enumerate(self.losses) if not loss.isfinite())
 
     def _global_norm(self) -> float:
         """Norm of the summed, undivided gradient over all ranks."""
@@ -240,8 +244,8 @@ class GradientStep:
 
     def _reduce_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
         """Sums and maxima over all ranks, in one collective: of what was trained, and by what."""
-        num_bad = sum(~loss.isfinite() for loss in self._losses)
-        counts = {**self._counts, "num_minibatches": len(self._losses), "num_bad_losses": num_bad}
+        num_bad = sum(~loss.isfinite() for loss in self.losses)
+        counts = {**self._counts, "num_minibatches": len(self.losses), "num_bad_losses": num_bad}
         meters = {**self._meters, **self.collectives.take(), "num_ranks": 1.0}
         memory = peak_memory(self._device)
         sums = {**counts, **self._sums, **meters}

@@ -9,8 +9,8 @@ SHARD = "model-00001.safetensors"
 REFERENCE = "reference_1_00001.safetensors"
 
 
-def save(root, batches, *, keep=2, content=b"weights", disk=None):
-    folder = CheckpointFolder(root, keep=keep)
+def save(root, batches, *, keep=2, content=b"weights", disk=None, spared=()):
+    folder = CheckpointFolder(root, keep=keep, spared=lambda: frozenset(spared))
     with used(disk or Disk()):
         temporary = folder.begin(batches)
         (temporary / SHARD).write_bytes(content)

@@ -29,6 +29,7 @@ class CountedReport(SimpleNamespace):
         super().__init__(failed=0)
         self.state = lambda: {"steps": 1}
         self.doing = self.sync_files = self.stood_still = lambda *_: None
+        self.spared_checkpoints = frozenset
 
     def checkpoint_failed(self):
         self.failed += 1

@@ -197,3 +197,11 @@ def test_a_root_that_cannot_be_read_is_an_error_not_an_empty_one(tmp_path):
     root.write_bytes(b"")
     with pytest.raises(CheckpointError, match="read from"):
         newest(root)
+
+
+def test_what_is_spared_stays_beside_the_newest_until_it_is_spared_no_more(tmp_path):
+    for batches in range(1, 7):
+        save(tmp_path, batches, spared={2, batches})
+    assert names(tmp_path) == ["batch_2", "batch_5", "batch_6"]
+    save(tmp_path, 7, spared={4, 5})
+    assert names(tmp_path) == ["batch_5", "batch_6", "batch_7"]

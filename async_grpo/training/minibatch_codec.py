@@ -1,0 +1,133 @@
+"""One rank's minibatch as bytes and back: all that `model.collate` reads of it, exactly.
+
+Arrays of all rows lie end to end, as safetensors: nothing is pickled. Texts, the questions'
+columns and the versions of the weights stay behind (the dump of samples has them).
+
+Legend: S rows, P prompt tokens and L output tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+
+from async_grpo.types import Episode, Minibatch, Question, Row, Sample, Verdict
+
+# Of teachers: a step of them would be many times as large as a checkpoint.
+TOO_LARGE = ("teacher.hidden", "teacher.logits")
+SCORES, HAS = "scores.", "has."  # and a name
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def encode(minibatch: Minibatch) -> bytes:
+    """The minibatch as `decode` gives it back, but for scores that are `left_out`; about 9 bytes
+    an output token and 4 a prompt token."""
+    parts = _parts(minibatch)
+    return save(_arrays(parts) if parts else {})
+
+
+def left_out(minibatch: Minibatch) -> list[str]:
+    """The scores that are too large to be kept, without which it cannot be trained again."""
+    return sorted({name for part in _parts(minibatch) for name in part.scores} & {*TOO_LARGE})
+
+
+def decode(content: bytes, *, round_index: int) -> Minibatch:
+    """What `encode` wrote; one row a sample, as ranks receive them."""
+    arrays = load(content)
+    if not arrays:
+        return Minibatch(round_index, ())
+    prompts = np.split(arrays["prompt_ids"], np.cumsum(arrays["prompt_lengths"])[:-1])
+    ends = np.cumsum(arrays["output_lengths"])
+    rows = zip(prompts, ends - arrays["output_lengths"], ends, strict=True)
+    samples = (
+        _sample(number, prompt, slice(start, end), arrays)
+        for number, (prompt, start, end) in enumerate(rows)
+    )
+    return Minibatch(round_index, tuple(samples))
+
+
+def _parts(minibatch: Minibatch) -> list[Sample]:
+    return [part for sample in minibatch.samples for part in sample.parts()]
+
+
+def _arrays(parts: Sequence[Sample]) -> Arrays:
+    rows = [part.episode.rows[0] for part in parts]
+    found: Arrays = {
+        "prompt_ids": np.concatenate([row.prompt_token_ids for row in rows]),  # [P] int32
+        "prompt_lengths": np.array([len(row.prompt_token_ids) for row in rows]),  # [S]
+        "output_ids": np.concatenate([row.token_ids for row in rows]),  # [L] int32
+        "output_lengths": np.array([len(row.token_ids) for row in rows]),  # [S]
+        "loss_mask": np.concatenate([row.loss_mask for row in rows]),  # [L] bool
+        "behaviour_logprobs": np.concatenate([_logprobs(row) for row in rows]),  # [L] float32
+        "is_given": np.array([row.logprobs is None for row in rows]),  # [S] bool
+        "keys": np.array([part.key for part in parts], np.int64),  # [S, 4]
+        "num_trained_elsewhere": np.array([part.num_trained_elsewhere for part in parts]),  # [S]
+        "rewards": np.array([part.verdict.reward for part in parts], np.float64),  # [S]
+    }
+    return found | _advantages(parts) | _scores(parts)
+
+
+def _logprobs(row: Row) -> NDArray[np.float32]:
+    return np.zeros(len(row.token_ids), np.float32) if row.logprobs is None else row.logprobs
+
+
+def _advantages(parts: Sequence[Sample]) -> Arrays:
+    """A number a row [S], and where any row has one a token, [L] too."""
+    by_token = [isinstance(part.advantage, np.ndarray) for part in parts]
+    numbers = [
+        0.0 if tokens else part.advantage for part, tokens in zip(parts, by_token, strict=True)
+    ]
+    found: Arrays = {"advantages": np.array(numbers, np.float64)}
+    if any(by_token):
+        found["by_token"] = np.array(by_token)
+        lengths = [len(part.episode.rows[0].token_ids) for part in parts]
+        values = [
+            part.advantage if isinstance(part.advantage, np.ndarray) else np.zeros(n, np.float32)
+            for part, n in zip(parts, lengths, strict=True)
+        ]
+        found["token_advantages"] = np.concatenate(values)
+    return found
+
+
+def _scores(parts: Sequence[Sample]) -> Arrays:
+    """Of each name an array [L] or [L, K]; zeros for rows that have none, which [S] tells."""
+    found: Arrays = {}
+    names = dict.fromkeys(name for part in parts for name in part.scores if name not in TOO_LARGE)
+    for name in names:
+        known = next(part.scores[name] for part in parts if name in part.scores)
+        own = [
+            part.scores.get(
+                name, np.zeros((len(part.episode.rows[0].token_ids), *known.shape[1:]), known.dtype)
+            )
+            for part in parts
+        ]
+        found[SCORES + name] = np.concatenate(own)
+        found[HAS + name] = np.array([name in part.scores for part in parts])
+    return found
+
+
+def _sample(
+    number: int, prompt: NDArray[np.int32], own: slice, arrays: Mapping[str, Any]
+) -> Sample:
+    """Row `number`, whose output tokens are `own`."""
+    ordinal, attempt, index, row = map(int, arrays["keys"][number])
+    logprobs = None if arrays["is_given"][number] else arrays["behaviour_logprobs"][own]
+    by_token = "by_token" in arrays and arrays["by_token"][number]
+    names = [key.removeprefix(SCORES) for key in arrays if key.startswith(SCORES)]
+    return Sample(
+        ordinal,
+        index,
+        Question(prompt, input="", answer=None, columns={}),
+        Episode((Row(prompt, arrays["output_ids"][own], logprobs, arrays["loss_mask"][own], ()),)),
+        Verdict("scored", float(arrays["rewards"][number]), None, "", "", 0.0),
+        arrays["token_advantages"][own] if by_token else float(arrays["advantages"][number]),
+        {name: arrays[SCORES + name][own] for name in names if arrays[HAS + name][number]},
+        attempt=attempt,
+        row=row,
+        num_trained_elsewhere=int(arrays["num_trained_elsewhere"][number]),
+    )

@@ -1,0 +1,168 @@
+"""The log of minibatches gives back what ranks trained, and says what it has lost."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from full_disk import no_file_beyond
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import make_config, make_row, sample_of_rows
+from test_replay import facts, samples
+
+from async_grpo.errors import DataError
+from async_grpo.model.collate import collate
+from async_grpo.training.frames import frame, read_frames
+from async_grpo.training.minibatch_codec import decode, encode, left_out
+from async_grpo.training.minibatch_log import (
+    LOG_FOLDER,
+    NUM_FILES,
+    MinibatchLog,
+    last_batch,
+    log_files,
+    logged_minibatch,
+    logged_runs,
+    logged_steps,
+)
+from async_grpo.training.schedule import Clocks
+from async_grpo.training.step import StepResult
+from async_grpo.types import EndOfStep, Minibatch
+
+RESULT = StepResult("", 0.1, 1e-6, 1, Clocks(1, 2, 3))
+LOSSES = [torch.tensor(float("nan")), torch.tensor(0.1)]
+
+
+def ranks(rank=0, world_size=1):
+    return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+
+
+def make_minibatch(ordinal=0, length=3):
+    row = make_row([1, 2], list(range(3, 3 + length)))
+    return Minibatch(ordinal, (replace(sample_of_rows([row]), ordinal=ordinal),))
+
+
+def make_log(folder, *, first=0, gib=1.0, rank=0, world_size=1, batches=(), length=3):
+    """One step a batch, of two minibatches, the second one a filler."""
+    config = make_config(output_dir=str(folder), replay_max_gib=gib)
+    log = MinibatchLog(config, ranks(rank, world_size), first=first)
+    for batch in batches:
+        for minibatch in (make_minibatch(batch, length), Minibatch(1, ())):
+            packed = collate(minibatch.samples, aggregation="sample-mean")
+            log.keep(minibatch, packed, [torch.tensor([1.0, batch])])
+        end = EndOfStep(batch, 0, True, num_samples=1, num_tokens=length)
+        log.end_step(end, RESULT, losses=LOSSES, digest=batch)
+    return log
+
+
+def steps(folder, batches, rank=0):
+    return list(logged_steps(folder / LOG_FOLDER, rank=rank, batches=batches))
+
+
+@settings(max_examples=60, deadline=None)
+@given(members=st.lists(samples(), max_size=3), share=st.booleans(), index=st.integers(0, 9))
+def test_a_decoded_minibatch_is_packed_as_the_encoded_one(members, share, index):
+    found = decode(encode(Minibatch(index, tuple(members))), round_index=index)
+    assert found.round_index == index
+    was, now = (
+        collate(each, aggregation="sample-mean", share_prompts=share)
+        for each in (members, found.samples)
+    )
+    assert facts(now) == facts(was)
+    parts = [part for sample in members for part in sample.parts()]
+    assert [sample.key for sample in found.samples] == [part.key for part in parts]
+    assert [sample.num_tokens for sample in found.samples] == [part.num_tokens for part in parts]
+
+
+def test_scores_that_a_given_row_lacks_stay_away_and_ids_stay_ids():
+    sampled, given_row = make_row([1], [2, 3]), replace(make_row([1], [4]), logprobs=None)
+    top = {"teacher:math": np.arange(4, dtype=np.int32).reshape(2, 2)}
+    members = (
+        replace(sample_of_rows([sampled]), scores=top),
+        replace(sample_of_rows([given_row]), scores={}, index=1),
+    )
+    first, second = decode(encode(Minibatch(0, members)), round_index=0).samples
+    assert first.scores["teacher:math"].tolist() == [[0, 1], [2, 3]]
+    assert first.scores["teacher:math"].dtype == np.int32
+    assert second.scores == {} and second.episode.is_given
+
+
+def test_what_would_be_too_large_is_named_and_cannot_be_replayed(tmp_path):
+    hidden = {"teacher.hidden": np.zeros((3, 8), np.float32)}
+    (sample,) = make_minibatch().samples
+    minibatch = Minibatch(0, (replace(sample, scores=hidden),))
+    assert left_out(minibatch) == ["teacher.hidden"]
+    log = make_log(tmp_path)
+    log.keep(minibatch, collate(minibatch.samples, aggregation="sample-mean"), [])
+    log.end_step(EndOfStep(0, 0, True, 1, 3), RESULT, losses=LOSSES[1:], digest=0)
+    (step,) = steps(tmp_path, range(1))
+    with pytest.raises(DataError, match=r"not kept teacher\.hidden"):
+        logged_minibatch(step.minibatches[0])
+
+
+def test_a_log_gives_back_steps_to_the_bit(tmp_path):
+    make_log(tmp_path, batches=(0, 1))
+    first, second = steps(tmp_path, range(2))
+    assert last_batch(tmp_path / LOG_FOLDER) == 1
+    assert second.end == EndOfStep(1, 0, True, num_samples=1, num_tokens=3)
+    assert second.facts["grad_norm"] == 0.1 and second.facts["digest"] == 1
+    (minibatch, sums), (filler, _) = map(logged_minibatch, second.minibatches)
+    assert minibatch.samples[0].ordinal == 1 and filler == filler and filler.samples == ()
+    assert np.isnan(sums.loss) and sums.num_tokens == 3 and sums.weight == pytest.approx(1.0)
+    assert sums.gradients != logged_minibatch(first.minibatches[0])[1].gradients
+    (run,) = logged_runs(tmp_path / LOG_FOLDER, rank=0)
+    assert run["config"]["batch_size"] == make_config().batch_size
+    assert run["machine"]["torch"] == torch.__version__
+
+
+def test_a_run_that_goes_on_writes_its_batches_in_the_place_of_the_old_ones(tmp_path):
+    for rank in (0, 1):
+        make_log(tmp_path, batches=range(4), rank=rank, world_size=2)
+    newest = log_files(tmp_path / LOG_FOLDER, rank=0)[-1]
+    with newest.open("ab") as file:
+        file.write(frame({"kind": "minibatch", "batch": 4})[:-5])  # a process was killed here
+    make_log(tmp_path, first=2, batches=(2,), length=5)  # with one rank now
+    assert [step.end.batch for step in steps(tmp_path, range(3))] == [0, 1, 2]
+    assert steps(tmp_path, range(2, 3))[0].end.num_tokens == 5
+    assert [step.end.batch for step in steps(tmp_path, range(2), rank=1)] == [0, 1]
+    with pytest.raises(DataError, match="lacks step 0 of batch 2 of rank 1"):
+        steps(tmp_path, range(3), rank=1)
+    runs = logged_runs(tmp_path / LOG_FOLDER, rank=0)
+    assert [(run["batch"], run["world_size"]) for run in runs] == [(0, 2), (2, 1)]
+
+
+def test_the_oldest_batches_make_room_for_new_ones(tmp_path):
+    size = 200_000
+    make_log(tmp_path, gib=size / 2**30, batches=range(300))
+    files = log_files(tmp_path / LOG_FOLDER, rank=0)
+    assert 2 < len(files) <= NUM_FILES
+    assert size / 2 < sum(file.stat().st_size for file in files) <= size
+    first = logged_runs(tmp_path / LOG_FOLDER, rank=0)[0]["batch"]
+    assert first > 0
+    kept = steps(tmp_path, range(first, 300))
+    assert [step.end.batch for step in kept] == list(range(first, 300))
+
+
+def test_a_full_disk_costs_minibatches_which_are_counted(tmp_path, caplog):
+    log = make_log(tmp_path, batches=(0,))
+    with no_file_beyond(log_files(tmp_path / LOG_FOLDER)[0].stat().st_size + 10):
+        end = EndOfStep(1, 0, True, num_samples=1, num_tokens=3)
+        log.keep(make_minibatch(), collate([], aggregation="sample-mean"), [])
+        log.end_step(end, RESULT, losses=LOSSES[:1], digest=0)
+    assert (log.take_lost(), log.take_lost()) == (1, 0)
+    assert "the run goes on" in caplog.text
+    with pytest.raises(DataError, match="lacks step 0 of batch 1 of rank 0"):
+        steps(tmp_path, range(2))
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    make_log(tmp_path, batches=(0,))
+    (path,) = log_files(tmp_path / LOG_FOLDER)
+    content = bytearray(path.read_bytes())
+    damaged = next(record for record in read_frames(path) if record.num_array_bytes > 100)
+    content[damaged.end - 1] ^= 1
+    path.write_bytes(content)
+    (step,) = steps(tmp_path, range(1))
+    with pytest.raises(DataError, match=f"{path.name} is damaged between the bytes"):
+        logged_minibatch(step.minibatches[0])
