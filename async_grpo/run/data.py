@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Literal
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.distillation import EVERY_TYPE
+from async_grpo.config.evaluation import EvaluationSet
 from async_grpo.config.option import flag
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
@@ -34,10 +35,12 @@ class Part:
     purpose: Purpose  # given: pairs beside questions
     source: DataSource
     build: Build[Any]
+    set: EvaluationSet | None = None  # of --eval
 
     def records(self, *, goes_on: Callable[[], bool] = lambda: True) -> Iterator[Any]:
         """Every line, as long as reading `goes_on`; raises `DataError`."""
-        return load_records(self.source, self.build, goes_on=goes_on)
+        records = load_records(self.source, self.build, goes_on=goes_on)
+        return islice(records, self.set.limit) if self.set and self.set.limit else records
 
 
 def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
@@ -52,8 +55,15 @@ def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
 def load_data(config: TrainConfig, facts: ModelFacts) -> tuple[QuestionTable, QuestionTable]:
     """What is trained on and what is held out, all of it checked."""
     parts = parts_of(config, facts)
-    train, held_out = _records(parts, "train"), _records(parts, "held out")
+    unnamed = [part for part in parts if not part.set]
+    train, held_out = _records(unnamed, "train"), _records(unnamed, "held out")
     return QuestionTable.of(train), QuestionTable.of(held_out)
+
+
+def load_sets(config: TrainConfig, facts: ModelFacts) -> Mapping[str, QuestionTable]:
+    """The questions of each set of --eval, all of them checked."""
+    parts = [part for part in parts_of(config, facts) if part.set]
+    return {part.set.name: QuestionTable.of(part.records()) for part in parts if part.set}
 
 
 def load_given(config: TrainConfig, facts: ModelFacts) -> GivenTable:
@@ -156,8 +166,30 @@ def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
             yield Part("held out", file.held_out, own.question)
     if config.held_out:
         yield Part("held out", config.held_out, replace(reader, types=config.types).question)
+    for found in config.named_sets:
+        yield _part_of_set(found, config, facts, reader)
     if config.pairs:
         yield Part("given", config.pairs, replace(reader, max_tokens=_most(config, facts)).given)
+
+
+def _part_of_set(
+    found: EvaluationSet, config: TrainConfig, facts: ModelFacts, reader: LineReader
+) -> Part:
+    longest = found.max_tokens or config.max_generation_tokens
+    room = facts.max_positions - longest  # nothing of it is trained
+    if room < 1:
+        raise ConfigError(
+            f"--eval of {found.name} must leave room for a prompt in the model's "
+            f"{facts.max_positions} positions, got max_tokens {longest}: lower it"
+        )
+    own = replace(
+        reader,
+        max_tokens=room,
+        types=(found.type,) if found.type else config.types,
+        mapping={**reader.mapping, **found.columns},
+    )
+    assert found.source is not None, "a named set has a file"
+    return Part("held out", found.source, own.question, found)
 
 
 def _most(config: TrainConfig, facts: ModelFacts) -> int:

@@ -31,6 +31,10 @@ def check_at_once(config: TrainConfig) -> None:
         build = partial(Columns, mapping={**mapping, **file.columns})
         for source in filter(None, (file.source, file.held_out)):
             check_source(source.path, option=f"--data of {file.type}", build=build)
+    for found in config.named_sets:
+        build = partial(Columns, mapping={**mapping, **found.columns})
+        if found.source:
+            check_source(found.source.path, option=f"--eval of {found.name}", build=build)
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 
     if not find_algorithm(config).learns_from_pairs:

@@ -26,8 +26,9 @@ from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.preparation import open_run
 from async_grpo.run.report import Report
 from async_grpo.run.sampling import SampledData
-from async_grpo.run.stopping import polled
+from async_grpo.run.stopping import polled, stop_in_order
 from async_grpo.training.learner import Learner
+from async_grpo.training.minibatch_log import MinibatchLog
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import EndOfStep, Minibatch, StreamItem, WeightsSnapshot
 
@@ -57,7 +58,10 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
 
 
 class Data(Protocol):
-    """Where a run's minibatches come from, and who is told of its weights; on every rank."""
+    """Where a run's minibatches come from, and who is told of its weights; on every rank.
+
+    Whoever is told has what is due with them evaluated; with `evaluates`, whatever there is.
+    """
 
     def __iter__(self) -> Iterator[StreamItem]:
         """Yield the items that all ranks train, and end before the same one on all of them."""
@@ -69,9 +73,9 @@ class Data(Protocol):
         ...
 
     def restore(self, start: Start) -> None: ...
-    def publish(self, num_batches: int) -> float: ...
-    def evaluate(self) -> None: ...
+    def publish(self, num_batches: int, *, evaluates: bool = False) -> float: ...
     def finish(self) -> None: ...
+    def finish_evaluations(self) -> None: ...
     def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]: ...
 
 
@@ -93,21 +97,23 @@ def train(
         references=data.references_to_save,
     )  # fmt: skip
     checkpoints.check_folder()
+    learner.log = MinibatchLog.of(learner.config, ranks, first=start.batches)
     if start.folder:
         data.restore(start)
         restore_learner(learner, start)
         exports.restore(start.state["exports"])
+    learner.set(start.settings(learner.config))
     data.publish(start.batches)
-    if not start.folder:
-        data.evaluate()
 
     def after_batch(end: EndOfStep) -> None:
         record.trained(end.batch + 1)
-        report.stood_still("seconds_publishing", data.publish(end.batch + 1))
+        asked = {control.action for control in end.controls}
+        seconds = data.publish(end.batch + 1, evaluates="evaluate" in asked)
+        report.stood_still("seconds_publishing", seconds)
         exports.export_if_due()
-        if evaluation_is_due(learner.config, end.batch + 1):
-            data.evaluate()
         checkpoints.batch_ended(end)
+        if "stop" in asked:  # on every rank: the checkpoint of this batch is the last
+            stop_in_order(stop)
 
     with polled(stop):
         train_steps(data, learner, report, exports, after_batch=after_batch)
@@ -132,17 +138,11 @@ def train_steps(
             exports.count(item)
             report.step(item, result, denominator=learner.denominator(item))
             if item.is_last_of_batch:
+                learner.set(item.settings)
                 after_batch(item)
                 if item.batch + 1 == learner.config.num_training_batches:
                     return
         report.doing("waiting for samples")
-
-
-def evaluation_is_due(config: TrainConfig, num_batches: int) -> bool:
-    """After `num_batches` batches: `--eval-every-batches`, and at the end."""
-    interval = config.eval_every_batches
-    is_last = num_batches == config.num_training_batches
-    return is_last or bool(interval and num_batches % interval == 0)
 
 
 def _keep_result(data: Data, ranks: Ranks, exports: Exports, checkpoints: Checkpoints) -> None:
@@ -157,3 +157,4 @@ def _keep_result(data: Data, ranks: Ranks, exports: Exports, checkpoints: Checkp
     checkpoints.wait()
     if not data.is_stopped:
         ranks.on_main(lambda: exports.check_last(is_saved=checkpoints.is_complete))
+        data.finish_evaluations()

@@ -30,25 +30,28 @@ import torch
 
 from async_grpo import cluster, deadlines
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.records import BatcherPlan, EvaluationResult
+from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.references import read_reference
 from async_grpo.checkpoint.resume import Start
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.errors import AsyncGrpoError, ClusterError, ProcessLostError
+from async_grpo.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.run.announcements import Announcements
+from async_grpo.run.control_journal import ControlJournal
 from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.recorder import start_recorder
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.report import Report
 from async_grpo.run.watcher import Watcher
+from async_grpo.telemetry.ray_gauges import RayGauges
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import (
     CanaryRow,
     EndOfStep,
+    EvaluationResult,
     ResumePoint,
     RunId,
     WeightsSnapshot,
@@ -94,10 +97,13 @@ class MainRank:
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._demand = demand
         self._cut: ResumePoint | None = plan.resume
+        self._settings = plan.settings
+        self._journal = ControlJournal(Path(plan.config.output_dir), plan.pending)
         self._num_recoveries = 0
         self._recorder_death: Awaitable[None] | None = None
         self.client = self._begin(find_or_make_controller())
         self._watcher = Watcher(lambda: self.client, record.incidents)
+        self._watcher.heard = self._journal.heard
         config = plan.config
         self.published_as = plan.incarnation, dtype
         self._publisher = Publisher(dtype=dtype)
@@ -123,8 +129,10 @@ class MainRank:
         self, config: TrainConfig, start: Start
     ) -> AbstractContextManager[Report | Absent]:
         """Open the report of the run, in which the watcher shows what every stage does."""
-        self.report = report = Report(config, start=start)
-        self._watcher.show = report.console.status
+        self.report = report = Report(config, start=start, gauges=RayGauges(config.shown_name))
+        self._watcher.show = report.status
+        if url := cluster.metrics_url():
+            logger.info("metrics for Prometheus: %s", url)
         return report
 
     # The controller
@@ -132,6 +140,8 @@ class MainRank:
     def step_agreed(self, end: EndOfStep) -> None:
         """All ranks hold the end of a step: a recovery goes on after it."""
         self._cut = end.resume
+        self._settings = end.settings
+        self._journal.done(end.controls, from_batch=end.batch + 1)
 
     def recover(self, lost: RunClient, reason: str) -> None:
         """Go on at a controller that lives, unless that has been done since `lost`.
@@ -163,43 +173,60 @@ class MainRank:
         if self._recorder_death is None or cluster.is_ready(self._recorder_death):
             self._recorder = start_recorder(self.plan.config)
             self._recorder_death = self._recorder.until_death.remote()
-        plan = replace(self.plan, resume=self._cut)
+        plan = replace(
+            self.plan,
+            resume=self._cut,
+            settings=self._settings,
+            pending=self._journal.pending,
+        )
         call = controller.begin_run.remote(plan, self._recorder)
         epoch: int = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
         return RunClient(controller, RunId(plan.incarnation, epoch))
 
-    def evaluate(self, ranks: Ranks, stop: Event) -> None:
-        """Have the held-out questions graded; a request to stop breaks it off. Collective.
+    def finish_evaluations(self, ranks: Ranks, stop: Event) -> None:
+        """Wait for those that have not ended, as long as they move or until a stop. Collective.
 
         Asked again when the controller is lost; the others hear now and then that it goes on.
         """
-        self.report.doing(f"evaluating {len(self.plan.held_out)} held-out questions")
-        self.wait_announced()
+        if self.plan.sets:
+            self.report.doing("waiting for the last evaluation")
+            self.wait_announced()
+            self._finish_evaluations(ranks, stop)
+        ranks.agree(DONE)
+
+    def _finish_evaluations(self, ranks: Ranks, stop: Event) -> None:
+        why = "the run was stopped before its end"
+        results: tuple[EvaluationResult, ...] = ()
         while True:
             client = self.client
             try:
-                result = self._evaluation(client, ranks, stop)
+                results = self._evaluated(client, ranks, stop)
+                break
+            except DeadlineError as error:
+                why = str(error)
                 break
             except ProcessLostError as error:
                 self.recover(client, str(error))
-        ranks.agree(DONE)
-        if result is not None:
+        for result in results:
             self.report.evaluation(result)
+        self.report.unevaluated(why)
 
-    def _evaluation(self, client: RunClient, ranks: Ranks, stop: Event) -> EvaluationResult | None:
-        call, due_at = client.evaluate(), time.monotonic() + deadlines.RANKS_TOLD_S
+    def _evaluated(
+        self, client: RunClient, ranks: Ranks, stop: Event
+    ) -> tuple[EvaluationResult, ...]:
+        call, due_at = client.evaluated(), time.monotonic() + deadlines.RANKS_TOLD_S
         standstill = Standstill(client, timeout_s=self.plan.config.stall_timeout_s)
         while not cluster.is_ready(call):
             if stop.wait(STOP_POLL_S):
-                return None
+                return ()
             standstill.check()
             if time.monotonic() >= due_at:
                 ranks.agree(EVALUATING)
                 due_at = time.monotonic() + deadlines.RANKS_TOLD_S
-        result: EvaluationResult = cluster.wait(
+        results: tuple[EvaluationResult, ...] = cluster.wait(
             call, timeout_s=deadlines.STATUS_S, who="the evaluation of held-out questions"
         )
-        return result
+        return results
 
     # Weights
 
@@ -276,7 +303,7 @@ class OtherRank(Absent):
     def reporting(self, config: TrainConfig, start: Start) -> AbstractContextManager[Absent]:
         return self.report
 
-    def evaluate(self, ranks: Ranks, stop: Event) -> None:
+    def finish_evaluations(self, ranks: Ranks, stop: Event) -> None:
         """Wait until rank 0 has its answer."""
         while ranks.agree(DONE) == EVALUATING:
             pass

@@ -22,6 +22,7 @@ from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.resume import Start, check_contents
 from async_grpo.checkpoint.saving import in_background
 from async_grpo.config.distillation import check_vocabulary
+from async_grpo.config.evaluation import UNNAMED
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.mixture import MixedOrder, TypedQuestions
@@ -30,17 +31,19 @@ from async_grpo.data.table import QuestionTable
 from async_grpo.environments.find import users_environment
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.size import read_size
+from async_grpo.run.control_journal import CONTROL_FILE, pending_after
 from async_grpo.run.data import (
     check_types,
     first_of_each_file,
     load_data,
     load_given,
+    load_sets,
     warn_of_few,
 )
 from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.gateway import free_address, start_gateway
 from async_grpo.run.main_rank import MainRank
-from async_grpo.run.recruitment import Demand, recruit
+from async_grpo.run.recruitment import Demand, SetDemand, recruit
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.run.teaching import teachers_of
 from async_grpo.types import (
@@ -55,7 +58,7 @@ from async_grpo.user_code import UserCode
 from async_grpo.weight_sync.buckets import torch_dtype
 from async_grpo.weight_sync.layout import laid_out_bytes, lay_out
 from async_grpo.weight_sync.manifest import ExpectedWeights
-from async_grpo.weight_sync.routes import published_dtype, store_complaint
+from async_grpo.weight_sync.routes import published_dtype, store_complaint, stored_here
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ def open_run(
     if config.renderer != AUTO:  # named for an environment that chats, in workers that come later
         find_renderer(config.model_name_or_path, config.renderer)
     questions, held_out = load_data(config, facts)
-    pairs = load_given(config, facts)
+    sets, pairs = load_sets(config, facts), load_given(config, facts)
     logger.info("%d questions to train on, %d ranks", len(questions), num_ranks)
     if pairs:
         logger.info("%d given pairs, for %.3g of the samples", len(pairs), 1 - config.gkd_lambda)
@@ -81,14 +84,21 @@ def open_run(
     check_types(config, questions, pairs)
     hashes = hash_contents(config, facts, questions, pairs=pairs, start=start)
     plan = plan_run(
-        config, facts, questions, held_out, pairs=pairs, num_ranks=num_ranks, resume=start.point
-    )
+        config, facts, questions, held_out, sets=sets, pairs=pairs, num_ranks=num_ranks,
+        resume=start.point,
+    )  # fmt: skip
     cluster.connect(config.ray_address, namespace=config.namespace)
     store = cluster.object_store_bytes()
-    plan = replace(plan, rules=start_rules(config), object_store_bytes=store)
-    longest_prompt = max(questions.longest_prompt, held_out.longest_prompt)
-    demand = Demand(
-        config, facts, longest_prompt, longest_pair=pairs.longest, devices=tuple(devices)
+    journal = start.source and pending_after(start.source / CONTROL_FILE, start.batches)
+    plan = replace(
+        plan,
+        rules=start_rules(config),
+        object_store_bytes=store,
+        settings=start.settings(config),
+        pending=journal or (),
+    )
+    demand = replace(
+        demand_of(config, facts, plan), longest_pair=pairs.longest, devices=tuple(devices)
     )
     controller = find_or_make_controller()
     workers = recruit(controller, demand)
@@ -97,6 +107,8 @@ def open_run(
     teachers = teachers_of(controller, config)
     hashes = with_teachers(hashes, teachers, start=start)
     try_rewards(controller, first_of_each_file(config, questions), config)
+    for each in plan.sets:
+        try_rewards(controller, [each.questions[0]], config, found=each.config)
     widths = {name: info.vocab_size for name, info in teachers.items()}
     gateway = start_gateway(plan, controller, address) if address else None
     main = MainRank(
@@ -110,13 +122,34 @@ def open_run(
     return main
 
 
+def demand_of(config: TrainConfig, facts: ModelFacts, plan: BatcherPlan) -> Demand:
+    """What the workers of a run must be able to serve, its given pairs apart."""
+    longest = {
+        each.config.name: each.questions.longest_prompt
+        for each in plan.sets
+        if isinstance(each.questions, QuestionTable)
+    }
+    trained = plan.questions.longest_prompt if isinstance(plan.questions, QuestionTable) else 0
+    return Demand(
+        config,
+        facts,
+        max(trained, longest.get(UNNAMED, 0)),
+        sets=tuple(
+            SetDemand(each.config.name, each.sampling, longest[each.config.name])
+            for each in plan.sets
+            if each.config.name
+        ),
+    )
+
+
 def warn_of_small_store(config: TrainConfig, *, dtype: str, num_ranks: int) -> None:
     """Say when new weights do not fit this node's object store beside those that are served."""
     shapes = ExpectedWeights.read(config.model_name_or_path, dtype=dtype).shapes
     model_bytes = laid_out_bytes(tuple(lay_out((n, dtype, s) for n, s in shapes.items())))
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))  # torchrun's, of this node
     store_bytes = int(cluster.resources_here().get("object_store_memory", 0))
-    complaint = store_complaint(model_bytes, store_bytes=store_bytes, share=num_here / num_ranks)
+    share = stored_here(num_ranks=num_ranks, num_here=num_here, shard_ranks=config.shard_ranks)
+    complaint = store_complaint(model_bytes, store_bytes=store_bytes, share=share)
     if complaint:
         logger.warning("%s", complaint)
 
@@ -173,11 +206,12 @@ def plan_run(
     questions: QuestionTable,
     held_out: QuestionTable,
     *,
+    sets: Mapping[str, QuestionTable] | None = None,
     pairs: Sequence[GivenPair] = (),
     num_ranks: int,
     resume: ResumePoint | None = None,
 ) -> BatcherPlan:
-    """The run as the batcher sees it."""
+    """The run as the batcher sees it; `sets`: questions of --eval by name."""
     seed = config.infinite_sampler_seed
     stream = question_stream(config, questions)
     order = MixedOrder(
@@ -195,6 +229,8 @@ def plan_run(
         ),
         questions=questions,
         held_out=held_out,
+        named_sets=sets or {},
+        set_environments=environments_of_sets(config),
         order=order.question,
         replacement=stream.replacement,
         pairs=pairs,
@@ -239,6 +275,15 @@ def own_environments(config: TrainConfig) -> dict[str, UserCode | None]:
     return {
         kind: users_environment(name, option=f"environment of --data {kind}")
         for kind, name in named.items()
+    }
+
+
+def environments_of_sets(config: TrainConfig) -> dict[str, UserCode | None]:
+    """The same of sets of --eval, by name."""
+    return {
+        each.name: users_environment(each.environment, option=f"environment of --eval {each.name}")
+        for each in config.named_sets
+        if each.environment
     }
 
 

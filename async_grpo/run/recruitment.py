@@ -31,7 +31,7 @@ from async_grpo.roles import (
     named,
     role_of,
 )
-from async_grpo.types import WorkerInfo
+from async_grpo.types import SamplingContract, WorkerInfo
 from async_grpo.weight_sync.routes import check_route
 
 if TYPE_CHECKING:
@@ -44,6 +44,15 @@ ANSWER = "--max-generation-tokens"
 
 
 @dataclass(frozen=True, slots=True)
+class SetDemand:
+    """What generation workers must be able to sample of held-out questions."""
+
+    name: str
+    sampling: SamplingContract
+    longest_prompt: int  # in tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     """What every worker of the run must be able to serve."""
 
@@ -52,6 +61,7 @@ class Demand:
     longest_prompt: int  # in tokens
     longest_pair: int = 0  # of the given ones, which teachers read: prompt and completion
     devices: tuple[str, ...] = ()  # identities of the ranks' NVIDIA devices; empty ones on CPUs
+    sets: tuple[SetDemand, ...] = ()  # of --eval
 
     @property
     def device(self) -> str:
@@ -145,6 +155,8 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
         return
     if worker.role == GENERATION:
         check_route(config.weight_transport, worker, sender=demand.device)
+        for found in demand.sets:
+            _check_set(found, worker)
     if worker.temperature is not None and worker.temperature != config.temperature:
         raise ConfigError(
             f"--temperature {config.temperature} must be that of {who}, which serves "
@@ -178,6 +190,23 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
         raise ConfigError(
             f"{who} serves at most {worker.max_model_len} tokens, {row} needs {needed}: start it "
             f"with a larger {flag}, or {remedy}"
+        )
+
+
+def _check_set(found: SetDemand, worker: WorkerInfo) -> None:
+    """Raise `ConfigError` for a worker that cannot sample held-out questions."""
+    own = worker.temperature
+    if own is not None and own != found.sampling.temperature:
+        raise ConfigError(
+            f"--eval of {found.name} is sampled at temperature {found.sampling.temperature}, and "
+            f"worker {worker.worker_id} serves {own} alone: leave out the worker's --temperature"
+        )
+    needed = found.longest_prompt + found.sampling.max_tokens
+    if needed > worker.max_model_len:
+        raise ConfigError(
+            f"worker {worker.worker_id} serves at most {worker.max_model_len} tokens, --eval of "
+            f"{found.name} needs {needed}: start it with a larger --max-model-len, or lower the "
+            "set's max_tokens"
         )
 
 

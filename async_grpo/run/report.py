@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from async_grpo import files
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.records import EvaluationResult
 from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.checkpoint.run_folder import (
+    BEST_FILE,
     CHECKPOINTS_FOLDER,
     EVALUATIONS_FILE,
     METRICS_FILE,
@@ -26,22 +26,29 @@ from async_grpo.checkpoint.run_folder import (
 )
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
+from async_grpo.run.control_journal import CONTROL_FILE
+from async_grpo.run.evaluation_record import EvaluationRecord
+from async_grpo.telemetry.alarm_log import ALARMS_FILE, AlarmLog
 from async_grpo.telemetry.charts import as_charts
 from async_grpo.telemetry.console import Console
 from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
-from async_grpo.telemetry.health import Health
 from async_grpo.telemetry.metrics import metrics_row
-from async_grpo.telemetry.progress import duration, in_brackets, number
+from async_grpo.telemetry.progress import duration, number
+from async_grpo.telemetry.ray_gauges import RayGauges
 from async_grpo.telemetry.sample_dump import all_files
 from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.held_out import HeldOutLoss
+from async_grpo.training.minibatch_log import LOG_FOLDER
+from async_grpo.training.ranks import Absent
 from async_grpo.training.replay import REPLAY_FOLDER
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
-from async_grpo.types import EndOfStep
+from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus
 from async_grpo.weight_sync.sync_report import SyncReport
 
 logger = logging.getLogger(__name__)
-STALLS = ("seconds_waiting", "seconds_publishing", "seconds_checkpointing")
+STALLS = (
+    "seconds_waiting", "seconds_publishing", "seconds_checkpointing", "seconds_evaluating",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -55,6 +62,7 @@ class _Totals:
     skipped: dict[str, int] = field(default_factory=dict)  # steps, by why
     failed_checkpoints: int = 0
     batcher_restarts: int = 0
+    alarms_raised: int = 0
     ends: dict[str, list[float]] = field(default_factory=dict)  # of what `conclude` tells
     parts: list[dict[str, Any]] = field(default_factory=list)  # with other options
 
@@ -62,8 +70,12 @@ class _Totals:
 class Report:
     """Rank 0's record of the run; every other rank has none."""
 
-    def __init__(self, config: TrainConfig, *, start: Start | None = None) -> None:
-        """`start`: where the run begins; None, as by default: at its first question."""
+    def __init__(
+        self, config: TrainConfig, *, start: Start | None = None, gauges: RayGauges | None = None
+    ) -> None:
+        """`start`: where the run begins; None, as by default: at its first question. `gauges` show
+        its metrics to Prometheus; None: nobody does.
+        """
         folder = Path(config.output_dir)
         _prepare(folder, config, start)
         dump = config.dump_samples_filename
@@ -72,12 +84,24 @@ class Report:
             self._dump.parent.mkdir(parents=True, exist_ok=True)
         saved = copy.deepcopy(start.state.get("report", {})) if start else {}
         saved.pop("file_bytes", None)
+        evaluations = saved.pop("evaluations", {})
         self._totals = _Totals(**saved)
         self._metrics = JsonlWriter(folder / METRICS_FILE)
         self._evaluations = JsonlWriter(folder / EVALUATIONS_FILE)
+        self.evaluations = EvaluationRecord(
+            config,
+            saved=evaluations,
+            write=self._evaluations.write,
+            write_best=lambda best: _write(folder / BEST_FILE, dataclasses.asdict(best)),
+        )
+        if start:
+            self.evaluations.lost("the run was resumed after it", but=start.batches)
         self._trackers = Trackers(config, first_step=self._totals.steps + 1)
+        self._gauges = gauges or Absent()
         self._declared = find_algorithm(config).metrics
-        self._health = Health()
+        self._alarms = AlarmLog(
+            folder, num_raised=self._totals.alarms_raised, metrics=self._metrics.path
+        )
         self.console = Console(num_batches=config.num_training_batches)
         self._open = contextlib.ExitStack()
         self._num_minibatches = 0  # this rank's, of the step being trained
@@ -90,19 +114,29 @@ class Report:
         if start and (changed := changed_options(start, config)):
             self._totals.parts.append({"from_batch": start.batches, "changed": changed})
         parameters = dataclasses.asdict(config) | {"parts": self._totals.parts}
-        try:
-            write_json_atomic(folder / PARAMETERS_FILE, parameters)
-        except ConfigError as error:  # of a run that goes on: nothing but a checkpoint is needed
-            logger.warning("%s", error)
+        _write(folder / PARAMETERS_FILE, parameters)
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
-        for end in (self._trackers.finish, self._metrics.close, self._evaluations.close):
+        closes = [file.close for file in self._files]
+        for end in (self._trackers.finish, *closes):
             self._open.callback(end)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+    @property
+    def _files(self) -> tuple[JsonlWriter, ...]:
+        """Those that grow with the run, but for the dump, which the batcher writes."""
+        return self._metrics, self._evaluations, self._alarms.file
+
+    def status(self, status: PipelineStatus) -> None:
+        """What every stage is doing, and who works; heard from a thread."""
+        self._gauges.repeat()
+        self._alarms.see_workers(status.workers, now_s=time.monotonic())
+        self.console.alarms(self._alarms.active)
+        self.console.status(status)
 
     def doing(self, what: str) -> None:
         """What this rank computes or waits for from now on."""
@@ -127,6 +161,19 @@ class Report:
     def recovered(self) -> None:
         """The controller was lost, and the run goes on at another."""
         self._totals.batcher_restarts += 1
+        self.evaluations.lost("the controller was lost", but=self.evaluations.newest)
+
+    def spared_checkpoints(self) -> frozenset[int]:
+        """After which batches they stay, whatever is newer; asked by a thread."""
+        return self.evaluations.spared
+
+    def unevaluated(self, reason: str) -> None:
+        """Nobody waits for evaluations any longer."""
+        self.evaluations.lost(reason)
+
+    def published(self, batches: int, *, evaluates: bool = False) -> None:
+        """Weights after so many batches go out: what is due with them will be evaluated, or all."""
+        self.evaluations.published(batches, evaluates=evaluates, **self._clocks)
 
     def checkpoint_failed(self) -> None:
         """A checkpoint was given up; heard from a thread."""
@@ -134,14 +181,17 @@ class Report:
 
     def state(self) -> dict[str, Any]:
         """The counters and how far the files go, for a checkpoint."""
-        writers = (self._metrics, self._evaluations)
-        file_bytes = {writer.path.name: writer.path.stat().st_size for writer in writers}
-        return dataclasses.asdict(self._totals) | {"file_bytes": file_bytes}
+        file_bytes = {file.path.name: file.path.stat().st_size for file in self._files}
+        evaluations = self.evaluations.state()
+        return dataclasses.asdict(self._totals) | {
+            "file_bytes": file_bytes,
+            "evaluations": evaluations,
+        }
 
     def sync_files(self) -> None:
         """What is in the files by now survives a power cut, unless the disk refuses."""
         dumped = all_files(self._dump) if self._dump else ()
-        for path in (self._metrics.path, self._evaluations.path, *dumped):
+        for path in (*(file.path for file in self._files), *dumped):
             try:
                 files.sync(path)
             except OSError as error:
@@ -149,6 +199,8 @@ class Report:
 
     def step(self, end: EndOfStep, result: StepResult, *, denominator: int) -> None:
         """One line of metrics for one gradient step, taken or skipped."""
+        for evaluation in end.evaluations:
+            self.evaluation(evaluation)
         totals = self._totals
         totals.steps += 1
         if why := result.skipped:
@@ -177,6 +229,7 @@ class Report:
             "learning_rate": result.learning_rate,
             "seconds": seconds,
             "failed_checkpoints": totals.failed_checkpoints,
+            "failed_trackers": self._trackers.num_failed,
             "batcher_restarts": totals.batcher_restarts,
             "num_minibatches": result.num_minibatches,
             **result.meters,
@@ -191,11 +244,13 @@ class Report:
             tokens=end.tokens,
             declared=self._declared,
         )
+        row |= self._alarms.see_row(row)
+        totals.alarms_raised = self._alarms.num_raised
         self._metrics.write(row)
+        self._gauges.see_step(row)
         self._trackers.log(as_charts(row), step=self._totals.steps)
+        self.console.alarms(self._alarms.active)
         self.console.step(row)
-        for sentence in self._health.see_row(row):
-            logger.warning("%s", sentence)
         self._see("loss", row["loss"])
         self._usual_minibatches, self._num_minibatches = self._num_minibatches, 0
         self._warn_of_bias(row["perc_timed_out_samples"])
@@ -226,25 +281,9 @@ class Report:
         )
 
     def evaluation(self, result: EvaluationResult) -> None:
-        """One line for one pass over the held-out questions."""
-        row = _rates(result)
-        of_types = {
-            f"{name}/{kind}": value
-            for kind, own in result.of_types.items()
-            for name, value in _rates(own).items()
-        }
-        counts = dataclasses.asdict(result)
-        del counts["of_types"]
-        self._evaluated(row | counts | of_types)
-        num_sampled = result.num_samples + result.num_failed
-        logger.info(
-            "held-out accuracy %.3f%s, mean reward %.3f, solved at least once %.3f%s",
-            row["eval_accuracy"],
-            in_brackets(of_types, "eval_accuracy"),
-            row["eval_reward"],
-            row["eval_solved"],
-            f", graded {result.num_samples} of {num_sampled}" if result.num_failed else "",
-        )
+        """One line for one set of held-out questions."""
+        if row := self.evaluations.ended(result):
+            self._chart({key: row[key] for key in row if _is_chart(key, row[key])})
 
     def held_out_loss(self, result: HeldOutLoss) -> None:
         """One line for one pass over the held-out pairs."""
@@ -266,14 +305,23 @@ class Report:
         logger.info("%s", "; ".join(parts))
 
     def _evaluated(self, measured: Mapping[str, float]) -> None:
-        row = {
+        seconds = self._totals.seconds + time.monotonic() - self._step_started
+        self._evaluations.write(self._clocks | {"total_seconds": seconds} | dict(measured))
+        self._chart(measured)
+
+    @property
+    def _clocks(self) -> dict[str, float]:
+        """Where the run is, as every line of an evaluation says."""
+        return {
             "step": self._totals.steps,
             "total_samples_accumulated": self._totals.samples,
             "total_tokens": self._totals.tokens,
-            "total_seconds": self._totals.seconds + time.monotonic() - self._step_started,
-            **measured,
+            "total_seconds": self._totals.seconds,
         }
-        self._evaluations.write(row)
+
+    def _chart(self, measured: Mapping[str, float]) -> None:
+        """At the step of this moment: not every tracker takes one that is past."""
+        self._gauges.see_evaluation(measured)
         charts = {f"evaluation/{name}": value for name, value in measured.items()}
         self._trackers.log(charts, step=self._totals.steps)
 
@@ -282,13 +330,15 @@ class Report:
             self._totals.ends[name] = [self._totals.ends.get(name, [value])[0], value]
 
 
-def _rates(result: EvaluationResult) -> dict[str, float]:
-    return {
-        "eval_accuracy": result.num_correct / max(result.num_samples, 1),
-        "eval_reward": result.reward_sum / max(result.num_samples, 1),
-        "eval_solved": result.num_solved / max(result.num_questions, 1),
-        "eval_failed": result.num_failed / max(result.num_samples + result.num_failed, 1),
-    }
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    try:
+        write_json_atomic(path, values)
+    except ConfigError as error:  # of a run that goes on: nothing but a checkpoint is needed
+        logger.warning("%s", error)
+
+
+def _is_chart(name: str, value: object) -> bool:
+    return (name.startswith("eval_") or name == "batch") and isinstance(value, int | float)
 
 
 def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
@@ -298,5 +348,6 @@ def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
         return
     dump = config.dump_samples_filename
     dumped = [str(path) for path in all_files((folder / dump).absolute())] if dump else []
-    folders = (CHECKPOINTS_FOLDER, REPLAY_FOLDER)
-    clear(folder, files=(METRICS_FILE, EVALUATIONS_FILE, *dumped), folders=folders)
+    folders = (CHECKPOINTS_FOLDER, REPLAY_FOLDER, LOG_FOLDER)
+    own = (METRICS_FILE, EVALUATIONS_FILE, ALARMS_FILE, CONTROL_FILE, BEST_FILE)
+    clear(folder, files=(*own, *dumped), folders=folders)

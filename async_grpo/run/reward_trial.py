@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_grpo import cluster, deadlines
+from async_grpo.config.evaluation import EvaluationSet
 from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import grades_itself
 from async_grpo.errors import ConfigError
@@ -36,12 +37,16 @@ logger = logging.getLogger(__name__)
 
 
 def try_rewards(
-    controller: ControllerHandle, questions: Sequence[Question], config: TrainConfig
+    controller: ControllerHandle,
+    questions: Sequence[Question],
+    config: TrainConfig,
+    *,
+    found: EvaluationSet | None = None,
 ) -> None:
     """Raise `ConfigError` for a reward that cannot grade one of `questions`, or is not there.
 
-    They are the first of each data file, and each is graded by the rewards of its type, unless its
-    environment grades it.
+    They are the first of each data file, or of `found`, and each is graded by the rewards of its
+    type, or of the set, unless its environment grades it.
 
     Every pool is asked: a later overrun is measured by what its pool graded here. A connection
     that fails may be back in time, and a process that was lost is nobody's fault: both are only
@@ -53,9 +58,11 @@ def try_rewards(
     questions = [
         question
         for question in questions
-        if not grades_itself(config.environment_of(question.dataset_type))
+        if not grades_itself(
+            (found and found.environment) or config.environment_of(question.dataset_type)
+        )
     ]
-    requests = [request_of(question, config) for question in questions]
+    requests = [request_of(question, config, found) for question in questions]
     for info, _ in pools:
         check_names(info.rewards.names if info.rewards else (), config)
     calls = [
@@ -67,31 +74,39 @@ def try_rewards(
     for who, question, call in calls:
         for verdict in cluster.wait(call, timeout_s=config.stall_timeout_s, who=who):
             if verdict.status == "error":
-                warnings.add(refuse_or_describe(verdict, question, config))
+                warnings.add(refuse_or_describe(verdict, question, config, found))
     for sentence in sorted(warnings):
         logger.warning("%s; the run starts all the same", sentence)
 
 
-def request_of(question: Question, config: TrainConfig) -> GradingRequest:
-    """A question's own answer, to be graded by the rewards of its type."""
+def request_of(
+    question: Question, config: TrainConfig, found: EvaluationSet | None = None
+) -> GradingRequest:
+    """A question's own answer, to be graded by the rewards of its type, or of its set."""
     output = VerificationRequest(0, 0, question, example_output(question))
-    return GradingRequest((output,), rewards=config.rewards_of(question.dataset_type))
+    rewards = (found.rewards if found else ()) or config.rewards_of(question.dataset_type)
+    return GradingRequest((output,), rewards=rewards)
 
 
 def check_names(known: Sequence[str], config: TrainConfig) -> None:
-    """Raise `ConfigError` for a reward of a data file that the verifiers do not have."""
-    for file in config.data_files:
-        for name in file.rewards:
+    """Raise `ConfigError` for a reward of a data file or set that the verifiers do not have."""
+    named = [(f"--data of {file.type}", file.rewards) for file in config.data_files]
+    named += [(f"--eval of {found.name}", found.rewards) for found in config.named_sets]
+    for whose, names in named:
+        for name in names:
             if name not in known:
                 raise ConfigError(
-                    f"--data of {file.type} must name rewards that verifiers have, got {name!r}: "
-                    f"add it to --reward-fns of their dispatcher, which has {', '.join(known)}"
+                    f"{whose} must name rewards that verifiers have, got {name!r}: add it to "
+                    f"--reward-fns of their dispatcher, which has {', '.join(known)}"
                 )
 
 
-def refuse_or_describe(verdict: Verdict, question: Question, config: TrainConfig) -> str:
+def refuse_or_describe(
+    verdict: Verdict, question: Question, config: TrainConfig, found: EvaluationSet | None = None
+) -> str:
     """Raise `ConfigError` for a reward that is at fault, else say what has happened."""
-    path = config.file_of(question.dataset_type).source.path
+    named = found.source if found else None
+    path = named.path if named else config.file_of(question.dataset_type).source.path
     sentence = (
         f"reward {verdict.reason}: it must grade the first line of {path}, which has "
         f"{', '.join(question.columns)}"

@@ -36,7 +36,7 @@ CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
 
 
 class SampledData(Iterator[StreamItem]):
-    """What a rank trains, and what it does for it: publish weights, evaluate, recover.
+    """What a rank trains, and what it does for it: publish weights, recover.
 
     Every rank has one; each gradient step that is ended was begun under the same epoch of the run.
     """
@@ -88,7 +88,7 @@ class SampledData(Iterator[StreamItem]):
             self._main.restore_first_reference(self._collect(0).wait())
         self._main.restore_moved_references(start)
 
-    def publish(self, num_batches: int) -> float:
+    def publish(self, num_batches: int, *, evaluates: bool = False) -> float:
         """Collect the weights after `num_batches` batches; rank 0 then announces them in a thread.
 
         Collective. Returns the seconds that this rank stood still for it. Raises what went wrong
@@ -107,19 +107,20 @@ class SampledData(Iterator[StreamItem]):
             self._main.collected(self._collected, canary)
             if self._config.weight_transport != OBJECT_STORE:
                 self._wait_collected()  # all ranks go on, or none
-                self._main.send(iter_device_tensors(self._learner.policy, self._dtype))
-        self._main.announce(num_batches)
+                policy, device = self._learner.policy, self._learner.device
+                self._main.send(iter_device_tensors(policy, self._dtype, device=device))
+        self._main.report.published(num_batches, evaluates=evaluates)
+        self._main.announce(num_batches)  # the controller begins what is to be evaluated with them
         return time.monotonic() - started
-
-    def evaluate(self) -> None:
-        """Have the held-out questions graded, if there are any; collective."""
-        if self._config.has_held_out:
-            self._main.evaluate(self._ranks, self._stop)
 
     def finish(self) -> None:
         """Return when the last weights are served."""
         self._wait_collected()
         self._main.wait_announced()
+
+    def finish_evaluations(self) -> None:
+        """Return when the last evaluation has ended, or stands still; collective."""
+        self._main.finish_evaluations(self._ranks, self._stop)
 
     def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
         """Return what a checkpoint after `batches` holds of the reference, on rank 0."""

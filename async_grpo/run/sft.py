@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from threading import Event
 
@@ -79,7 +80,7 @@ class Demonstrations:
         self._ranks = ranks
         self._report = report
         self._stop = stop
-        self._first_batch = 0
+        self._first_batch, self._resumed_at = 0, -1
 
     def __iter__(self) -> Iterator[StreamItem]:
         config = self._config
@@ -102,20 +103,27 @@ class Demonstrations:
 
     def restore(self, start: Start) -> None:
         """Begin after the batches of a checkpoint."""
-        self._first_batch = start.batches
+        self._first_batch = self._resumed_at = start.batches
 
-    def publish(self, num_batches: int) -> float:
-        """Tell nobody: no worker serves these weights."""
-        return 0.0
+    def publish(self, num_batches: int, *, evaluates: bool = False) -> float:
+        """Report the loss on the held-out pairs, where it is due; collective.
 
-    def evaluate(self) -> None:
-        """Report the loss on the held-out pairs, if there are any; collective."""
-        if self._held_out:
+        No worker serves these weights.
+        """
+        sets = self._config.evaluation_sets
+        is_due = any(evaluates or self._config.evaluates(each, num_batches) for each in sets)
+        if is_due and num_batches != self._resumed_at:  # a checkpoint's has been told
+            started = time.monotonic()
             self._report.doing(f"computing the loss of {len(self._held_out)} held-out pairs")
             self._report.held_out_loss(self._held_out.loss())
+            self._report.stood_still("seconds_evaluating", time.monotonic() - started)
+        return 0.0
 
     def finish(self) -> None:
         """Wait for nothing."""
+
+    def finish_evaluations(self) -> None:
+        """Wait for nothing: each was over before training went on."""
 
     def references_to_save(self, batches: int) -> tuple[WeightsSnapshot, ...]:
         """Save none: no reference scores a demonstration."""

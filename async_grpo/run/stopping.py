@@ -12,11 +12,22 @@ if TYPE_CHECKING:
 
 
 class StopRequest(Event):
-    """A signal handler sets it; `is_polled` says whether the run polls it at the moment."""
+    """A signal handler sets it; `is_polled` says whether the run polls it at the moment.
+
+    `is_in_order`: the run itself has set it, at the end of a batch, and ends well.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_polled = False
+        self.is_in_order = False
+
+
+def stop_in_order(stop: Event) -> None:
+    """End the run as one that has done what it was asked; every rank calls it at the same place."""
+    if isinstance(stop, StopRequest):
+        stop.is_in_order = True
+    stop.set()
 
 
 @contextmanager

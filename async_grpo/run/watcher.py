@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from async_grpo import cluster, deadlines
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.telemetry.incidents import Incidents
-from async_grpo.types import PipelineStatus
+from async_grpo.types import Control, PipelineStatus
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle
@@ -31,6 +31,7 @@ class Watcher:
 
     def __init__(self, client: Callable[[], RunClient], incidents: Incidents) -> None:
         """`client` gives the way to the run of this moment; `incidents` hear what goes wrong."""
+        self.heard: Callable[[Sequence[Control]], None] = lambda controls: None
         self.show: Callable[[PipelineStatus], None] = lambda status: None
         self._client = client
         self._incidents = incidents
@@ -67,6 +68,7 @@ class Watcher:
             return
         self._incidents.see_status(status, now_s=time.time())
         self.show(status)
+        self.heard(status.controls)
         for warning in status.warnings:
             if warning not in self._said:  # once, whichever controller says it
                 logger.warning(warning)

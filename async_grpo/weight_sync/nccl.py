@@ -5,7 +5,6 @@ Imported on demand: vLLM costs the trainer seconds.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
 )
 
+from async_grpo.ports import free_port
 from async_grpo.types import WeightsSnapshot
 from async_grpo.weight_sync.buckets import NamedTensors, torch_dtype
 from async_grpo.weight_sync.links import Members, OnFailure, Sender, WorkersClient
@@ -78,16 +78,9 @@ class NcclLink:
             self._engine.shutdown()
 
     def _rendezvous(self, source: WeightSource) -> NCCLTrainerWeightTransferEngine:
-        info = replace(self._info, master_port=_free_port(self._sender.address))
+        info = replace(self._info, master_port=free_port(self._sender.address))
         engine = NCCLTrainerWeightTransferEngine.trainer_init(
             info, client=self._client, source=source
         )
         check_group(engine.model_update_group)
         return engine
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -57,6 +57,23 @@ container with --shm-size 11g or more
     )
 
 
+def stored_here(*, num_ranks: int, num_here: int, shard_ranks: int | None) -> float:
+    """The share of new weights that rank 0's machine stores, with so many of all ranks.
+
+    `shard_ranks` of them hold a copy of the model together; 0: all; None: those of a machine. Of
+    several copies the first is stored, which ranks from 0 on hold.
+
+    >>> stored_here(num_ranks=16, num_here=8, shard_ranks=0)
+    0.5
+    >>> stored_here(num_ranks=16, num_here=8, shard_ranks=None)
+    1.0
+    >>> stored_here(num_ranks=16, num_here=4, shard_ranks=8)
+    0.5
+    """
+    storing = num_here if shard_ranks is None else shard_ranks or num_ranks
+    return min(num_here, storing) / storing
+
+
 def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
     """Raise `ConfigError` unless weights can travel from device `sender` to a worker's devices.
 

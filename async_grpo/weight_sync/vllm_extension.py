@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
@@ -57,7 +58,9 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         """Raise `WeightSyncError` unless these are exactly the model's parameters."""
         if self._expected is None:
             dtype = dtype_name(self.model_config.dtype)
-            self._expected = ExpectedWeights.read(self.model_config.model, dtype=dtype)
+            # A family that vLLM takes from transformers is compiled by vLLM, which asks for this.
+            with set_current_vllm_config(self.vllm_config):
+                self._expected = ExpectedWeights.read(self.model_config.model, dtype=dtype)
         self._expected.check(_metas(tensors))
 
     def start_weight_update(self) -> None:

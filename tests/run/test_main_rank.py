@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.errors import ClusterError, DeadlineError, ProcessLostError, RunLost
+from async_grpo.errors import ClusterError, ProcessLostError, RunLost
 from async_grpo.run import main_rank, sampling
 from async_grpo.run.main_rank import MAX_RECOVERIES, MainRank
 from async_grpo.run.sampling import SampledData
@@ -28,17 +28,17 @@ class World:
         self.lives, self.told, self.clients = list(lives), [], []
         self.failures = []  # of the next beginnings
         self.main = main = object.__new__(MainRank)
-        config = SimpleNamespace(
-            stall_timeout_s=60.0, has_held_out=True, teacher_names=(), express_mesh=None
-        )
-        main.plan = SimpleNamespace(config=config, held_out=())
+        config = SimpleNamespace(stall_timeout_s=60.0, teacher_names=(), express_mesh=None)
+        main.plan = SimpleNamespace(config=config, sets=("held out",))
         main.report = SimpleNamespace(
             stood_still=lambda metric, seconds: self.told.append(seconds) if seconds else None,
             recovered=lambda: self.told.append("recovered"),
             doing=lambda what: None,
             evaluation=lambda result: self.told.append(result),
+            unevaluated=lambda reason: self.told.append(f"unevaluated: {reason}"),
         )
         main._cut, main._num_recoveries, main._demand = None, 0, None
+        main._journal = SimpleNamespace(done=lambda controls, *, from_batch: None)
         main._announcements = SimpleNamespace(
             wait=lambda: self.told.append("waited"),
             repeat=lambda client: self.told.append(f"repeated to {client.number}"),
@@ -69,7 +69,7 @@ class World:
         client = SimpleNamespace(
             number=number,
             controller=None,
-            evaluate=lambda: ("evaluate", number),
+            evaluated=lambda: ("evaluated", number),
             status=lambda: "status",
         )
         self.clients.append(client)
@@ -124,19 +124,19 @@ def test_a_run_that_loses_its_controllers_too_often_ends(monkeypatch):
 
 
 def test_a_loss_that_rank_0_has_met_before_its_stream_is_recovered_from_once(monkeypatch):
-    """While rank 0 evaluates it recovers; the ranks then find the run in its next epoch."""
+    """While rank 0 waits for evaluations it recovers; the ranks then find the run's next epoch."""
     world = World(monkeypatch, [end(0), LOST], [end(1)])
     assert next(world.data) == end(0)
 
     def wait(call, *, timeout_s, who):
-        if call == ("evaluate", 0):
+        if call == ("evaluated", 0):
             raise ProcessLostError("gone")
         return call
 
     monkeypatch.setattr(main_rank.cluster, "wait", wait)
     monkeypatch.setattr(main_rank.cluster, "is_ready", lambda call: True)
-    world.data.evaluate()
-    assert world.told[-1] == ("evaluate", 1)
+    world.data.finish_evaluations()
+    assert world.told[-3:-1] == ["evaluated", 1]
     assert next(world.data) == end(1)
     assert world.told.count("recovered") == 1
 
@@ -145,8 +145,8 @@ def test_a_request_to_stop_breaks_off_an_evaluation(monkeypatch):
     world = World(monkeypatch, [end(0)])
     monkeypatch.setattr(main_rank.cluster, "is_ready", lambda call: False)
     threading.Timer(0.1, world.stop.set).start()
-    world.data.evaluate()
-    assert world.told == ["waited"]
+    world.data.finish_evaluations()
+    assert world.told == ["waited", "unevaluated: the run was stopped before its end"]
 
 
 def test_an_evaluation_may_take_as_long_as_it_moves(monkeypatch):
@@ -159,19 +159,20 @@ def test_an_evaluation_may_take_as_long_as_it_moves(monkeypatch):
     monkeypatch.setattr(
         main_rank.cluster,
         "wait",
-        lambda call, **_: SimpleNamespace(moves=next(tokens)) if call == "status" else "result",
+        lambda call, **_: SimpleNamespace(moves=next(tokens)) if call == "status" else ["result"],
     )
-    world.data.evaluate()
-    assert world.told[-1] == "result"
+    world.data.finish_evaluations()
+    assert world.told[-2] == "result"
     assert next(tokens) > 10 and len(heard) > 10
 
 
-def test_an_evaluation_that_stands_still_ends_the_run(monkeypatch):
+def test_an_evaluation_that_stands_still_is_waited_for_no_longer(monkeypatch):
     world = World(monkeypatch, [end(0)])
     monkeypatch.setattr(main_rank, "STOP_POLL_S", 0.0)
     monkeypatch.setattr(main_rank.time, "monotonic", itertools.count(step=10).__next__)
     monkeypatch.setattr(main_rank.cluster, "is_ready", lambda call: False)
     status = SimpleNamespace(moves=(1, 2), problem="no worker is free")
     monkeypatch.setattr(main_rank.cluster, "wait", lambda call, **_: status)
-    with pytest.raises(DeadlineError, match="for --stall-timeout-s 60: no worker is free"):
-        world.data.evaluate()
+    world.data.finish_evaluations()
+    why = "unevaluated: nothing has moved for --stall-timeout-s 60: no worker is free"
+    assert world.told == ["waited", why]

@@ -7,24 +7,35 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.batching.records import EvaluationResult
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
 from async_grpo.config.train import TrainConfig
 from async_grpo.run.data import warn_of_few
 from async_grpo.run.report import Report
+from async_grpo.telemetry.alarm_log import ALARMS_FILE
 from async_grpo.training.held_out import HeldOutLoss
 from async_grpo.training.schedule import Clocks
-from async_grpo.training.step import StepResult
-from async_grpo.types import EndOfStep
+from async_grpo.training.step import NON_FINITE, StepResult
+from async_grpo.types import (
+    EndOfStep,
+    EvaluationResult,
+    PipelineStatus,
+    QuestionOutcome,
+    WeightsVersion,
+)
 
 RESULT = StepResult("", 1.0, 1e-3, 2, Clocks(1, 4), {"loss_sum": 6.0, "trained_tokens": 8.0})
+
+STATUS = PipelineStatus(
+    batch=0, generating=1, verifying=0, in_reference=0, ready=0, training=0, done=0,
+    output_tokens=0, answers=0, reward_sum=0.0, reward_count=0,
+)  # fmt: skip
 
 
 def make_config(folder, **options):
     paths = {"model_name_or_path": "m", "data_path": "d", "output_dir": str(folder)}
-    return TrainConfig(**paths, **{"algorithm": "sft", "trackers": ""} | options)
+    return TrainConfig(**paths | {"algorithm": "sft", "trackers": ""} | options)
 
 
 @pytest.fixture
@@ -72,6 +83,33 @@ def test_the_run_s_time_goes_on_over_its_parts_and_stands_in_both_files(tmp_path
     assert evaluation["total_seconds"] == 40
     assert (evaluation["eval_loss"], evaluation["num_tokens"]) == (1.5, 20)
     assert (evaluation["step"], evaluation["total_tokens"]) == (3, 24)
+
+
+def test_alarms_are_counted_over_the_parts_of_a_run_and_shown(tmp_path, clock):
+    config, last_words = make_config(tmp_path), []
+    skipped = dataclasses.replace(RESULT, skipped=NON_FINITE, grad_norm=float("nan"))
+    with Report(config) as report:
+        for each in (RESULT, skipped, RESULT):
+            report.step(EndOfStep(0, 0, True, num_samples=4, num_tokens=8), each, denominator=8)
+        start = resumed(config, report, batches=1)
+        for workers in ({"generation": 2}, {}, {}):
+            report.status(dataclasses.replace(STATUS, workers=workers))
+            clock[0] += 61
+        last_words += report.console._progress.alarms
+    assert ["skipped" in last_words[0], "of 2 generation workers" in last_words[1]] == [True, True]
+    assert [line["alarm"] for line in rows_of(tmp_path, ALARMS_FILE)] == [
+        "not_finite", "fleet_shrank_generation",
+    ]  # fmt: skip
+    with Report(config, start=start) as report:
+        report.step(EndOfStep(0, 0, True, num_samples=4, num_tokens=8), RESULT, denominator=8)
+    rows = rows_of(tmp_path, METRICS_FILE)
+    assert [(row["alarms"], row["alarms_raised"]) for row in rows] == [
+        (0, 0),
+        (1, 1),
+        (1, 1),
+        (1, 1),
+    ]
+    assert [line["alarm"] for line in rows_of(tmp_path, ALARMS_FILE)] == ["not_finite"]
 
 
 def test_the_parameters_keep_what_earlier_parts_were_trained_with(tmp_path, clock):
@@ -194,18 +232,109 @@ def test_charts_come_in_groups_and_evaluations_apart_from_training(tmp_path, clo
     }  # fmt: skip
 
 
+def result_of(batches, *outcomes, name="", newest=None, skipped=""):
+    newest = batches if newest is None else newest
+    asked = WeightsVersion(7, batches)
+    versions = asked, asked, WeightsVersion(7, newest)
+    return EvaluationResult(name, *versions, 4, outcomes, 1.0, skipped)
+
+
 def test_an_evaluation_says_of_each_type_what_it_says_of_all(tmp_path, caplog):
     caplog.set_level("INFO")
-    of_sums = EvaluationResult(2, 8, 0, 4.0, 4, 2, 1.0)
-    of_odes = EvaluationResult(2, 8, 0, 1.0, 0, 0, 1.0)
-    whole = EvaluationResult(4, 16, 0, 5.0, 4, 2, 1.0, {"sums": of_sums, "odes": of_odes})
-    with Report(make_config(tmp_path)) as report:
-        report.evaluation(whole)
+    outcomes = (
+        QuestionOutcome("sums", 4, 2, 2.0),
+        QuestionOutcome("sums", 4, 2, 2.0),
+        QuestionOutcome("odes", 4, 0, 1.0),
+        QuestionOutcome("odes", 4, failure="generation"),
+    )
+    files = "sums=s.jsonl,eval_path=h.jsonl;odes=o.jsonl"
+    config = make_config(tmp_path, algorithm="grpo", data=files, data_path="")
+    with Report(config) as report:
+        report.published(0)
+        report.evaluation(result_of(0, *outcomes, newest=1))
     (row,) = rows_of(tmp_path, EVALUATIONS_FILE)
-    assert row["eval_accuracy"] == 0.25 and row["num_samples"] == 16
+    assert row["eval_accuracy"] == pytest.approx(1 / 3) and row["num_samples"] == 12
     assert (row["eval_accuracy/sums"], row["eval_accuracy/odes"]) == (0.5, 0.0)
-    assert (row["eval_solved/sums"], row["eval_reward/odes"]) == (1.0, 0.125)
-    assert "held-out accuracy 0.250 (sums 0.5, odes 0), mean reward" in caplog.text
+    assert (row["eval_solved/sums"], row["eval_reward/odes"]) == (1.0, 0.25)
+    assert row["eval_pass_at_4"] == pytest.approx(2 / 3) and row["eval_pass_at_1/sums"] == 0.5
+    assert (row["eval_failed"], row["failures"]) == (0.25, {"generation": 4})
+    assert (row["batch"], row["weights"], row["samples_per_question"]) == (0, "7.0..7.1", 4)
+    assert row["eval_accuracy_low"] == 0.0 and row["eval_accuracy_high"] == 0.5
+    assert "held-out accuracy 0.333 (sums 0.5, odes 0) after batch 0 (0 to 0.5)" in caplog.text
+    assert "pass@1 0.333, pass@4 0.667, graded 12 of 16" in caplog.text
+
+
+def held_out_config(folder, **options):
+    return make_config(folder, algorithm="grpo", eval_data_path="h.jsonl", **options)
+
+
+def test_a_line_tells_of_the_step_whose_weights_it_is_of_whenever_it_comes(tmp_path, clock):
+    config = held_out_config(tmp_path, eval="math=m.jsonl", eval_every_batches=1)
+    good, bad = QuestionOutcome("", 4, 4, 4.0), QuestionOutcome("", 4)
+    with Report(config) as report:
+        report.published(0)
+        train(report, clock, seconds=10)
+        report.published(1)
+        clock[0] += 100
+        end = EndOfStep(1, 0, True, 4, 8, evaluations=(result_of(1, good), result_of(0, bad)))
+        report.step(end, RESULT, denominator=8)
+        report.evaluation(result_of(0, good, bad, name="math"))
+        report.evaluation(result_of(0, good))  # of a controller that took another's place
+    rows = rows_of(tmp_path, EVALUATIONS_FILE)
+    assert [(row["set"], row["batch"], row["step"], row["total_seconds"]) for row in rows] == [
+        ("", 1, 1, 10), ("", 0, 0, 0), ("math", 0, 0, 0),
+    ]  # fmt: skip
+    assert rows[2]["eval_accuracy/math"] == 0.5 and "eval_accuracy" not in rows[2]
+
+
+def test_an_evaluation_that_was_due_and_is_lost_has_a_line_that_says_why(tmp_path, clock):
+    config = held_out_config(tmp_path, eval_every_batches=1)
+    with Report(config) as report:
+        report.published(0)
+        train(report, clock, seconds=1)
+        report.published(1)
+        start = resumed(config, report, batches=1)
+    with Report(config, start=start) as report:
+        report.published(1)  # again, and it is evaluated again
+        report.evaluation(result_of(1, QuestionOutcome("", 4, 4, 4.0)))
+        report.published(2)
+        report.published(3)
+        report.recovered()
+        report.evaluation(result_of(3, skipped="it was late"))
+        report.published(4)
+        report.unevaluated("the run was stopped before its end")
+    rows = rows_of(tmp_path, EVALUATIONS_FILE)
+    assert [(row["batch"], row.get("skipped", "")) for row in rows] == [
+        (0, "the run was resumed after it"),
+        (1, ""),
+        (2, "the controller was lost"),
+        (3, "it was late"),
+        (4, "the run was stopped before its end"),
+    ]
+
+
+def test_the_best_checkpoint_and_those_that_may_become_it_are_spared(tmp_path):
+    figure = {"eval": "math=m.jsonl,samples=4", "keep_best_checkpoint": "eval_pass_at_4/math"}
+    config = held_out_config(tmp_path, eval_every_batches=1, **figure)
+    solved, failed = QuestionOutcome("", 4, 1, 1.0), QuestionOutcome("", 4)
+    with Report(config) as report:
+        for batches in range(3):
+            report.published(batches)
+        assert report.spared_checkpoints() == {0, 1, 2}
+        report.evaluation(result_of(1, solved, failed, name="math"))
+        report.evaluation(result_of(0, failed, failed, name="math"))
+        assert report.spared_checkpoints() == {1, 2}
+        report.evaluation(result_of(2, solved))  # of another set
+        start = resumed(config, report, batches=2)
+    with Report(config, start=start) as report:
+        report.published(2)
+        report.evaluation(result_of(2, failed, solved, name="math"))  # as good, and later
+        assert report.spared_checkpoints() == {1}
+        report.published(3)
+        report.evaluation(result_of(3, solved, solved, name="math"))
+        assert report.spared_checkpoints() == {3}
+    best = json.loads((tmp_path / "best_checkpoint.json").read_text())
+    assert best == {"metric": "eval_pass_at_4/math", "value": 1.0, "batch": 3}
 
 
 @pytest.mark.parametrize(("num_records", "times"), [(3, "10.7"), (31, "1.03"), (32, "")])

@@ -10,7 +10,7 @@ from scripted_run import make_config
 from async_grpo.batching.ledger import Ledger
 from async_grpo.errors import ConfigError, DataError
 from async_grpo.model.folder import check_model_folder
-from async_grpo.run.data import first_of_each_file, load_data
+from async_grpo.run.data import first_of_each_file, load_data, load_sets
 from async_grpo.run.first_checks import check_at_once
 from async_grpo.run.preparation import own_environments, plan_run
 from async_grpo.types import ResumePoint
@@ -140,3 +140,20 @@ def test_rewards_are_tried_on_the_first_line_of_each_file(files):
         ("sums", "use 1 2 to make 3\n"),
         ("products", "use 1 3 to make 6\n"),
     ]
+
+
+def test_a_named_set_has_its_own_file_columns_limit_room_and_type(files):
+    write(files / "math.jsonl", [{"question": f"use {n} 2 to make 3\n"} for n in range(1, 9)])
+    sets = f"math={files}/math.jsonl,limit=3,samples=2,max_tokens=9,input=question,type=products"
+    config = typed_config(files, eval=sets, eval_data_path="")
+    facts = check_model_folder(MODEL)
+    plan = planned(config, sets=load_sets(config, facts))
+    unnamed, math = plan.sets
+    assert (unnamed.config.name, len(unnamed.questions)) == ("", 1)
+    assert [q.input for q in math.questions] == [f"use {n} 2 to make 3\n" for n in (1, 2, 3)]
+    assert {q.dataset_type for q in math.questions} == {"products"}
+    assert (math.config.samples, math.sampling.max_tokens) == (2, 9)
+    assert math.sampling.stop_token_ids == plan.sampling.stop_token_ids
+    longest = facts.max_positions - 5
+    with pytest.raises(DataError, match=r"a prompt of at most 5 tokens"):
+        load_sets(typed_config(files, eval=f"{sets.replace('=9', f'={longest}')}"), facts)

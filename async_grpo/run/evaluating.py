@@ -1,0 +1,87 @@
+"""A model's evaluation without a run: `async-grpo evaluate`.
+
+consumes:     a folder of a model, held-out questions, workers that have loaded the same folder
+produces:     what the last evaluation of a run says of such weights, by the same code
+waits for:    workers, then the evaluation; as long as they move
+unblocked by: registrations, the last question
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from async_grpo import cluster, deadlines
+from async_grpo.batching.ledger import Ledger
+from async_grpo.config.train import TrainConfig
+from async_grpo.controller.client import WHO, RunClient
+from async_grpo.controller.find import find_or_make_controller
+from async_grpo.data.table import QuestionTable
+from async_grpo.errors import WorkerError
+from async_grpo.model.folder import check_model_folder
+from async_grpo.roles import GENERATION
+from async_grpo.run.data import load_sets
+from async_grpo.run.preparation import demand_of, plan_run
+from async_grpo.run.recorder import start_recorder
+from async_grpo.run.recruitment import recruit
+from async_grpo.run.reward_trial import try_rewards
+from async_grpo.training.standstill import Standstill
+from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
+
+logger = logging.getLogger(__name__)
+POLL_INTERVAL_S = 0.5
+
+
+def evaluate(config: TrainConfig) -> EvaluationResult:
+    """What came of the one set of `config`, a run that has trained all of its batches.
+
+    Joins the cluster of the environment, whose workers have loaded the model's folder. Raises
+    `WorkerError` where nothing could be graded.
+    """
+    facts = check_model_folder(config.model_name_or_path)
+    sets, none = load_sets(config, facts), QuestionTable.of(())
+    end = ResumePoint(config.num_training_batches, 0, Ledger().state())
+    plan = plan_run(config, facts, none, none, sets=sets, num_ranks=1, resume=end)
+    cluster.connect(config.ray_address, namespace=config.namespace)
+    controller = find_or_make_controller()
+    recruit(controller, demand_of(config, facts, plan))
+    for each in plan.sets:
+        try_rewards(controller, [each.questions[0]], config, found=each.config)
+    recorder = start_recorder(config)  # whose end tells the controller of ours
+    call = controller.begin_run.remote(plan, recorder)
+    epoch: int = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
+    client = RunClient(controller, RunId(plan.incarnation, epoch))
+    _serve_own_weights(client, WeightsVersion(plan.incarnation, end.batch))
+    (result,) = _evaluated(client, stall_timeout_s=config.stall_timeout_s)
+    cluster.wait(client.end_run(), timeout_s=deadlines.RUN_ENDED_S, who=WHO)
+    if not result.num_samples:
+        raise WorkerError(
+            f"at least one sample must be graded, but all of {result.num_failed} failed "
+            f"({', '.join(result.failures)}): correct what the warnings above name"
+        )
+    return result
+
+
+def _serve_own_weights(client: RunClient, version: WeightsVersion) -> None:
+    """Have what the workers have read from the model's folder count as `version`."""
+    timeout_s = deadlines.WEIGHTS_APPLIED_S
+    reports = cluster.wait(
+        client.publish(WeightsSnapshot(version, ()), (GENERATION,), timeout_s),
+        timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S,
+        who=WHO,
+    )
+    if not reports[GENERATION].acks:
+        raise WorkerError(f"no worker serves the model: {reports[GENERATION].failures}")
+    cluster.wait(client.published(version), timeout_s=deadlines.ANSWER_S, who=WHO)
+
+
+def _evaluated(client: RunClient, *, stall_timeout_s: float) -> tuple[EvaluationResult, ...]:
+    call, standstill = client.evaluated(), Standstill(client, timeout_s=stall_timeout_s)
+    while not cluster.is_ready(call):
+        client.heard()  # we live
+        standstill.check()
+        time.sleep(POLL_INTERVAL_S)
+    results: tuple[EvaluationResult, ...] = cluster.wait(
+        call, timeout_s=deadlines.STATUS_S, who="the evaluation"
+    )
+    return results

@@ -1,0 +1,306 @@
+"""Batches of a run trained again from what its ranks have recorded, and compared bit for bit.
+
+The model is loaded, restored from the checkpoint before the batch, and given the recorded
+minibatches in their order, by the code that trained them: `training.learner`. Neither Ray nor
+workers are needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_grpo.checkpoint.reader import read_checkpoint
+from async_grpo.checkpoint.resume import PLACES, Start
+from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
+from async_grpo.checkpoint.tensors import restore_learner
+from async_grpo.config.train import TrainConfig
+from async_grpo.errors import CheckpointError, ConfigError, DataError
+from async_grpo.training.learner import Learner
+from async_grpo.training.minibatch_log import (
+    LOG_FOLDER,
+    LoggedStep,
+    last_batch,
+    logged_minibatch,
+    logged_runs,
+    logged_steps,
+    machine,
+    outcome,
+)
+from async_grpo.training.ranks import Ranks
+from async_grpo.training.step import StepResult
+from async_grpo.training.step_sums import StepSums, Sums
+from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch
+
+CHECKPOINT = re.compile(r"batch_(\d+)(\.\d+)?")
+Say = Callable[[str], object]
+# What is compared, in the order in which it is computed.
+OF_MINIBATCH = {
+    "num_tokens": "the number of trained tokens",
+    "weight": "the sum of weights",
+    "loss": "the sum of losses",
+    "gradients": "the digest of summed gradients",
+}
+OF_STEP = {
+    "grad_norm": "the gradient's norm",
+    "skipped": "why it was skipped",
+    "learning_rate": "the learning rate",
+    "clocks": "the clocks of the schedule",
+    "digest": "the digest of the parameters",
+}
+LAST = sys.maxsize  # behind all rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the log of a run says of itself, by its rank 0."""
+
+    folder: Path  # of the run
+    config: TrainConfig
+    world_size: int
+    machine: Mapping[str, Any]
+    batches: range  # that are recorded under these options
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a replay first left what was recorded."""
+
+    place: str
+    what: str
+    was: object
+    now: object
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what} was {self.was}, and is {self.now} now"
+
+
+Found = tuple[tuple[int, int], Difference]  # with the round, and the place among what is compared
+
+
+def read_record(folder: Path, *, batch: int | None) -> Recorded:
+    """What is recorded of a run around a batch, or around its last one.
+
+    Raises `ConfigError` where there is nothing.
+    """
+    log = folder / LOG_FOLDER
+    runs = logged_runs(log, rank=0)
+    last = last_batch(log)
+    if last is None:
+        raise ConfigError(
+            f"{folder} must be the folder of a run that records its minibatches, {log} holds no "
+            "whole batch: name another, or train with --replay-max-gib above 0"
+        )
+    wanted = last if batch is None else batch
+    if not runs[0]["batch"] <= wanted <= last:
+        raise ConfigError(
+            f"--batch must be one that {log} records, from {runs[0]['batch']} to {last}, got "
+            f"{wanted}: later ones were not trained, and earlier ones made room (--replay-max-gib)"
+        )
+    number = max(n for n, run in enumerate(runs) if run["batch"] <= wanted)
+    own, first, end = runs[number], number, number + 1
+    while first and _is_same(runs[first - 1], own):
+        first -= 1
+    while end < len(runs) and _is_same(runs[end], own):
+        end += 1
+    batches = range(runs[first]["batch"], runs[end]["batch"] if end < len(runs) else last + 1)
+    try:
+        config = TrainConfig(**own["config"])
+    except TypeError as error:
+        raise ConfigError(
+            f"{log} must be of this release, {own['machine']['release']} wrote it: replay with "
+            f"that one ({error})"
+        ) from error
+    return Recorded(folder, config, own["world_size"], own["machine"], batches)
+
+
+def find_checkpoint(record: Recorded, batch: int) -> Start:
+    """The latest state of the run before a batch from which on all is recorded.
+
+    Raises `ConfigError` where there is none.
+    """
+    root = record.folder / CHECKPOINTS_FOLDER
+    found = [
+        (int(named[1]), path)
+        for path in (root.iterdir() if root.is_dir() else ())
+        if (named := CHECKPOINT.fullmatch(path.name))
+    ]
+    usable = [(n, path) for n, path in found if record.batches.start <= n <= batch]
+    for _, path in sorted(usable, reverse=True):
+        try:
+            return Start(path, read_checkpoint(path))
+        except CheckpointError:  # a damaged one: the one before it serves
+            continue
+    if record.batches.start == 0:
+        return Start()  # the model as it was before training
+    raise ConfigError(
+        f"--batch {batch} needs a checkpoint after {record.batches.start} to {batch} batches, for "
+        f"earlier ones are not recorded; {root} has those after "
+        f"{sorted(n for n, _ in found) or 'none'}: choose a later batch"
+    )
+
+
+def check_ranks(record: Recorded, ranks: Ranks) -> None:
+    """Raise `ConfigError` where other ranks would sum in another order."""
+    if ranks.world_size != record.world_size:
+        raise ConfigError(
+            f"a replay must have the {record.world_size} ranks that trained these batches, got "
+            f"{ranks.world_size}: let async-grpo start them, or give torchrun that number"
+        )
+
+
+def replay(
+    record: Recorded, batch: int, ranks: Ranks, *, start: Start, say: Say
+) -> Difference | None:
+    """Train the batches from `start` to `batch` again; collective.
+
+    The first difference from what was recorded, the same on every rank; None: there is none.
+    """
+    if record.machine["device"] == "cpu":
+        torch.set_num_threads(record.machine["threads"])
+    with tempfile.TemporaryDirectory() as scratch:
+        config = dataclasses.replace(
+            record.config, output_dir=scratch, dump_token_columns=False, peak_tflops="auto"
+        )
+        learner = Learner.build(config, ranks)
+        if start.folder:
+            restore_learner(learner, start)
+        learner.set(start.settings(config))
+        learner.log = Comparison(ranks.rank, config.steps_per_batch)
+        batches = range(start.batches, batch + 1)
+        log = record.folder / LOG_FOLDER
+        steps = logged_steps(log, rank=ranks.rank, batches=batches)
+        while (step := _agreed(ranks, lambda: next(steps, None))) is not None:
+            if difference := replay_step(step, learner, ranks):
+                return difference
+            if step.end.is_last_of_batch:
+                learner.set(step.end.settings)
+                say(f"batch {step.end.batch}: equal")
+    return None
+
+
+def machine_notes(record: Recorded, ranks: Ranks) -> list[str]:
+    """What differs from the machine that recorded: bits may differ for it."""
+    here = machine(ranks.device)
+    if here["device"] == "cpu":
+        here["threads"] = record.machine["threads"]  # as they are set for the replay
+    return [
+        f"{name} was {was} where the run was trained, and is {here[name]} here"
+        for name, was in record.machine.items()
+        if here[name] != was
+    ]
+
+
+class Comparison:
+    """Hears what a learner makes of a step that is trained again; see `StepLog`."""
+
+    def __init__(self, rank: int, steps_per_batch: int) -> None:
+        self._rank = rank
+        self._steps_per_batch = steps_per_batch
+        self._sums = StepSums()
+        self._recorded: Sequence[Sums] = ()
+        self._facts: Mapping[str, Any] = {}
+        self._rounds: list[int] = []
+        self.found: list[Found] = []  # of this rank, the first one only
+
+    def expect(self, step: LoggedStep, recorded: Sequence[Sums]) -> None:
+        """What is about to be trained was so when it was recorded."""
+        self._facts, self._recorded, self._rounds, self.found = step.facts, recorded, [], []
+
+    def keep(
+        self, minibatch: Minibatch, packed: PackedMinibatch, gradients: Sequence[Tensor]
+    ) -> None:
+        """Take the sums of a minibatch."""
+        self._rounds.append(minibatch.round_index)
+        self._sums.keep(packed, gradients)
+
+    def discard(self) -> None:
+        """Forget the unfinished step."""
+        self._sums.discard()
+
+    def end_step(
+        self, end: EndOfStep, result: StepResult, *, losses: Sequence[Tensor], digest: int
+    ) -> None:
+        """Compare, in the order in which a step computes things."""
+        number = end.batch * self._steps_per_batch + end.step_in_batch + 1
+        step = f"gradient step {number} (batch {end.batch})"
+        computed = self._sums.take(losses)
+        for index, was, now in zip(self._rounds, self._recorded, computed, strict=True):
+            place = f"{step}, round {index}, rank {self._rank}"
+            for order, (name, what) in enumerate(OF_MINIBATCH.items()):
+                self._compare((index, order), place, what, getattr(was, name), getattr(now, name))
+        own, place = outcome(result, digest), f"{step}, rank {self._rank}"
+        for order, (name, what) in enumerate(OF_STEP.items()):
+            self._compare((LAST, order), place, what, self._facts[name], own[name])
+
+    def take_lost(self) -> int:
+        """None: nothing is written."""
+        return 0
+
+    def _compare(
+        self, at: tuple[int, int], place: str, what: str, was: object, now: object
+    ) -> None:
+        if not self.found and not _is_equal(was, now):
+            self.found.append((at, Difference(place, what, was, now)))
+
+
+def replay_step(step: LoggedStep, learner: Learner, ranks: Ranks) -> Difference | None:
+    """Train one step again; the earliest difference of any rank, the same on all of them."""
+    loaded = _agreed(ranks, lambda: _loaded(step, ranks.rank))
+    comparison = learner.log
+    assert isinstance(comparison, Comparison)
+    comparison.expect(step, [sums for _, sums in loaded])
+    for minibatch, _ in loaded:
+        learner.accumulate(minibatch)
+    learner.update(step.end)
+    found = [each for of_rank in ranks.gather(comparison.found) for each in of_rank]
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _loaded(step: LoggedStep, rank: int) -> list[tuple[Minibatch, Sums]]:
+    pairs = []
+    for record in step.minibatches:
+        try:
+            pairs.append(logged_minibatch(record))
+        except DataError as error:
+            facts = record.facts
+            raise DataError(
+                f"the minibatch of round {facts['round']}, rank {rank}, in step "
+                f"{facts['step_in_batch']} of batch {facts['batch']} cannot be read: {error}"
+            ) from error
+    return pairs
+
+
+def _agreed(ranks: Ranks, prepare: Callable[[], Any]) -> Any:
+    """What `prepare` returns here; what it raises on any rank is raised on all of them."""
+    value, complaint = None, ""
+    try:
+        value = prepare()
+    except DataError as error:
+        complaint = str(error)
+    if found := [each for each in ranks.gather(complaint) if each]:
+        raise DataError(found[0])
+    return value
+
+
+def _is_equal(was: object, now: object) -> bool:
+    """To the bit, where NaN equals itself."""
+    return json.dumps(was, sort_keys=True) == json.dumps(now, sort_keys=True)
+
+
+def _is_same(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two parts of a run were trained alike."""
+    options = [
+        {k: v for k, v in each["config"].items() if k not in PLACES} for each in (run, other)
+    ]
+    return options[0] == options[1] and run["world_size"] == other["world_size"]
