@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 NO_CHARTS = ("step", "iteration")  # the axis itself, and its like
 GROUPS = (  # the first pattern that a name begins with
-    ("run", r"total_|optimizer_|skipped_|failed_checkpoints"),
+    ("run", r"alarms|total_|optimizer_|skipped_|failed_(checkpoints|trackers)"),
     ("reward", r"avg_(max_|format_|replaced_)?reward|avg_\w+_penalty|perc_with|perc_unscorable"),
     ("length", r"avg_(output|prompt)_tokens|perc_truncated|perc_masked"),
     (
@@ -18,7 +18,10 @@ GROUPS = (  # the first pattern that a name begins with
     ("engine", r"mismatch_|effective_|corrected_|canary_"),
     ("sync", r"sync_|recomputed_"),
     ("hardware", r"mfu|tflops_|peak_|seconds_(gathering|agreeing)"),
-    ("speed", r"seconds|\w+_per_second|\w+_idle_fraction|packing_|avg_generating"),
+    (
+        "speed",
+        r"seconds|\w+_per_second|\w+_idle_fraction|packing_|avg_(generating|verifying|scoring)",
+    ),
     ("update", r""),
 )
 

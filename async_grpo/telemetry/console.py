@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Self, TextIO
 
 import rich.console
@@ -83,18 +83,24 @@ class Console:
         """Show what the trainer computes or waits for from now on."""
         self._progress.activity = what
 
+    def alarms(self, sentences: Sequence[str]) -> None:
+        """Show what is wrong from now on."""
+        self._progress.alarms = sentences
+
     def step(self, row: Mapping[str, float | int | None]) -> None:
         """Sum up the gradient step that `row` of the metrics describes."""
         self._last_line_s = self._clock()
-        self._progress.see_row(row, now_s=self._last_line_s)
+        has_moved = self._progress.see_row(row, now_s=self._last_line_s)
         logger.info(step_line(row, num_batches=self._progress.num_batches))
+        if has_moved:
+            logger.info(self._progress.bottleneck.sentence)
 
     def _render(self) -> RenderableType:
         return panel(self._progress, now_s=self._clock())
 
 
 def panel(progress: Progress, *, now_s: float) -> RenderableType:
-    """The live display: a row a stage, then rates, workers and what the run waits for."""
+    """The live display: a row a stage, then rates, workers, what the run waits for and why."""
     status = progress.status
     elapsed, left = duration(progress.elapsed_s(now_s)), duration(progress.remaining_s(now_s))
     title = f"batch {progress.batch_text} · {elapsed} elapsed · {left} left"
@@ -107,6 +113,9 @@ def panel(progress: Progress, *, now_s: float) -> RenderableType:
         parts.append(Text("waiting for the pipeline", style="yellow"))
     if progress.activity:
         parts.append(Text(f"trainer: {progress.activity}"))
+    if progress.bottleneck.sentence:
+        parts.append(Text(progress.bottleneck.sentence))
+    parts += [Text(f"alarm: {sentence}", style="bold red") for sentence in progress.alarms]
     if status is not None and status.problem:
         parts.append(Text(str(status.problem), style="yellow"))
     shown = Panel(Group(*parts), title=title, title_align="left", border_style="dim")

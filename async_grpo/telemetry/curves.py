@@ -8,8 +8,8 @@ import math
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILENAME = "training_metrics.jsonl"
 EVALUATIONS_FILENAME = "evaluation_metrics.jsonl"
-BOUNDARY = "---evaluations---"  # the line between the files of a remote run
+PARAMETERS_FILENAME = "training_params.json"
+BESIDE = (EVALUATIONS_FILENAME, PARAMETERS_FILENAME)  # what a run may lack
+BOUNDARY = "---next file---"  # the line between the files of a remote run
 CLOCKS = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0}  # axes made of `total_seconds`
 # What tells whether a run learns, and whether it does so soundly.
 PANELS = (
@@ -45,6 +47,7 @@ class Run:
     name: str
     source: str  # the path, for messages
     rows: Sequence[dict[str, Any]]  # of its steps, then of its evaluations
+    options: Mapping[str, Any] = field(default_factory=dict)  # what it was trained with, if known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +63,7 @@ class Curve:
         tuple[Floats, Floats], ...
     ]  # the points (x, y) of each seed, where they are smoothed
     num_seeds: int
+    smooth_window: int  # points of the moving average; 1: none
 
 
 def read_run(path: str, *, name: str, remote: str = "") -> Run:
@@ -67,12 +71,21 @@ def read_run(path: str, *, name: str, remote: str = "") -> Run:
 
     Raises `DataError` if there is none, `ConfigError` if the remote cannot be reached.
     """
-    text, evaluations = _read_remote(path, remote) if remote else _read_local(Path(path))
+    text, evaluations, options = _read_remote(path, remote) if remote else _read_local(Path(path))
     source = f"{remote}:{path}" if remote else path
     rows = parse_rows(text, source)
     if evaluations:
         rows += map(_evaluated, parse_rows(evaluations, f"{source}'s evaluations"))
-    return Run(name, source, rows)
+    return Run(name, source, rows, _options(options))
+
+
+def _options(text: str) -> dict[str, Any]:
+    """None where the file is missing or is no whole JSON: seeds are told by `-n`, then."""
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError:
+        return {}
+    return options if isinstance(options, dict) else {}
 
 
 def _evaluated(row: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +132,19 @@ def chosen_variables(runs: Sequence[Run]) -> list[str]:
     """
     found = [values(run) for run in runs]
     is_trained = all("avg_reward" in each for each in found)
-    names = PANELS if is_trained else PANELS_OF_PAIRS
+    names = [_of_a_set(name, found) for name in (PANELS if is_trained else PANELS_OF_PAIRS)]
     chosen = [name for name in names if all(any(each.get(name, ())) for each in found)]
     return chosen or list(names[:1])
+
+
+def _of_a_set(name: str, found: Sequence[Mapping[str, Sequence[float]]]) -> str:
+    """The same of the first named set, where no unnamed one was evaluated.
+
+    >>> _of_a_set("eval_accuracy", [{"loss": [1.0], "eval_accuracy/math": [0.5]}])
+    'eval_accuracy/math'
+    """
+    own = (key for each in found for key in each if key.startswith(f"{name}/"))
+    return name if any(name in each for each in found) else next(own, name)
 
 
 def make_curves(
@@ -162,7 +185,16 @@ def _curve(
         raise DataError(f"the runs named {name!r} have no range of {x_name!r} in common")
     values = np.stack([np.interp(grid, x, y) for x, y in smooth])  # [seeds, K]
     raw = tuple(seeds) if smooth_window else ()
-    return Curve(name, grid, values.mean(0), values.min(0), values.max(0), raw, len(seeds))
+    return Curve(
+        name,
+        grid,
+        values.mean(0),
+        values.min(0),
+        values.max(0),
+        raw,
+        len(seeds),
+        smooth_window or 1,
+    )
 
 
 def _points(run: Run, *, x: str, y: str) -> tuple[Floats, Floats]:
@@ -209,19 +241,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _read_local(path: Path) -> tuple[str, str]:
-    """The text of a run's metrics, and of the evaluations beside them: empty where there are none.
+def _read_local(path: Path) -> list[str]:
+    """The text of a run's metrics, and of the files `BESIDE` them: empty where there is none.
 
     A `path` that is no folder is the metrics file itself.
     """
     folder = path if path.is_dir() else path.parent
     file = path / METRICS_FILENAME if path.is_dir() else path
-    evaluations = folder / EVALUATIONS_FILENAME
+    beside = [folder / name for name in BESIDE]
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-        if not evaluations.is_file():
-            return text, ""
-        return text, evaluations.read_text(encoding="utf-8", errors="replace")
+        texts = [file.read_text(encoding="utf-8", errors="replace")]
+        for each in beside:
+            found = each.is_file()
+            texts.append(each.read_text(encoding="utf-8", errors="replace") if found else "")
+        return texts
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise DataError(
@@ -229,13 +262,14 @@ def _read_local(path: Path) -> tuple[str, str]:
         ) from error
 
 
-def _read_remote(path: str, remote: str) -> tuple[str, str]:
+def _read_remote(path: str, remote: str) -> list[str]:
     """The same of another machine."""
     # Its shell expands ~ only where it is not quoted.
     quoted = "~/" + shlex.quote(path[2:]) if path.startswith("~/") else shlex.quote(path)
     command = (
         f'file={quoted}; if test -d "$file"; then file=$file/{METRICS_FILENAME}; fi; '
-        f'cat "$file" && echo {BOUNDARY} && cat "$(dirname "$file")"/{EVALUATIONS_FILENAME}'
+        f'cat "$file" && for name in {" ".join(BESIDE)}; do echo {BOUNDARY}; '
+        'cat "$(dirname "$file")/$name" 2>/dev/null; done'
     )
     ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "--", remote, command]
     try:
@@ -249,11 +283,11 @@ def _read_remote(path: str, remote: str) -> tuple[str, str]:
             f"--remote {remote} did not answer within {deadlines.SSH_S:g} s: try `ssh {remote}` "
             "by hand"
         ) from error
-    text, boundary, evaluations = answer.stdout.partition(f"{BOUNDARY}\n")
-    if not boundary:
+    texts = answer.stdout.split(f"{BOUNDARY}\n")
+    if len(texts) != 1 + len(BESIDE):
         reason = answer.stderr.strip().replace("\n", "; ")
         raise DataError(
             f"cannot read {path} on {remote} ({reason or f'exit code {answer.returncode}'}): "
             f"check the path, and that `ssh {remote}` works without a password"
         )
-    return text, evaluations
+    return texts

@@ -26,6 +26,8 @@ DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))  # once the colours are used up
 PANEL_INCHES = (4.0, 2.6)  # of several; a single one is larger by SINGLE
 SINGLE = 1.25
 LABEL_POINTS = 8.0
+NOTE_POINTS = 7.0
+MANY = 3  # curves, whose raw points would hide one another
 FEW_POINTS = 12  # up to which each is marked
 STYLE = {
     "font.size": 9.0,
@@ -71,15 +73,30 @@ def save_figure(
             raise ConfigError(f"cannot write {path} ({reason}): choose another -o") from error
 
 
+def fill(figure: Figure, panels: Mapping[str, Sequence[Curve]], *, x: str) -> None:
+    """Draw the same picture into an empty figure."""
+    import matplotlib
+
+    with matplotlib.rc_context(STYLE):
+        _lay_out(figure, panels, x=x, title="")
+
+
 def draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figure:
     """The figure, laid out."""
     from matplotlib.figure import Figure
 
+    figure = Figure()
+    _lay_out(figure, panels, x=x, title=title)
+    return figure
+
+
+def _lay_out(figure: Figure, panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> None:
     num_columns = min(len(panels), 2)
     num_rows = math.ceil(len(panels) / num_columns)
     scale = SINGLE if len(panels) == 1 else 1.0
     size = (PANEL_INCHES[0] * num_columns * scale, PANEL_INCHES[1] * num_rows * scale)
-    figure = Figure(figsize=size, layout="constrained")
+    figure.set_size_inches(*size)
+    figure.set_layout_engine("constrained")
     grid = figure.subplots(num_rows, num_columns, squeeze=False).ravel()
     for axes, (variable, curves) in zip(grid, panels.items(), strict=False):
         _draw_panel(axes, curves, variable=variable, x=x, with_names=len(panels) == 1)
@@ -94,10 +111,22 @@ def draw(panels: Mapping[str, Sequence[Curve]], *, x: str, title: str) -> Figure
         )  # fmt: skip
     elif title:
         figure.suptitle(title, x=0.02, ha="left")
+    if said := note(panels):
+        figure.supxlabel(said, x=0.02, ha="left", fontsize=NOTE_POINTS, color="#666666")
     figure.draw_without_rendering()  # settles the layout, which the labels need
     for axes in grid[: len(panels)]:
         _spread_labels(axes)
-    return figure
+
+
+def note(panels: Mapping[str, Sequence[Curve]]) -> str:
+    """What the lines are, for who sees nothing but the picture; empty where they are plain."""
+    curves = [curve for each in panels.values() for curve in each]
+    said = []
+    if seeds := sorted({curve.num_seeds for curve in curves} - {1}):
+        said.append(f"mean of {' or '.join(map(str, seeds))} seeds, lowest to highest")
+    if windows := sorted({curve.smooth_window for curve in curves} - {1}):
+        said.append(f"moving average over {windows[0]} points")
+    return "; ".join(said)
 
 
 def _draw_panel(
@@ -115,7 +144,7 @@ def _draw_panel(
         colour = line.get_color()
         if curve.num_seeds > 1:
             axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
-        elif curve.raw:
+        elif curve.raw and len(curves) <= MANY:
             axes.plot(*curve.raw[0], "-", color=colour, alpha=0.25, linewidth=0.8, zorder=1.5)
         axes.annotate(
             (f"{curve.name}  " if with_names else "") + final_value(float(curve.mean[-1])),
@@ -151,6 +180,10 @@ def _spread_labels(axes: Axes) -> None:
     widths = [label.get_window_extent().width * points_per_pixel for label in labels]
     for group in side_by_side(ends[:, 0].tolist(), widths):
         places = spread([ends[index, 1] for index in group], 1.25 * LABEL_POINTS)
+        # All of a crowded panel's stay beside it: below lies the axis, above the next panel's.
+        low, high = (axes.bbox.y0 * points_per_pixel, axes.bbox.y1 * points_per_pixel)
+        shift = min(0.0, high - max(places)) or max(0.0, low - min(places))
+        places = [place + shift for place in places]
         for index, place in zip(group, places, strict=True):
             labels[index].set_position((5, place - ends[index, 1]))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from async_grpo.telemetry.bottleneck import Bottleneck
 from async_grpo.types import PipelineStatus
 
 Row = Mapping[str, float | int | None]
@@ -29,6 +30,8 @@ class Progress:
         self.status: PipelineStatus | None = None
         self.row: Row | None = None
         self.activity = ""  # of the trainer
+        self.alarms: Sequence[str] = ()  # what is wrong now
+        self.bottleneck = Bottleneck()
         self._start_s = start_s
         self._tokens: deque[tuple[float, int]] = deque()  # (time, output tokens since the start)
         self._completions: deque[tuple[float, int]] = deque(  # (time, batches before this one)
@@ -46,11 +49,12 @@ class Progress:
         while len(self._tokens) > 2 and self._tokens[1][0] <= since_s:
             self._tokens.popleft()
 
-    def see_row(self, row: Row, *, now_s: float) -> None:
-        """Take in the metrics of the step that just ended."""
+    def see_row(self, row: Row, *, now_s: float) -> bool:
+        """Take in the metrics of the step that just ended; whether the bottleneck has moved."""
         self.row = row
         if self.status is None:  # an objective without a pipeline
             self._see_batch(int(row.get("iteration") or 0), now_s=now_s)
+        return self.bottleneck.see_row(row)
 
     def _see_batch(self, batch: int, *, now_s: float) -> None:
         if not self._completions or batch > self._completions[-1][1]:

@@ -6,6 +6,7 @@ on how samples were spread over ranks and minibatches. `docs/metrics.md` is made
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from async_grpo.docstrings import attribute_docs
@@ -57,10 +58,21 @@ class Step:
     """of these, rank 0 published weights"""
     seconds_checkpointing = fact("seconds", "Checkpointing")
     """of these, rank 0 copied what a checkpoint holds, or waited for the one before"""
+    seconds_evaluating = fact("seconds", "Evaluating")
+    """of these, rank 0 computed the loss of held-out pairs; held-out questions are answered beside
+    training"""
     failed_checkpoints = fact("checkpoints", "Failed checkpoints", window="run")
     """checkpoints that could not be written; training went on"""
+    unrecorded_minibatches = fact("minibatches", "Minibatches not recorded")
+    """minibatches of the step before that --replay-max-gib lacks, for the disk refused them"""
     trainer_idle_fraction = quotient("seconds_waiting", "seconds", "fraction", "Trainer idle")
     """share of the step in which rank 0 waited for samples"""
+    failed_trackers = fact("trackers", "Failed trackers")
+    """trackers of --trackers that were given up; training went on"""
+    alarms = fact("alarms", "Alarms")
+    """alarms that hold after the step; `alarms.jsonl` has them in words"""
+    alarms_raised = fact("alarms", "Alarms raised", window="run")
+    """alarms raised by then, those that have cleared included"""
     batcher_restarts = fact("restarts", "Batcher restarts", window="run")
     """times that the controller was lost and the unfinished step was done again"""
     sync_batches = fact("batches", "Latest sync", window="run")
@@ -183,6 +195,14 @@ class Pipeline:
         "generating_seconds", "pipeline_seconds", "samples", "Samples in generation"
     )
     """samples being generated, or queued for it, at a time"""
+    avg_verifying_samples = quotient(
+        "verifying_seconds", "pipeline_seconds", "samples", "Samples in verification"
+    )
+    """samples being graded, or queued for it, at a time"""
+    avg_scoring_samples = quotient(
+        "in_reference_seconds", "pipeline_seconds", "samples", "Samples in scoring"
+    )
+    """samples that a reference or a teacher scored, or that were queued for one, at a time"""
 
 
 class Replacement:
@@ -252,8 +272,8 @@ class Hardware:
     """arithmetic that training the step's minibatches needs, by what the ranks could do in its wall
     clock at the peak of --peak-tflops; null without one"""
     mfu_computing = quotient("model_tflop", "busy_peak_tflop", "fraction", "MFU while computing")
-    """the same by the time in which rank 0 neither waited for samples nor published or copied a
-    checkpoint"""
+    """the same by the time in which rank 0 neither waited for samples nor published, copied a
+    checkpoint or evaluated"""
     tflops_per_second = quotient("model_tflop", "rank_seconds", "1/s", "TFLOP a rank")
     """this arithmetic in TFLOP, by wall clock and rank: 6 FLOPs a parameter and token that meet, 12
     a pair of tokens, layer and element of attention; shared prompts once, nothing that is computed
@@ -279,10 +299,21 @@ class Evaluation:
     """share of samples with the full reward of 1"""
     eval_reward = quotient("reward_sum", "num_samples", "", "Held-out reward")
     """reward of a sample"""
-    eval_solved = quotient("num_solved", "num_questions", "fraction", "Held-out questions solved")
+    eval_solved = quotient(
+        "num_solved", "graded_questions", "fraction", "Held-out questions solved"
+    )
     """share of questions with at least one correct sample"""
+    eval_pass_at_k = quotient("pass_at_k_sum", "graded_questions", "fraction", "Held-out pass@k")
+    """for each k, as `eval_pass_at_4`: the chance that one at least of k samples is correct,
+    unbiased; of these and the three above, `_low` and `_high` are the ends of their 95 % interval
+    over questions"""
+    eval_output_tokens = quotient("output_tokens", "num_samples", "tokens", "Held-out length")
+    """sampled tokens of a sample"""
+    eval_truncated = quotient("truncated_samples", "num_samples", "fraction", "Held-out truncated")
+    """share of samples cut at the longest output"""
     eval_failed = quotient("num_failed", "num_sampled", "fraction", "Held-out samples that failed")
-    """share of samples that could not be played or graded: in no other figure"""
+    """share of samples that could not be played or graded: in no other figure; `failures` counts
+    them by the stage that lost them"""
     eval_loss = quotient("loss_sum", "num_tokens", "nats", "Held-out loss")
     """with --algorithm sft: cross-entropy of the held-out pairs, a trained token"""
 
@@ -311,6 +342,7 @@ OF_TYPES = (
 OF_RANKS = ("peak_process_bytes", "peak_device_bytes")
 """What is said of each rank, too."""
 METRICS = tuple(METRIC_BY_NAME[name] for name in METRIC_BY_NAME if name not in vars(Evaluation))
+"""Those of a gradient step."""
 
 
 def axis_label(name: str) -> str:
@@ -318,15 +350,17 @@ def axis_label(name: str) -> str:
 
     >>> axis_label("avg_output_tokens"), axis_label("tokens_per_second"), axis_label("my_metric")
     ('Output length (tokens)', 'Output tokens per second', 'my_metric')
-    >>> axis_label("avg_reward/sums")
-    'Mean reward, sums'
+    >>> axis_label("avg_reward/sums"), axis_label("eval_pass_at_4/math")
+    ('Mean reward, sums', 'Held-out pass@4, math')
     """
     whole, _, kind = name.partition("/")
+    if kind and axis_label(whole) != whole:
+        return f"{axis_label(whole)}, {kind}"
     metric = METRIC_BY_NAME.get(whole)
+    if passed := re.fullmatch(r"eval_pass_at_(\d+)", whole):
+        return METRIC_BY_NAME["eval_pass_at_k"].label.replace("@k", f"@{passed[1]}")
     if metric is None:
         return name
-    if kind:
-        return f"{axis_label(whole)}, {kind}"
     if metric.unit == "1/s":
         return f"{metric.label} per second"
     has_unit = metric.unit in ("tokens", "batches", "seconds", "nats", "bytes")

@@ -1,24 +1,41 @@
-"""The metrics in TensorBoard, W&B, MLflow and whatever else accelerate can talk to."""
+"""The metrics in TensorBoard, W&B, MLflow, Trackio and whatever else accelerate can talk to.
+
+Each tracker has a thread of its own: what it is slow at, or hangs in, holds up no step. One that
+fails is given up, which is told once and counted; the run goes on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
 import logging
+import queue
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import distributions
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from async_grpo import deadlines
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
+from async_grpo.telemetry.tracker_runs import (
+    TrackedRun,
+    arguments,
+    keep,
+    name_given,
+    tracked_run,
+)
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 logger = logging.getLogger(__name__)
 
+Numbers = dict[str, float | int]
+
+MAX_BEHIND = 1000  # rows that wait for a tracker before it is given up
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # Those that accelerate can talk to, by their packages, and packages that will do as well.
 TRACKERS = (
@@ -32,42 +49,131 @@ class Trackers:
 
     In a distributed run, make it after `torch.distributed.init_process_group`: accelerate looks at
     that group, and would make one of its own if there were none. Raises `ConfigError` for a tracker
-    that cannot start.
+    that cannot start, unless the run goes on: then it does so without it.
     """
 
     def __init__(self, config: TrainConfig, *, first_step: int = 1) -> None:
-        """`first_step`: what an earlier life of the run has logged from there on is undone."""
-        self._trackers: list[GeneralTracker] = []
-        if config.tracker_names:
-            _silence_writer_threads()
-        for name in dict.fromkeys(config.tracker_names):
-            try:
-                self._trackers.append(_start(name, config, first_step))
-            except OSError as error:
-                logger.warning("the run goes on without the tracker %s: %s", name, error)
+        """`first_step`: what an earlier part of the run has logged from there on is undone."""
+        self._feeds: list[_Feed] = []
+        names = dict.fromkeys(config.tracker_names)
+        if not names:
+            return
+        from accelerate import PartialState
+
+        PartialState()  # which its trackers log through
+        _silence_writer_threads()
+        run = tracked_run(config, first_step=first_step)
+        self._feeds += [_Feed(name, partial(_start, name, config, run)) for name in names]
+        due_at = time.monotonic() + deadlines.TRACKERS_START_S
+        try:
+            for feed in self._feeds:
+                feed.wait_started(due_at, may_fail=run.goes_on)
+        except ConfigError:
+            for feed in self._feeds:
+                feed.end()
+            raise
+        given = {feed.name: feed.name_given(run) for feed in self._feeds}
+        keep(run, {tracker: name for tracker, name in given.items() if name})
+
+    @property
+    def num_failed(self) -> int:
+        """Trackers that have been given up."""
+        return sum(feed.has_failed for feed in self._feeds)
 
     def log(self, row: Mapping[str, float | int | None], *, step: int) -> None:
-        """Send the numbers of `row`; a tracker that fails is given up, training goes on."""
+        """Send the numbers of `row`; waits for no tracker."""
         numbers = {key: value for key, value in row.items() if value is not None}
-        for tracker in tuple(self._trackers):
-            try:
-                tracker.log(numbers, step=step)
-            except Exception as error:  # a service outside this process, of any kind
-                self._trackers.remove(tracker)
-                logger.warning(
-                    "Tracker %s failed at step %d and gets no more metrics (%s: %s); the run goes "
-                    "on without it",
-                    tracker.name, step, type(error).__name__, error,
-                )  # fmt: skip
+        for feed in self._feeds:
+            feed.log(numbers, step=step)
 
     def finish(self) -> None:
         """Flush and close every tracker."""
-        for tracker in self._trackers:
+        for feed in self._feeds:
+            feed.end()
+        due_at = time.monotonic() + deadlines.TRACKERS_ENDED_S
+        for feed in self._feeds:
+            feed.wait_ended(due_at)
+
+
+class _Feed:
+    """One tracker in a thread of its own."""
+
+    def __init__(self, name: str, start: Callable[[], GeneralTracker]) -> None:
+        self.name = name
+        self.has_failed = False
+        self._start = start
+        self._tracker: GeneralTracker | None = None
+        self._refusal: Exception | None = None  # to start
+        self._has_started = threading.Event()
+        self._rows: queue.Queue[tuple[Numbers, int] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def wait_started(self, due_at: float, *, may_fail: bool) -> None:
+        """Return once it has started, or is given up; raises why it has not, unless it `may_fail`.
+
+        A disk that refuses is no reason to begin no run.
+        """
+        if not self._has_started.wait(max(0.0, due_at - time.monotonic())):
+            self._refusal = ConfigError(
+                f"--trackers {self.name} did not start within {deadlines.TRACKERS_START_S:g} s: "
+                "look at its service and its network, or leave it out"
+            )
+        if self._refusal is None:
+            return
+        if not may_fail and not isinstance(self._refusal, OSError):
+            raise self._refusal
+        self._give_up(f"the run goes on without the tracker {self.name}: {self._refusal}")
+
+    def name_given(self, run: TrackedRun) -> str | None:
+        """What the tracker calls the run, if it has started and can go on with one."""
+        return name_given(self._tracker, run) if self._tracker is not None else None
+
+    def log(self, numbers: Numbers, *, step: int) -> None:
+        if self.has_failed:
+            return
+        self._rows.put((numbers, step))
+        if self._rows.qsize() > MAX_BEHIND:
+            self._give_up(
+                f"Tracker {self.name} is {MAX_BEHIND} rows behind at step {step} and gets no more "
+                "metrics; the run goes on without it"
+            )
+
+    def end(self) -> None:
+        """Nothing comes after what has been logged."""
+        self._rows.put(None)
+
+    def wait_ended(self, due_at: float) -> None:
+        self._thread.join(max(0.0, due_at - time.monotonic()))
+        if self._thread.is_alive() and not self.has_failed:
+            self._give_up(f"Tracker {self.name} still has {self._rows.qsize()} rows to take")
+
+    def _give_up(self, sentence: str) -> None:
+        self.has_failed = True
+        logger.warning("%s", sentence)
+
+    def _run(self) -> None:
+        try:
+            self._tracker = self._start()
+        except (ConfigError, OSError) as error:
+            self._refusal = error
+            return
+        finally:
+            self._has_started.set()
+        while (row := self._rows.get()) is not None and not self.has_failed:
+            numbers, step = row
             try:
-                tracker.finish()
-            except Exception as error:  # as in log
-                logger.warning("Tracker %s did not close cleanly: %s", tracker.name, error)
-        self._trackers.clear()
+                self._tracker.log(numbers, step=step)
+            except Exception as error:  # a service outside this process, of any kind
+                self._give_up(
+                    f"Tracker {self.name} failed at step {step} and gets no more metrics "
+                    f"({type(error).__name__}: {error}); the run goes on without it"
+                )
+        try:
+            self._tracker.finish()
+        except Exception as error:  # as above
+            if not self.has_failed:
+                self._give_up(f"Tracker {self.name} did not close cleanly: {error}")
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -96,20 +202,20 @@ def _silence_writer_threads() -> None:
     threading.excepthook = hook
 
 
-def _start(name: str, config: TrainConfig, first_step: int) -> GeneralTracker:
+def _start(name: str, config: TrainConfig, run: TrackedRun) -> GeneralTracker:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
-    output_dir = Path(config.output_dir)
-    arguments = _arguments(name, output_dir, first_step)
+    first, others = arguments(name, run)
     if tracker_class.requires_logging_directory:
-        folder = output_dir / name
+        folder = run.folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        arguments["logging_dir"] = str(folder)
+        others["logging_dir"] = str(folder)
     try:
-        tracker = tracker_class(config.run_name, **arguments)
+        tracker = tracker_class(first, **others)
         tracker.start()
-        tracker.store_init_configuration(dataclasses.asdict(config))
+        if name not in run.known_as:  # some refuse other values of a run that they know
+            tracker.store_init_configuration(dataclasses.asdict(config))
     except Exception as error:  # a service outside this process, of any kind
         if getattr(error, "errno", None) in DISK_ERRORS:
             raise  # as it is: an OSError
@@ -118,15 +224,3 @@ def _start(name: str, config: TrainConfig, first_step: int) -> GeneralTracker:
             "set it up as its documentation says, or leave it out"
         ) from error
     return tracker
-
-
-def _arguments(name: str, output_dir: Path, first_step: int) -> dict[str, Any]:
-    """Arguments that keep a tracker's files in the output folder and name its run."""
-    run = output_dir.resolve().name
-    arguments: dict[str, dict[str, Any]] = {
-        "tensorboard": {"purge_step": first_step} if first_step > 1 else {},
-        "wandb": {"dir": str(output_dir), "name": run},
-        "mlflow": {"run_name": run},
-        "dvclive": {"dir": str(output_dir / "dvclive")},
-    }
-    return arguments.get(name, {})

@@ -45,16 +45,35 @@ def test_without_a_terminal_there_is_one_line_an_interval_and_one_a_step(caplog)
     assert lines[2] == "step 2 · batch 2/9 · reward 0.25"
 
 
-def test_the_panel_names_its_rewards_and_what_the_trainer_does():
+def test_the_panel_names_its_rewards_what_the_trainer_does_and_alarms():
     progress = Progress(num_batches=9, start_s=0.0)
     progress.see_status(STATUS, now_s=1.0)
     progress.see_row({"avg_reward": 0.75}, now_s=1.0)
     progress.activity = "evaluating 64 held-out questions"
+    progress.alarms = ["every output was cut"]
     screen = rich.console.Console(file=io.StringIO(), width=160)
     screen.print(panel(progress, now_s=65.0))
     text = screen.file.getvalue()
     assert "reward of this batch so far 0.25 · of the last trained step 0.75" in text
     assert "trainer: evaluating 64 held-out questions" in text
+    assert "alarm: every output was cut" in text
+
+
+def test_the_bottleneck_is_shown_and_logged_when_it_moves(caplog):
+    row = {
+        "seconds": 10.0, "seconds_waiting": 6.2, "generator_idle_fraction": 0.0,
+        "avg_generating_samples": 48.0, "num_samples": 64,
+    }  # fmt: skip
+    console = Console(num_batches=9, stream=io.StringIO())
+    with caplog.at_level(logging.INFO):
+        for step in range(20):
+            console.step(row | {"step": step})
+    told = [record.getMessage() for record in caplog.records if "bottleneck" in record.msg]
+    assert len(told) == 1
+    screen = rich.console.Console(file=io.StringIO(), width=200)
+    screen.print(panel(console._progress, now_s=65.0))
+    assert told[0] in screen.file.getvalue()
+    assert told[0].startswith("trainers waited 62% of the time for samples, 48 of which were in")
 
 
 def test_the_panel_shows_stages_in_proportion():

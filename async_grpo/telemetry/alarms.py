@@ -1,0 +1,252 @@
+"""Raises and clears alarms of a run, in words, from its metrics and the size of its fleets. Pure.
+
+An alarm is raised once when its condition has held for so many steps in a row, and cleared when the
+condition has not held for a few. A step that cannot tell changes neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+Row = Mapping[str, float | int | None]
+
+NUM_STEPS = 5  # in a row: fewer may be chance
+NUM_CLEAN = 5  # steps in a row after which an alarm is cleared
+NUM_KEPT = 200  # steps that the past is made of
+MAX_MISMATCH_KL = 3.0  # nats a token: more than lag, rounding or one odd token make of it
+NUM_COMPARED = 20  # steps of the past, and of now, whose medians or means are compared
+MISMATCH_FACTOR, LEAST_MISMATCH_KL = 5.0, 0.02  # of the past; nats a token
+LENGTH_FACTOR = 1.5  # of the past
+SPIKE_FACTOR, NUM_NORMS = 10.0, 10  # of the median gradient norm; how many it must be made of
+SHRUNK_S = 60.0  # which workers that restart may take
+SETTLED_S = 3600.0  # after which a fleet is not smaller, but small
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An alarm that is raised, or that is cleared."""
+
+    alarm: str  # its name
+    is_raised: bool
+    sentence: str  # what was wrong when it was raised
+
+
+@dataclass(slots=True)
+class _Fleet:
+    """The workers of a role: how many there were, and since when there are fewer."""
+
+    size: int = 0
+    shrunk_at_s: float | None = None
+
+
+@dataclass(slots=True)
+class Alarms:
+    """Follows a run; `active` holds the sentences of what is wrong now, by alarm."""
+
+    active: dict[str, str] = field(default_factory=dict)
+    _rows: deque[Row] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    _held: Counter[str] = field(default_factory=Counter)  # steps in a row, by alarm
+    _clean: Counter[str] = field(default_factory=Counter)  # likewise, without its condition
+    _fleets: dict[str, _Fleet] = field(default_factory=dict)  # by role
+
+    def see_row(self, row: Row) -> list[Change]:
+        """Take in the metrics of the step that has just ended."""
+        self._rows.append(row)
+        changes = []
+        for name, (num_steps, tell) in CONDITIONS.items():
+            sentence = tell(self._rows)
+            if sentence is None:
+                continue
+            self._held[name] = self._held[name] + 1 if sentence else 0
+            self._clean[name] = 0 if sentence else self._clean[name] + 1
+            if self._held[name] >= num_steps:
+                changes += self._raise(name, sentence)
+            elif self._clean[name] >= NUM_CLEAN:
+                changes += self._clear(name)
+        return changes
+
+    def see_workers(self, workers: Mapping[str, int], *, now_s: float) -> list[Change]:
+        """Take in how many workers each role has; times are of one clock."""
+        changes = []
+        for role in {*self._fleets, *workers}:
+            fleet, count = self._fleets.setdefault(role, _Fleet()), workers.get(role, 0)
+            name = f"fleet_shrank_{role}"
+            if count >= fleet.size:
+                self._fleets[role] = _Fleet(count)
+                changes += self._clear(name)
+                continue
+            fleet.shrunk_at_s = now_s if fleet.shrunk_at_s is None else fleet.shrunk_at_s
+            away_s = now_s - fleet.shrunk_at_s
+            if away_s >= SETTLED_S:
+                self._fleets[role] = _Fleet(count)
+                changes += self._clear(name)
+            elif away_s >= SHRUNK_S:
+                changes += self._raise(name, _shrunk(role, fleet.size, count))
+        return changes
+
+    def _raise(self, name: str, sentence: str) -> list[Change]:
+        if name in self.active:
+            return []
+        self.active[name] = sentence
+        return [Change(name, True, sentence)]
+
+    def _clear(self, name: str) -> list[Change]:
+        sentence = self.active.pop(name, None)
+        return [] if sentence is None else [Change(name, False, sentence)]
+
+
+def _shrunk(role: str, size: int, count: int) -> str:
+    return (
+        f"of {size} {role} workers {count or 'none'} "
+        f"{'is' if count < 2 else 'are'} left since {SHRUNK_S:g} s: the log of their dispatcher "
+        "says why; a run goes on with fewer, more slowly"
+    )
+
+
+# Each condition is told of the last rows, the newest last: in a sentence where it holds, in an
+# empty one where it does not, by None where the newest row cannot tell.
+
+
+def _collapsed(rows: Sequence[Row]) -> str | None:
+    """Trainer and engine disagree about what was sampled by more than any lag explains."""
+    row = rows[-1]
+    mismatch = row.get("mismatch_kl")
+    if not row.get("trained_tokens") or row.get("avg_reward") is None:
+        return None
+    if mismatch is not None and mismatch <= MAX_MISMATCH_KL:
+        return ""
+    size = "more than floats hold" if mismatch is None else f"{mismatch:.3g} nats a token"
+    return (
+        "the policy has collapsed: between sampling and training the probabilities of its own "
+        f"outputs moved by {size} (mismatch_kl, usually below 0.1); the learning rate was "
+        f"{row.get('learning_rate') or 0.0:.3g}: lower --learning-rate and start again from an "
+        "earlier checkpoint"
+    )
+
+
+def _mismatch_rises(rows: Sequence[Row]) -> str | None:
+    """Trainer and engine disagree more and more; not yet by so much that all is lost."""
+    compared = _past_and_now(rows, "mismatch_kl")
+    if compared is None:
+        return None
+    before, now = map(median, compared)
+    if now < LEAST_MISMATCH_KL or now < MISMATCH_FACTOR * before:
+        return ""
+    return (
+        f"trainer and engine disagree more and more: mismatch_kl rose from {before:.2g} to "
+        f"{now:.2g} nats a token; lower --learning-rate or --max-staleness, or correct for it "
+        "by --importance-correction; if canary_mean rises too, engines serve other weights"
+    )
+
+
+def _not_finite(rows: Sequence[Row]) -> str | None:
+    """A step was skipped, for its loss or its gradient was not finite."""
+    count = rows[-1].get("skipped_steps_non_finite")
+    if count is None:
+        return None
+    # The first row of a run that goes on tells those of its earlier parts.
+    is_first = rows[-1].get("step") == 1
+    before = rows[-2].get("skipped_steps_non_finite") if len(rows) > 1 else 0 if is_first else count
+    if count <= (before or 0):
+        return ""
+    return (
+        "a gradient step was skipped, for its loss or its gradient was not finite: its minibatches "
+        "are in non_finite/; lower --learning-rate if it happens again"
+    )
+
+
+def _gradient_spikes(rows: Sequence[Row]) -> str | None:
+    """The gradient is many times what it usually is."""
+    norm = rows[-1].get("grad_norm")
+    usual = [before for row in list(rows)[:-1] if (before := row.get("grad_norm"))]
+    if norm is None or len(usual) < NUM_NORMS:
+        return None
+    middle = median(usual)
+    if norm < SPIKE_FACTOR * middle:
+        return ""
+    return (
+        f"the gradient norm was {norm:.3g}, {norm / middle:.0f} times its median ({middle:.3g}); "
+        "--max-grad-norm bounds what a step does of it: if it happens again, lower "
+        "--learning-rate, and read the samples of such a step"
+    )
+
+
+def _all_truncated(rows: Sequence[Row]) -> str | None:
+    row = rows[-1]
+    if row.get("perc_truncated_samples") != 1.0:
+        return ""
+    return (
+        f"every output of the last {NUM_STEPS} steps was cut at --max-generation-tokens "
+        f"({row.get('avg_output_tokens') or 0.0:.0f}): none came to its end; raise it, or, if "
+        "outputs used to end, the policy has collapsed: read some in the dump of samples"
+    )
+
+
+def _no_signal(rows: Sequence[Row]) -> str | None:
+    row = rows[-1]
+    mean, best = row.get("avg_reward") or 0.0, row.get("avg_max_reward_in_group") or 0.0
+    if not row.get("num_samples") or row.get("perc_with_0_advantage") != 1.0:
+        return ""
+    if not math.isclose(mean, best, abs_tol=1e-9):  # an algorithm without advantages
+        return ""
+    if row["num_samples"] == row.get("num_groups"):  # of one sample each: a teacher's alone
+        return ""
+    return (
+        f"in the last {NUM_STEPS} steps all samples of a question had the same reward (mean "
+        f"{mean:.3g}): nothing is learnt from rewards; look at the reward "
+        "function and at some outputs in the dump of samples: the task may be solved, too hard, "
+        "or its answers not found"
+    )
+
+
+def _length_bias(rows: Sequence[Row]) -> str | None:
+    """Outputs grow, and nothing is won by it."""
+    lengths, rewards = _past_and_now(rows, "avg_output_tokens"), _past_and_now(rows, "avg_reward")
+    if lengths is None or rewards is None:
+        return None
+    (length, longer), (reward, later) = map(_means, (lengths, rewards))
+    if longer < LENGTH_FACTOR * length or later > reward:
+        return ""
+    return (
+        f"outputs grow and rewards do not: from {length:.0f} to {longer:.0f} tokens, from "
+        f"{reward:.3g} to {later:.3g}; a mean over each sample's own tokens favours long wrong "
+        "outputs (--aggregation token-mean and constant do not), and --overlong-buffer-tokens "
+        "makes length cost"
+    )
+
+
+def _past_and_now(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]] | None:
+    """The first and the last values that are kept; None before there are enough.
+
+    >>> rows = [{"x": float(n)} for n in range(2 * NUM_COMPARED)]
+    >>> past, now = _past_and_now(rows, "x")
+    >>> past[0], past[-1], now[0], now[-1]
+    (0.0, 19.0, 20.0, 39.0)
+    """
+    if rows[-1].get(name) is None:
+        return None
+    values = [float(value) for row in rows if (value := row.get(name)) is not None]
+    if len(values) < 2 * NUM_COMPARED:
+        return None
+    return values[:NUM_COMPARED], values[-NUM_COMPARED:]
+
+
+def _means(compared: tuple[list[float], list[float]]) -> tuple[float, float]:
+    before, now = compared
+    return sum(before) / len(before), sum(now) / len(now)
+
+
+CONDITIONS: Mapping[str, tuple[int, Callable[[Sequence[Row]], str | None]]] = {
+    "collapsed": (1, _collapsed),
+    "not_finite": (1, _not_finite),
+    "gradient_spike": (1, _gradient_spikes),
+    "mismatch_rising": (NUM_STEPS, _mismatch_rises),
+    "all_truncated": (NUM_STEPS, _all_truncated),
+    "no_signal": (NUM_STEPS, _no_signal),
+    "length_bias": (NUM_STEPS, _length_bias),
+}
+"""{alarm: (for how many steps in a row its condition must hold, the condition)}"""
