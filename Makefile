@@ -2,8 +2,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 # Tests run on CPUs. Where there are devices they have an environment of their own for that.
-DEVICE_FILE := /dev/nvidia0
-TEST_VENV := $(if $(and $(wildcard $(DEVICE_FILE)),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
+DEVICE_FILES := /dev/nvidia[0-9]*
+TEST_VENV := $(if $(and $(wildcard $(DEVICE_FILES)),$(filter-out cpu,$(or $(DEVICE),gpu))),.venv-cpu,.venv)
 SOURCES := async_grpo tests sample-data tools $(wildcard *.py) $(wildcard benchmarks)
 # Modules are searched for doctests too. Three files at a time, on two cores: a cluster that starts
 # is mostly waiting. In the order of tests/conftest.py, not by the number of a file's tests.
@@ -11,7 +11,7 @@ PYTEST := $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-
 	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original lint types imports benchmarks guard
+.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original lint types imports docs benchmarks guard
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ types: dev ## type annotations
 
 imports: dev ## who may import whom
 	$(BIN)/lint-imports
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: dev ## the site, in build/site; every warning is an error (ARGS=serve shows it while you write)
+	$(BIN)/mkdocs $(or $(ARGS),build --strict)
 
 benchmarks: dev ## every benchmark, to benchmarks/results; about an hour (ARGS="--quick packing")
 	$(BIN)/python -m benchmarks $(ARGS)

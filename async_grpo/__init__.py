@@ -28,12 +28,20 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                      ─▶ distillation/express.exchange: a teacher's logits, straight to the ranks
     gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
                      ─▶ training/step.accumulate ─▶ algorithms/base.loss
+    held-out       ─▶ batching/evaluations.published, of the same news ─▶ controller/registry.held
+    questions      ─▶ batching/evaluation.run ─▶ batching/pipeline.play, as above, beside all this;
+                   training/stream.__next__ brings rank 0 what came of them
     step           ─▶ training/learner.update ─▶ training/audit.end_step ─▶ training/step.finish
+    its record     training/minibatch_log.end_step; async-grpo replay: run/replaying.replay
+    a request      ─▶ controller/controller.control ─▶ batching/controls.ask, beside all this
+      its batch ends ─▶ batching/controls.take ─▶ run/loop.train_steps ─▶ training/learner.set
     batch          ─▶ run/sampling.publish, checkpoint/saving.batch_ended: from the top
 
 Every loop of it, what it waits for, and what unblocks it:
 
     batching/batcher._run_slot      a worker of each role      a lease that is returned; new weights
+    batching/evaluations._run       its worker, verifiers      a lease, a verdict; nobody waits for
+                                                               it but run/loop.train at its end
     batching/batcher._send_rounds   every rank to ask          training/stream.__next__
       then                          enough finished samples    batching/batcher._run_slot;
                                                                controller/controller.hungry
@@ -53,7 +61,32 @@ anybody waits stands in deadlines.py.
 `types/` and `config/` are what rooms exchange; `algorithms/` and `environments/` are the seams for
 code of yours, `bridges/` plays other people's environments, `roles.py` names the roles. `data/`
 reads questions, `checkpoint/` saves and resumes, `telemetry/` watches, `devices/` says what a
-machine has and who gets which of it, `cli/` and `dispatcher/` start things.
+machine has and who gets which of it, `check/` finds what is wrong with a run and `planning/` what
+it takes, before it begins: planning/service.simulate is the path above on a virtual clock. `cli/`
+and `dispatcher/` start things, `api/` does so from a script or a notebook: `async_grpo.train`,
+which is imported when it is asked for.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_grpo.api.result import Result, Step
+    from async_grpo.api.running import Run, start, train
+    from async_grpo.config.train import TrainConfig
+    from async_grpo.config.worker import WorkerConfig
+
 __version__ = "0.1.0"
+__all__ = ["Result", "Run", "Step", "TrainConfig", "WorkerConfig", "__version__", "start", "train"]
+_PLACES = {
+    **dict.fromkeys(("Result", "Step"), "api.result"),
+    **dict.fromkeys(("Run", "start", "train"), "api.running"),
+    "TrainConfig": "config.train",
+    "WorkerConfig": "config.worker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo import deadlines
@@ -83,6 +84,16 @@ def endpoints() -> Places:
     return (host, int(port)), (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
 
 
+def metrics_url() -> str:
+    """Where this node serves metrics to Prometheus; empty if it does not."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == here)
+    port = node.get("MetricsExportPort")
+    return f"http://{node['NodeManagerAddress']}:{port}/metrics" if port else ""
+
+
 def has_ended(places: Places) -> bool:
     """Whether the cluster, or its part on this machine, listens no more."""
     return any(refusal(host, port) for host, port in places)
@@ -142,6 +153,29 @@ def free_here() -> dict[str, float]:
 
     node = ray.get_runtime_context().get_node_id()
     return dict(available_resources_per_node().get(node, {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A node of the cluster, and what of it no actor holds."""
+
+    node_id: str
+    host: str
+    free: Mapping[str, float]
+
+
+def nodes_with_room() -> list[Room]:
+    """Every node that lives, the caller's first."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()
+    found = [
+        Room(node["NodeID"], node["NodeManagerAddress"], dict(free.get(node["NodeID"], {})))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(found, key=lambda room: (room.node_id != here, room.host, room.node_id))
 
 
 def holders_here(resource: str) -> str:

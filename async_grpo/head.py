@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from async_grpo import deadlines
 from async_grpo.errors import ClusterError
@@ -72,6 +73,58 @@ def locate(address: str) -> str:
         raise ClusterError(f"no Ray cluster answers at {address} ({problem}): {NO_CLUSTER}")
     _probe(address)
     return address
+
+
+class ClusterResources(NamedTuple):
+    """What a cluster has, as Ray counts it, over all of its living machines."""
+
+    num_machines: int
+    cpus: float
+    free_cpus: float
+    devices: float
+    free_devices: float
+
+
+def resources_of(address: str) -> ClusterResources:
+    """Ask the head at host:port, without joining; raises `ClusterError` where it does not say."""
+    import grpc
+    from ray._private.gcs_utils import create_gcs_channel
+    from ray.core.generated.autoscaler_pb2 import (
+        GetClusterResourceStateReply,
+        GetClusterResourceStateRequest,
+        NodeStatus,
+    )
+
+    with create_gcs_channel(address) as channel:
+        ask = channel.unary_unary(
+            "/ray.rpc.autoscaler.AutoscalerStateService/GetClusterResourceState",
+            request_serializer=GetClusterResourceStateRequest.SerializeToString,
+            response_deserializer=GetClusterResourceStateReply.FromString,
+        )
+        try:
+            reply = ask(GetClusterResourceStateRequest(), timeout=deadlines.HEAD_PROBE_S)
+        except grpc.RpcError as error:
+            raise ClusterError(
+                f"the Ray cluster at {address} does not say what it has ({error.code().name}): "
+                "look at its head's log"
+            ) from None
+    nodes = [
+        node
+        for node in reply.cluster_resource_state.node_states
+        if node.status != NodeStatus.Value("DEAD")
+    ]
+
+    def total(name: str, *, free: bool) -> float:
+        of_each = (node.available_resources if free else node.total_resources for node in nodes)
+        return sum(resources.get(name, 0.0) for resources in of_each)
+
+    return ClusterResources(
+        len(nodes),
+        total("CPU", free=False),
+        total("CPU", free=True),
+        total("GPU", free=False),
+        total("GPU", free=True),
+    )
 
 
 def _only_cluster_here() -> str:

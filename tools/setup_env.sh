@@ -34,13 +34,17 @@ find_python() {
         "install it, or name one: make setup PYTHON=/path/to/python3.11"
 }
 
+has_device_files() { # a container may be given any of them
+    compgen -G '/dev/nvidia[0-9]*' >/dev/null
+}
+
 find_device() {
     if [ -n "${DEVICE:-}" ]; then
         case "$DEVICE" in
             cpu | gpu) echo "$DEVICE" ;;
             *) fail "DEVICE is cpu or gpu, got $DEVICE" "drop it, and the machine decides" ;;
         esac
-    elif [ -e /dev/nvidia0 ] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    elif has_device_files || nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
         echo gpu
     else
         echo cpu
@@ -55,7 +59,7 @@ check_gpu() { # what the builds for devices need: async_grpo/devices/checks.py a
     if [ -n "$glibc" ] && [ "$(printf '2.31\n%s\n' "$glibc" | sort -V | head -n 1)" != 2.31 ]; then
         fail "glibc 2.31 or newer is needed, this is $glibc" "use a container, as docs/cluster.md has it"
     fi
-    if [ -e /dev/nvidia0 ] || command -v nvidia-smi >/dev/null; then
+    if has_device_files || command -v nvidia-smi >/dev/null; then
         driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1 | head -n 1) || true
         [[ "$driver" =~ ^[0-9]+\. ]] || fail "nvidia-smi does not tell the driver's version ($driver)" \
             "mend the driver, or install for the CPU: DEVICE=cpu make setup"

@@ -19,7 +19,7 @@ from async_grpo.check.arithmetic import (
 )
 from async_grpo.check.facts import DataRead, Facts, Setup, tried
 from async_grpo.check.finding import Finding, refused
-from async_grpo.check.workers import as_registered
+from async_grpo.check.workers import as_registered, room_in
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import check_environments
@@ -225,8 +225,10 @@ def check_places(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The cluster that is joined, and the gateway's port."""
     if isinstance(facts.head, AsyncGrpoError):
         yield from refused("cluster", facts.head)
-    elif facts.head:
-        yield Finding("ok", "cluster", f"a Ray cluster answers at {facts.head}")
+    elif isinstance(facts.cluster, AsyncGrpoError):
+        yield from refused("cluster", facts.cluster)
+    elif facts.cluster:
+        yield room_in(facts.cluster, setup, address=facts.head)
     elif setup.starts_head:
         yield Finding("ok", "cluster", "a Ray cluster of the run's own, on this machine")
     if isinstance(facts.gateway, AsyncGrpoError):

@@ -27,6 +27,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.data.lines import may_be_hub_name
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.head import ClusterResources
 from async_grpo.model.folder import ModelFacts, WeightsSize, check_model_folder, weights_size
 from async_grpo.model.hub import local_folder
 from async_grpo.roles import GENERATION, JUDGE, LOGPROB, TEACHER
@@ -95,6 +96,7 @@ class Facts:
     begins_twice: bool = False  # that prompt, with the tokenizer's first token
     trials: Known[tuple[Trial, ...]] = ()
     head: Known[str] = ""  # the address of the cluster; empty: none is needed, or one is made
+    cluster: Known[ClusterResources] | None = None  # what that cluster has
     gateway: Known[str] = ""  # its address, where it is asked for
     placement: Known[str] = ""  # who gets which device
     num_devices: int = 0  # NVIDIA's, of this machine
@@ -121,7 +123,9 @@ def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
         questions = _questions(config, reads)
         found["trials"] = tried(lambda: try_here(setup.workers, questions, config))
     if not setup.starts_head and not setup.learns_from_pairs:
-        found["head"] = tried(lambda: head.locate(setup.ray_address or config.ray_address))
+        found["head"] = at = tried(lambda: head.locate(setup.ray_address or config.ray_address))
+        if isinstance(at, str):
+            found["cluster"] = tried(lambda: head.resources_of(at))
     if config.gateway:
         found["gateway"] = tried(lambda: ":".join(map(str, free_address(config) or ())))
     return Facts(

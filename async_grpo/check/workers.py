@@ -1,10 +1,13 @@
-"""A worker as it would register, from its options and its model's folder. Pure."""
+"""A worker as it would register, and the room for all of them in a cluster. Pure."""
 
 from __future__ import annotations
 
+from async_grpo.check.facts import Setup
+from async_grpo.check.finding import Finding
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.head import ClusterResources
 from async_grpo.model.folder import ModelFacts
-from async_grpo.roles import GENERATION, JUDGE
+from async_grpo.roles import GENERATION, JUDGE, VERIFIER
 from async_grpo.types import WorkerInfo
 
 
@@ -27,4 +30,34 @@ def as_registered(config: WorkerConfig, model: ModelFacts) -> WorkerInfo:
         tokenizer_hash=model.tokenizer_hash,
         temperature=config.temperature or None,
         devices=("its own",),
+    )
+
+
+def room_in(cluster: ClusterResources, setup: Setup, *, address: str) -> Finding:
+    """Whether a cluster that is joined has what the run's file starts on it, and has it free.
+
+    A worker takes one CPU, verifiers and judges behind a URL none; devices count where Ray counts
+    some. That a dispatcher's workers share its own machine is not looked at.
+    """
+    workers = [each for each in setup.workers if each.mode != VERIFIER and not each.judge_url]
+    cpus = float(sum(each.num_workers for each in workers))
+    devices = setup.num_ranks * setup.train.gpus_per_rank + sum(
+        each.num_workers * each.num_devices * each.gpus_per_worker for each in workers
+    )
+    machines = "1 machine" if cluster.num_machines == 1 else f"{cluster.num_machines} machines"
+    has = (
+        f"the Ray cluster at {address} has {machines}, {cluster.free_cpus:g} of "
+        f"{cluster.cpus:g} CPUs and {cluster.free_devices:g} of {cluster.devices:g} devices free"
+    )
+    counted = {"CPUs": (cpus, cluster.free_cpus, cluster.cpus)}
+    if cluster.devices:
+        counted["devices"] = (devices, cluster.free_devices, cluster.devices)
+    takes = "the run takes " + ", ".join(f"{counted[kind][0]:g} {kind}" for kind in counted)
+    short = [kind for kind, (need, free, _) in counted.items() if need > free]
+    if not short:
+        return Finding("ok", "cluster", f"{has}; {takes}")
+    fits = all(need <= total for need, _, total in counted.values())
+    remedy = "end other runs" if fits else "add machines, or start fewer workers"
+    return Finding(
+        "warning", "cluster", f"{has}; {takes}; of {' and '.join(short)} it has too few: {remedy}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import NoReturn
 import click
 
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.imports import hide_misfits
 from async_grpo.ray_token import settle_authentication
 
 EXIT_ERROR = 1
@@ -19,8 +21,8 @@ EXIT_SIGNAL = 128  # and the signal's number, as shells have it: 130 Ctrl-C, 143
 
 DEPENDENCIES = frozenset(
     {
-        "accelerate", "datasets", "flash_attn", "huggingface_hub", "math_verify", "matplotlib",
-        "numpy", "pylatexenc", "ray", "rich", "safetensors", "sympy", "tensorboard",
+        "accelerate", "cloudpickle", "datasets", "flash_attn", "huggingface_hub", "math_verify",
+        "matplotlib", "numpy", "pylatexenc", "ray", "rich", "safetensors", "sympy", "tensorboard",
         "torch", "transformers", "vllm", "xxhash",
     }
 )  # fmt: skip
@@ -33,9 +35,11 @@ def command_boundary() -> Iterator[None]:
 
     `AsyncGrpoError`: its message on one line, exit 1. A dependency that is missing or broken: one
     line with the remedy, exit 1. Ctrl-C: exit 130, SIGTERM: 143. Anything else is a bug and keeps
-    its traceback. The token is settled first, because Ray reads the mode when a body imports it.
+    its traceback. The token is settled first, because Ray reads the mode when a body imports it;
+    packages that do not fit are hidden before transformers finds them.
     """
     settle_authentication()
+    hide_misfits(os.environ)
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -15,7 +15,7 @@ import click
 from async_grpo.check.finding import Finding, refused
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_plan import placed
+from async_grpo.cli.local_plan import devices_in, placed, placed_on
 from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.train import QUIET
@@ -26,11 +26,18 @@ EXIT_WRONG = 1
 
 
 @click.command("check", context_settings={**CONTEXT, "ignore_unknown_options": True})
-@click.argument("words", metavar="[FILE] [TRAIN OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("words", metavar="[FILE] [TRAIN OPTIONS]...", nargs=-1, type=click.Path())
+@click.option(
+    "--plan-for",
+    default="",
+    metavar="8,8",
+    show_default="this machine's",
+    help="devices of machines that are to run it",
+)
 @click.option("--deep", is_flag=True, help="then train shortly: minutes, and the device's memory")
 @click.option("--json", "as_json", is_flag=True, help="print the findings as one JSON list")
 @command_boundary()
-def check(*, words: Sequence[str], deep: bool, as_json: bool) -> None:
+def check(*, words: Sequence[str], plan_for: str, deep: bool, as_json: bool) -> None:
     """Say what is wrong with the run of FILE, or of train options alone, and start nothing of it.
 
     It reads the data and the model's folder, has the rewards grade the first line in processes of
@@ -44,7 +51,7 @@ def check(*, words: Sequence[str], deep: bool, as_json: bool) -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     with _silent(logging.getLogger("async_grpo")):  # the findings say it
-        findings = findings_of(words, deep=deep)
+        findings = findings_of(words, plan_for=plan_for, deep=deep)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -54,9 +61,12 @@ def check(*, words: Sequence[str], deep: bool, as_json: bool) -> None:
 
 
 def findings_of(
-    words: Sequence[str], *, tries_rewards: bool = True, deep: bool = False
+    words: Sequence[str], *, tries_rewards: bool = True, plan_for: str = "", deep: bool = False
 ) -> list[Finding]:
-    """Of a file and train options, as they are typed; the first that is no run is the only one."""
+    """Of a file and train options, as they are typed; the first that is no run is the only one.
+
+    `plan_for`: devices of other machines than this one, on which it is to run.
+    """
     file, options = (words[0], words[1:]) if words and words[0][:1] != "-" else ("", words)
     try:
         run = _read(file, options)
@@ -77,7 +87,9 @@ def findings_of(
         file=file,
     )
     facts = gather(setup, tries_rewards=tries_rewards)
-    found = tried(lambda: placed(run, usable_devices()))
+    found = tried(
+        lambda: placed_on(run, devices_in(plan_for)) if plan_for else placed(run, usable_devices())
+    )
     if isinstance(found, AsyncGrpoError):
         return check_all(setup, replace(facts, placement=found))
     facts = replace(facts, placement=found.placement, num_devices=found.num_devices)

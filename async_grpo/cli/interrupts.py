@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
 
 from async_grpo import deadlines
 from async_grpo.errors import RankLostError
@@ -72,7 +74,7 @@ class RankInterrupts:
         except RankLostError:  # the others have left at once: this one was asked to as well
             if self.number != signal.SIGINT:
                 raise
-        if not self.number and not self._stop.is_set():
+        if not self.number and (not self._stop.is_set() or self._stop.is_in_order):
             return
         number = self.number or signal.SIGTERM  # another rank was asked
         if not self._is_main:
@@ -139,6 +141,30 @@ def interrupt_once() -> None:
     """Raise `KeyboardInterrupt` at the first signal; later ones do not disturb the clean-up."""
     for number in NUMBERS:
         signal.signal(number, _interrupt)
+
+
+def end_with_stdin() -> None:
+    """Have SIGTERM sent to this process when whoever holds its standard input has ended."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1 << 12):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stdin", daemon=True).start()
+
+
+def stdin_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that gives a click command `--ends-with-stdin`, for who starts it as a child."""
+
+    def watch(_: click.Context, __: click.Parameter, given: bool) -> None:
+        if given:
+            end_with_stdin()
+
+    return click.option(
+        "--ends-with-stdin", is_flag=True, hidden=True, expose_value=False, callback=watch,
+        help="end with whoever holds the standard input",
+    )(function)  # fmt: skip
 
 
 def leave(code: int) -> NoReturn:

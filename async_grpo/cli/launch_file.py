@@ -1,8 +1,8 @@
 """`async-grpo launch run.toml`: a whole run on this machine, from its data to its picture.
 
-A Ray head of its own (or the cluster of --ray-address), a dispatcher for each [[worker]], the ranks
-of [train], the picture of [plot]; whatever it has started ends with it. Without workers, as for
-supervised fine-tuning, no head is started.
+A Ray head of its own (or the cluster of --ray-address), a dispatcher for each [[worker]] on every
+node that it needs, the ranks of [train], the picture of [plot]; whatever it has started ends with
+it. Without workers, as for supervised fine-tuning, no head is started.
 """
 
 from __future__ import annotations
@@ -18,42 +18,67 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from async_grpo import deadlines, head
-from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
+from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, PARAMETERS_FILE
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
 from async_grpo.cli.emit import EMITTED
-from async_grpo.cli.interrupts import Interrupted, interrupt_once, where_to_go_on
+from async_grpo.cli.interrupts import (
+    Interrupted,
+    interrupt_once,
+    stdin_option,
+    where_to_go_on,
+)
 from async_grpo.cli.local_plan import described, devices_in, placed, plan_on
 from async_grpo.cli.local_run import (
     RUN_FILE,
     LocalRun,
     as_toml,
     commands_of,
-    in_words,
     planned,
+    resolved_text,
     resuming,
 )
 from async_grpo.cli.options import CONTEXT, OptionsCommand
-from async_grpo.cli.processes import Process, free_port
+from async_grpo.cli.processes import Process, Watched
+from async_grpo.cli.remote_process import RemoteProcess
+from async_grpo.cli.train import main as train
 from async_grpo.devices.checks import usable_devices
 from async_grpo.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.files import replacing
+from async_grpo.ports import free_port
 
 logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
+HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is
+
+
+class LaunchCommand(OptionsCommand):
+    """Tab knows the options of `train` too, which may stand behind FILE."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        own, of_train = super().shell_complete(ctx, incomplete), []
+        if incomplete.startswith("-") and ctx.params.get("config"):
+            of_train = train.shell_complete(
+                train.make_context("train", [], resilient_parsing=True), incomplete
+            )
+        known = {item.value for item in own}
+        return [*own, *(item for item in of_train if item.value not in known)]
 
 
 @click.command(
     "launch",
-    cls=OptionsCommand,
+    cls=LaunchCommand,
     context_settings={**CONTEXT, "ignore_unknown_options": True},
 )
-@click.argument("config", metavar="FILE")
+@click.argument("config", metavar="FILE", type=click.Path())
 @click.argument("train_options", metavar="[TRAIN OPTIONS]...", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--prepare", default="", help="what to run first, to make the data; && between several"
@@ -70,6 +95,7 @@ COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
 @click.option(
     "--emit", type=click.Choice([*EMITTED]), help="print the run as a script for such a queue"
 )
+@stdin_option
 @command_boundary()
 def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) -> None:
     """Run FILE on this machine: its data, workers, trainer and picture; then end what was started.
@@ -86,7 +112,8 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     elif emit:
         click.echo(EMITTED[emit](run), nl=False)
     elif dry_run:
-        click.echo(in_words(run, commands=commands_of(placed(run, usable_devices()))), nl=False)
+        commands = commands_of(placed(run, usable_devices()))
+        click.echo(resolved_text(run, commands=commands), nl=False)
     else:
         run_here(run)
 
@@ -137,13 +164,16 @@ def _file_kept(run: LocalRun) -> Iterator[None]:
 
 def _train(run: LocalRun) -> None:
     with contextlib.ExitStack() as stack:
-        environment = stack.enter_context(_cluster(run))
-        modes = [config.mode for config in run.workers]
-        logger.info("starting workers (%s) and the trainer ...", ", ".join(modes))
-        workers = [
-            stack.enter_context(_dispatcher(run, number, environment))
-            for number in range(len(run.workers))
-        ]
+        environment = stack.enter_context(cluster_of(run))
+        nodes = _nodes(run) if run.ray_address else (HERE,)
+        found = dispatches(run, nodes)
+        logger.info("starting workers (%s) and the trainer ...", in_words(run, found))
+        workers: list[Watched] = []
+        for each in found:
+            start = dispatcher_of if each.node == nodes[0] else partial(_remote, node=each.node)
+            worker = start(with_share(run, each), each.worker, environment)
+            stack.enter_context(worker)
+            workers.append(worker)
         # At once: it waits for them itself, and what takes it longest is to import.
         trainer = Process(
             "the trainer",
@@ -159,17 +189,44 @@ def _train(run: LocalRun) -> None:
         sys.exit(code)
 
 
-def _dispatcher(run: LocalRun, number: int, environment: Mapping[str, str]) -> Process:
-    config, options = run.workers[number], run.worker_options[number]
-    modes = [other.mode for other in run.workers]
-    name = config.mode if modes.count(config.mode) == 1 else f"{config.mode}_{number}"
-    command = [*COMMAND, "worker", *options]
+def _nodes(run: LocalRun) -> tuple[Node, ...]:
+    """Of the cluster that the run joins: this machine first."""
+    from async_grpo import cluster  # imports Ray
+
+    cluster.connect(run.ray_address, namespace=run.train.namespace)
+    return tuple(
+        Node(each.node_id, each.host, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0))
+        for each in cluster.nodes_with_room()
+    )
+
+
+def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) -> Process:
+    """One of the run's dispatchers, to be started."""
+    name, command = _name_of(run, number), [*COMMAND, "worker", *run.worker_options[number]]
     log = run.logs / f"{name}.log"
     return Process(f"the {name} worker", command, log=log, environment=environment)
 
 
+def _remote(run: LocalRun, number: int, _: Mapping[str, str], *, node: Node) -> RemoteProcess:
+    """The same on another node."""
+    name = _name_of(run, number)
+    return RemoteProcess(
+        f"the {name} worker on {node.host}",
+        [*COMMAND[1:], "worker", "--ends-with-stdin", *run.worker_options[number]],
+        node_id=node.node_id,
+        log=run.logs / f"{name}@{node.host}.log",
+        environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
+    )
+
+
+def _name_of(run: LocalRun, number: int) -> str:
+    modes = [config.mode for config in run.workers]
+    mode = modes[number]
+    return mode if modes.count(mode) == 1 else f"{mode}_{number}"
+
+
 @contextlib.contextmanager
-def _cluster(run: LocalRun) -> Iterator[dict[str, str]]:
+def cluster_of(run: LocalRun) -> Iterator[dict[str, str]]:
     """The environment that leads to the run's cluster, which ends with the `with` block."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
@@ -182,7 +239,7 @@ def _cluster(run: LocalRun) -> Iterator[dict[str, str]]:
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
         environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
         command = [
-            *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
             *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
             *("--ray-client-server-port", str(free_port())),
@@ -212,15 +269,29 @@ def _keep_logs(session: Path, target: Path) -> None:
         shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
 
 
+def _sampled(first: Mapping[str, Any]) -> str:
+    """When the first evaluation's tokens are from: one engine trains on while it evaluates.
+
+    >>> _sampled({"weights": "7.0"}), _sampled({"weights": "7.0..7.4"}), _sampled({})
+    ('before', 'in the first 4 batches', 'before')
+    """
+    _, is_span, last = first.get("weights", "").partition("..")
+    return f"in the first {last.rpartition('.')[2]} batches" if is_span else "before"
+
+
 def _conclude(run: LocalRun, *, seconds: float) -> None:
     """What a person wants to know, as far as the run has written it."""
     folder, lines = run.folder, [f"\n{seconds / 60:.1f} minutes in all"]
     with contextlib.suppress(OSError, LookupError, ValueError):
-        rows = (folder / "evaluation_metrics.jsonl").read_text().splitlines()
-        first, last = json.loads(rows[0]), json.loads(rows[-1])
+        rows = [json.loads(line) for line in (folder / EVALUATIONS_FILE).read_text().splitlines()]
+        name = next(key for key in rows[0] | rows[-1] if key.startswith("eval_accuracy"))
+        first, *_, last = sorted(
+            (row for row in rows if row.get(name) is not None), key=lambda row: row["step"]
+        )
+        whose = name.replace("eval_accuracy", "").replace("/", " of ")
         lines[0] = (
-            f"\nheld-out accuracy {first['eval_accuracy']:.0%} before, {last['eval_accuracy']:.0%} "
-            f"after {run.train.num_training_batches} batches "
+            f"\nheld-out accuracy{whose} {first[name]:.0%} {_sampled(first)}, "
+            f"{last[name]:.0%} after {run.train.num_training_batches} batches "
             f"({last['total_samples_accumulated']} samples), {seconds / 60:.1f} minutes in all"
         )
     models = sorted((folder / "hf_format").glob("*"), key=os.path.getmtime)

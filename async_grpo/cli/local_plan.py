@@ -23,7 +23,13 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
     """
     if run.ray_address:
         return run
-    found = plan_on([len(inventory.devices)], run)
+    found = placed_on(run, [len(inventory.devices)])
+    return replace(found, placement=f"{inventory} here; {found.placement}")
+
+
+def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
+    """The same for machines of so many devices, which need not be here."""
+    found = plan_on(nodes, run)
     ranks, *others = found.placed
     with_devices = iter(others)
     workers = [
@@ -35,8 +41,8 @@ def placed(run: LocalRun, inventory: Inventory) -> LocalRun:
         train=replace(run.train, gpus_per_rank=ranks.share),
         workers=tuple(workers),
         num_ranks=ranks.count,
-        num_devices=len(inventory.devices),
-        placement=f"{inventory} here; {found.sentence}",
+        num_devices=sum(nodes),
+        placement=found.sentence,
     )
 
 

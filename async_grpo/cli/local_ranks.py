@@ -21,7 +21,7 @@ import click
 
 from async_grpo import deadlines
 from async_grpo.cli.interrupts import NUMBERS
-from async_grpo.cli.processes import free_port
+from async_grpo.ports import free_port
 
 POLL_INTERVAL_S = 0.05
 

@@ -69,12 +69,12 @@ class LocalRun:
     def worker_options(self) -> list[list[str]]:
         """Command lines of the dispatchers."""
         defaults = _defaults(WorkerConfig)
-        return [_flags(worker, _values(config), but=defaults) for config in self.workers]
+        return [_flags(worker, values_in(config), but=defaults) for config in self.workers]
 
     @property
     def train_options(self) -> list[str]:
         """The command line of the trainer: what its preset and the defaults do not say."""
-        own = _values(self.train) | {"nproc_per_node": self.num_ranks}
+        own = values_in(self.train) | {"nproc_per_node": self.num_ranks}
         longest = self.train.max_generation_tokens
         preset = preset_options(self.train.preset, max_generation_tokens=longest)
         return _flags(train, own, but=_defaults(TrainConfig) | preset | {"nproc_per_node": 1})
@@ -90,8 +90,8 @@ class LocalRun:
         launch = {"prepare": prepare, "num_cpus": self.num_cpus, "ray_address": self.ray_address}
         return {
             "launch": [launch],
-            "worker": [_values(config) for config in self.workers],
-            "train": [{"nproc_per_node": self.num_ranks, **_values(self.train)}],
+            "worker": [values_in(config) for config in self.workers],
+            "train": [{"nproc_per_node": self.num_ranks, **values_in(self.train)}],
             "plot": [self.plot] if self.plot else [],
         }
 
@@ -185,7 +185,7 @@ def commands_of(run: LocalRun) -> list[str]:
     return commands
 
 
-def in_words(run: LocalRun, *, commands: Sequence[str]) -> str:
+def resolved_text(run: LocalRun, *, commands: Sequence[str]) -> str:
     """The resolved file, and below it as comments the commands."""
     text = re.sub(r"[\0-\x09\x0b-\x1f\x7f]", "?", "\n".join(commands))  # no comment may hold them
     listed = textwrap.indent(text, "#     ")
@@ -205,8 +205,8 @@ def _flags(command: Any, values: Values, *, but: Values) -> list[str]:
     return flags_of(given, command=command)
 
 
-def _values(config: Any) -> dict[str, Any]:
-    """{option: value as a file has it}."""
+def values_in(config: Any) -> dict[str, Any]:
+    """{option: value as a file has it} of options of the trainer, or of a dispatcher."""
     return {
         field.name: _repeated(getattr(config, field.name), field.metadata["several"])
         for field in dataclasses.fields(config)

@@ -6,21 +6,28 @@ import click
 
 from async_grpo import __version__
 from async_grpo.cli.check import check
+from async_grpo.cli.completion import completion
+from async_grpo.cli.control import main as control
+from async_grpo.cli.evaluate import main as evaluate
+from async_grpo.cli.example import example
 from async_grpo.cli.generate import main as generate
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.options import CONTEXT
+from async_grpo.cli.plan import plan
 from async_grpo.cli.plot import main as plot
 from async_grpo.cli.quickstart import quickstart
+from async_grpo.cli.replay import main as replay
 from async_grpo.cli.rollouts import main as rollouts
 from async_grpo.cli.serve import main as serve
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
 
 HEADINGS = {
-    "Run": ("quickstart", "check", "launch"),
+    "Run": ("quickstart", "check", "plan", "launch"),
     "Run, one process after the other": ("worker", "train"),
-    "Look at a run": ("plot", "rollouts"),
-    "Use a model": ("generate", "serve"),
+    "Look at a run": ("control", "plot", "rollouts", "replay"),
+    "Use a model": ("evaluate", "generate", "serve"),
+    "Learn": ("example", "completion"),
 }
 
 
@@ -50,13 +57,19 @@ def main() -> None:
 
 main.add_command(quickstart)
 main.add_command(check)
+main.add_command(plan)
 main.add_command(launch)
 main.add_command(worker)
 main.add_command(train)
+main.add_command(evaluate)
 main.add_command(generate)
 main.add_command(serve)
+main.add_command(control)
 main.add_command(plot, "plot")
 main.add_command(rollouts)
+main.add_command(example)
+main.add_command(completion)
+main.add_command(replay)
 
 if __name__ == "__main__":
     main(prog_name="async-grpo")

@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from async_grpo.cli.run_file import table_of
+from async_grpo.config.data_files import split_text
 from async_grpo.config.option import flag, groups_of
 from async_grpo.docstrings import attribute_docs
 
@@ -36,7 +38,7 @@ class OptionsCommand(click.Command):
                     if option.is_bool_flag and option.secondary_opts}  # fmt: skip
         args = list(without_truth_values(args, switches=switches))
         typed = self.make_parser(ctx).parse_args(list(args))[0]
-        if isinstance(file := typed.get("config"), str):
+        if isinstance(file := typed.get("config"), str) and not ctx.resilient_parsing:
             ctx.default_map = table_of(file, command=self, mode=typed.get("mode"))
         return super().parse_args(ctx, args)
 
@@ -48,16 +50,18 @@ class OptionsCommand(click.Command):
                 group = getattr(parameter, "group", "") or "Other options"
                 groups.setdefault(group, []).append(record)
         for group, records in groups.items():
-            with formatter.section(group):
+            with formatter.section(group if len(groups) > 1 else "Options"):
                 formatter.write_dl(records)
 
 
 class GroupedOption(click.Option):
     """An option of a config class."""
 
-    def __init__(self, *arguments: Any, group: str, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, group: str, between: str = "", **settings: Any) -> None:
+        """`between` stands between the values of one that may be typed again and again."""
         super().__init__(*arguments, **settings)
         self.group = group
+        self.between = between
 
 
 def without_truth_values(args: Sequence[str], *, switches: Mapping[str, str]) -> Iterator[str]:
@@ -86,7 +90,9 @@ def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callab
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         docs = attribute_docs(config_class)
         for name, group in reversed(groups_of(config_class).items()):
-            settings = {"cls": GroupedOption, "group": group, "help": docs[name]}
+            between = fields[name].metadata["several"]
+            settings = {"cls": GroupedOption, "group": group, "between": between}
+            settings |= {"help": docs[name]}
             function = _click_option(config_class, fields[name], settings)(function)
         return function
 
@@ -111,7 +117,8 @@ def _click_option(
         settings["default"] = field.default
     choices = field.metadata["choices"]
     if between := field.metadata["several"]:
-        settings |= {"multiple": True, "default": ()}
+        default = split_text(str(field.default), between)
+        settings |= {"multiple": True, "default": default}
         settings["callback"] = lambda *given: between.join(given[2])
     if annotation is bool:
         name = flag(field.name)
@@ -140,6 +147,11 @@ class _OrNone(click.ParamType):
         self.parsed_as = parsed_as
         self._off = off
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return self.parsed_as.shell_complete(ctx, param, incomplete)
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return self._off if value == "None" else self.parsed_as.convert(value, param, ctx)
 
@@ -153,6 +165,12 @@ class _Choice(click.ParamType):
         """`once`: other words for some of them, in lower case."""
         self.choices = choices
         self._once = once
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        found = [choice for choice in self.choices if choice.startswith(incomplete)]
+        return [CompletionItem(choice) for choice in found if choice]
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         return "[" + "|".join(filter(None, self.choices)) + "]"

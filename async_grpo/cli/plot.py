@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -41,7 +41,13 @@ def main() -> None:
 
 @main.command(cls=OptionsCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@click.option("-n", "--name", "names", multiple=True, help="Name of each PATH, in order.")
+@click.option(
+    "-n",
+    "--name",
+    "names",
+    multiple=True,
+    help="Name of each PATH, in order. [its folder, and one name for all seeds of a run]",
+)
 @click.option(
     "-v",
     "--variable",
@@ -68,8 +74,8 @@ def plot(
 ) -> None:  # fmt: skip
     """Draw variables of one or several runs over each other.
 
-    Runs of the same name are seeds of one experiment: their mean is drawn, in a band from the
-    lowest to the highest.
+    Runs that differ by their seed alone, and runs that `-n` gives one name, are one experiment:
+    their mean is drawn, in a band from the lowest to the highest.
 
     \b
     plot.py plot runs/a runs/b -n baseline -n ours -v avg_reward -v entropy -s -o compare.svg
@@ -120,27 +126,21 @@ main.add_command(list_variables, "info")  # as the predecessor calls it
 
 def _read_runs(paths: Sequence[str], names: Sequence[str], remote: str) -> list[Run]:
     from async_grpo.telemetry.curves import read_run
+    from async_grpo.telemetry.seeds import default_names, names_of
 
     if names and len(names) != len(paths):
         raise ConfigError(
             f"-n must be given once for each PATH ({len(paths)}), got {len(names)}: "
             "repeat it, in the order of the paths, or leave it out"
         )
-    names = names or default_names(paths)
-    return [
-        read_run(path, name=name, remote=remote) for path, name in zip(paths, names, strict=True)
+    given = names or default_names(paths)
+    runs = [
+        read_run(path, name=name, remote=remote) for path, name in zip(paths, given, strict=True)
     ]
-
-
-def default_names(paths: Sequence[str]) -> list[str]:
-    """The folders of the runs, or the whole paths where two folders are called the same.
-
-    >>> default_names(["runs/a/training_metrics.jsonl", "runs/b"]), default_names(["1/x", "2/x"])
-    (['a', 'b'], ['1/x', '2/x'])
-    """
-    files = [Path(path) for path in paths]
-    names = [(file.parent if file.suffix == ".jsonl" else file).name for file in files]
-    return names if len(set(names)) == len(names) and all(names) else list(paths)
+    if not names:
+        found = names_of(paths, [run.options for run in runs])
+        runs = [replace(run, name=name) for run, name in zip(runs, found, strict=True)]
+    return runs
 
 
 if __name__ == "__main__":

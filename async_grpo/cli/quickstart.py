@@ -1,4 +1,4 @@
-"""`make quickstart`: launches examples/quickstart.toml, from questions to a better model."""
+"""`async-grpo quickstart`: launches examples/quickstart.toml, from questions to a better model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,6 @@ def quickstart(
     \b
     e.g. --num-batches 40 --output-dir runs/first
     """
-    if not Path(config).is_file():
-        raise ConfigError(
-            f"the quick start needs {config}: run it in the top folder of a clone, with `make "
-            "quickstart`"
-        )
     folder = Path(output_dir)
     questions, held_out = folder / "questions.jsonl", folder / "held_out.jsonl"
     if folder.exists() and not (folder / "logs").is_dir():

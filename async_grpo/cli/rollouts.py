@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,16 +13,20 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
 from async_grpo.errors import ConfigError
 
+if TYPE_CHECKING:
+    from async_grpo.telemetry.page.build import Written
+
 MIB = 2**20
+MAX_SAMPLES, MAX_MIB = 100_000, 512.0
 
 
 @click.command("rollouts", context_settings=CONTEXT)
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("-o", "--output", default="", metavar="FILE", show_default="rollouts.html in RUN",
               help="page to write")  # fmt: skip
-@click.option("--max-samples", type=click.IntRange(min=1), default=100_000,
+@click.option("--max-samples", type=click.IntRange(min=1), default=MAX_SAMPLES,
               help="samples in the page; of more, whole groups are left out evenly")  # fmt: skip
-@click.option("--max-mib", type=click.FloatRange(0, min_open=True), default=512.0,
+@click.option("--max-mib", type=click.FloatRange(0, min_open=True), default=MAX_MIB,
               help="lines of the dump that are read, in MiB; of more, as before")  # fmt: skip
 @click.option("--tokenizer", default="", metavar="FOLDER", show_default="the run's model",
               help="tokenizer that makes text of token ids")  # fmt: skip
@@ -38,26 +42,35 @@ def main(run: Path, output: str, max_samples: int, max_mib: float, tokenizer: st
     \b
     e.g. async-grpo rollouts runs/mine
     """
-    from async_grpo.telemetry.page.build import write_page  # with numpy
-
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     path = Path(output) if output else (run if run.is_dir() else run.parent) / "rollouts.html"
-
-    def find(model: str) -> Any:
-        return _tokenizer(tokenizer, model=model, run=run)
-
-    try:
-        written = write_page(
-            run, path, max_samples=max_samples, max_mib=max_mib, find_tokenizer=find
-        )
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(f"cannot write {path} ({reason}): choose another --output") from error
+    written = make_page(run, path, max_samples=max_samples, max_mib=max_mib, tokenizer=tokenizer)
     left_out = written.found.num_lines - written.num_broken - written.num_shown
     notes = [f"{written.num_shown} samples", f"{written.size_bytes / MIB:.1f} MiB"]
     notes += [f"{left_out} left out: see --max-samples and --max-mib"] * (left_out > 0)
     notes += [f"{written.num_broken} broken lines"] * (written.num_broken > 0)
     click.echo(f"wrote {path} ({', '.join(notes)})")
+
+
+def make_page(
+    run: Path,
+    path: Path,
+    *,
+    max_samples: int = MAX_SAMPLES,
+    max_mib: float = MAX_MIB,
+    tokenizer: str = "",
+) -> Written:
+    """The command, with its defaults; raises `ConfigError` where `path` cannot be written."""
+    from async_grpo.telemetry.page.build import write_page  # with numpy
+
+    def find(model: str) -> Any:
+        return _tokenizer(tokenizer, model=model, run=run)
+
+    try:
+        return write_page(run, path, max_samples=max_samples, max_mib=max_mib, find_tokenizer=find)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"cannot write {path} ({reason}): choose another --output") from error
 
 
 def _tokenizer(named: str, *, model: str, run: Path) -> Any:

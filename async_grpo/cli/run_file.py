@@ -14,8 +14,14 @@
     type = "sums"
     path = "sums.jsonl"
 
+    [[eval]]                 # its --eval, one table for each set of held-out questions
+    name = "math"
+    path = "math.jsonl"
+    samples = 8
+
 `--config FILE` makes a command read [cluster] and its own table; the command line goes before the
-file. Paths are relative to the folder of the command, as they are on its command line.
+file. Paths are relative to the folder of the command, as they are on its command line; those of
+examples and sample data that are not there are the package's own.
 """
 
 from __future__ import annotations
@@ -28,21 +34,22 @@ from typing import Any
 
 import click
 
-from async_grpo.config.data_files import as_text
+from async_grpo.cli.shared_files import here_or_shared, with_shared
+from async_grpo.config.data_files import as_text, split_text
 from async_grpo.errors import ConfigError
 
 SHARED = "cluster"
 SHARED_OPTIONS = ("ray_address", "namespace")
-DATA = "data"
-TABLES = (SHARED, "worker", "train", DATA, "plot", "launch")
-MAY_REPEAT = ("worker", DATA)
+OF_TRAIN = {"data": "type", "eval": "name"}  # tables that are options: {table: its first key}
+TABLES = (SHARED, "worker", "train", *OF_TRAIN, "plot", "launch")
+MAY_REPEAT = ("worker", *OF_TRAIN)
 Table = Mapping[str, Any]
 
 
 def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
     """[cluster], and {name of another table: those in the file, each with [cluster] below it}."""
     try:
-        content = tomllib.loads(Path(file).read_text())
+        content = with_shared(tomllib.loads(Path(here_or_shared(file)).read_text()))
     except (OSError, UnicodeDecodeError) as error:
         raise click.UsageError(f"--config {file} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
@@ -61,11 +68,15 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
                 f"{file}: [{name}] must stand once, got {len(tables)}: only {repeating} may repeat"
             )
         found[name] = tables
-    if data := found.pop(DATA, []):
-        train = found.setdefault("train", [{}])[0]
-        if DATA in train:
-            raise click.UsageError(f"{file}: data must be in [[data]] or in [train]: drop one")
-        found["train"] = [{**train, DATA: [_data_text(table, file) for table in data]}]
+    for option, key in OF_TRAIN.items():
+        if tables := found.pop(option, []):
+            train = found.setdefault("train", [{}])[0]
+            if option in train:
+                raise click.UsageError(
+                    f"{file}: {option} must be in [[{option}]] or in [train]: drop one"
+                )
+            texts = [_entry(table, file, option=option, name=key) for table in tables]
+            found["train"] = [{**train, option: texts}]
     [shared] = found.pop(SHARED, [{}])
     for key in shared:
         if key not in SHARED_OPTIONS:
@@ -73,9 +84,9 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
     return shared, {name: [{**shared, **each} for each in found[name]] for name in found}
 
 
-def _data_text(table: Table, file: str) -> str:
+def _entry(table: Table, file: str, *, option: str, name: str) -> str:
     try:
-        return as_text(table)
+        return as_text(table, option=option, name=name)
     except ConfigError as error:
         raise click.UsageError(f"{file}: {error}") from None
 
@@ -125,7 +136,10 @@ def flags_of(values: Mapping[str, Any], *, command: click.Command) -> list[str]:
             flags += names[:1]
         else:
             name = max(parameter.opts, key=len)
-            flags += [f"{name}={each}" for each in (value if isinstance(value, list) else [value])]
+            # Nothing in the place of a default of several is typed, too.
+            none = [""] if getattr(parameter, "between", "") and parameter.default else []
+            listed = value or none if isinstance(value, list) else [value]
+            flags += [f"{name}={each}" for each in listed]
     return flags
 
 
@@ -147,6 +161,8 @@ def _keys(parameter: click.Parameter) -> Iterable[str]:
 
 def _checked(parameter: click.Parameter, value: Any, *, where: str) -> Any:
     if parameter.multiple or parameter.nargs == -1:
+        if isinstance(value, str) and (between := getattr(parameter, "between", "")):
+            value = split_text(value, between)
         if not isinstance(value, list):
             raise click.UsageError(f"{where} must be a list, got {value!r}: write [{value!r}]")
         return [_converted(parameter, each, where=where) for each in value]

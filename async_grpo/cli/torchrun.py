@@ -33,16 +33,23 @@ def is_main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def keep_to_loopback(environ: MutableMapping[str, str]) -> None:
-    """Make gloo use the loopback interface if all ranks are on this machine and none is set.
+def keep_to_loopback(environ: MutableMapping[str, str], *, meets_workers: bool = False) -> None:
+    """Make gloo and NCCL use the loopback interface if all ranks are here and none is set.
+
+    `meets_workers`: over NCCL, on any machine; it then chooses the interface.
 
     >>> environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    >>> keep_to_loopback(environ, meets_workers=True)
+    >>> environ["GLOO_SOCKET_IFNAME"], "NCCL_SOCKET_IFNAME" in environ
+    ('lo', False)
     >>> keep_to_loopback(environ)
-    >>> environ["GLOO_SOCKET_IFNAME"]
+    >>> environ["NCCL_SOCKET_IFNAME"]
     'lo'
     """
     if environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "1"):
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if not meets_workers:
+            environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def end_with_agent() -> None:

@@ -78,7 +78,8 @@ def main(*, nproc_per_node: int, **_: Any) -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     prepare_for_devices(os.environ)
-    keep_to_loopback(os.environ)
+    meets_workers = config.weight_transport == "nccl" or bool(config.express)
+    keep_to_loopback(os.environ, meets_workers=meets_workers)
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(
         level="WARNING", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stdout

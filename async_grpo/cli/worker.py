@@ -33,6 +33,7 @@ WATCH_INTERVAL_S = 0.5
 @click.command("worker", cls=OptionsCommand, context_settings=CONTEXT)
 @options_of(WorkerConfig)
 @config_option
+@interrupts.stdin_option
 @command_boundary()
 def main(**options: Any) -> None:
     """Start workers on this node and serve until Ctrl-C or the end of the Ray cluster.

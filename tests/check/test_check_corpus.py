@@ -397,6 +397,22 @@ def test_every_example_passes_as_far_as_its_data_is_there(example, monkeypatch):
     assert [line for line in told if "nor a model in Hugging Face's cache" not in line] == []
 
 
+@pytest.mark.parametrize(
+    ("example", "devices", "told"),
+    [
+        ("one_gpu", "1", "1 trainer rank with 50% of a device and its memory, 1 generation worker with 40%"),
+        ("qwen_7b", "8", "4 trainer ranks with a device each, 4 generation workers with a device each"),
+        ("deepscaler", "8,8,8", "8 trainer ranks with a device each, 14 generation workers with a device each, 2 reference"),
+    ],
+)  # fmt: skip
+def test_devices_of_other_machines_are_those_of_plan_for(example, devices, told, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    typed = [f"examples/{example}.toml", "--trackers", "None"]
+    found = findings_of(typed, tries_rewards=False, plan_for=devices)
+    [finding] = [each for each in found if each.subject == "devices"]
+    assert finding.level == "ok" and told in finding.text
+
+
 def test_the_command_ends_with_1_after_an_error_and_lists_findings_as_json():
     done = CliRunner().invoke(check, [run_file(train={"batch_size": 0}), "--json"])
     assert done.exit_code == 1

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 
-from async_grpo.cli.interrupts import where_to_go_on
+from async_grpo.cli.interrupts import Interrupted, RankInterrupts, where_to_go_on
+from async_grpo.run.stopping import StopRequest, stop_in_order
 
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
@@ -188,3 +190,12 @@ def test_a_rank_ends_in_order_when_torchrun_is_killed(tmp_path):
         agent.stdout.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(agent.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end, is_interrupted", [(stop_in_order, False), (Event.set, True)])
+def test_a_run_that_stops_by_itself_has_not_been_interrupted(tmp_path, end, is_interrupted):
+    stop = StopRequest()
+    answers = RankInterrupts(stop, is_main=True, say=print)
+    expected = pytest.raises(Interrupted) if is_interrupted else contextlib.nullcontext()
+    with expected, answers.on_interrupt(tmp_path):
+        end(stop)

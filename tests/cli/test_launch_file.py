@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli.launch_file import launch
+from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.cli.quickstart import quickstart
 
@@ -145,6 +145,17 @@ def test_every_example_is_a_run_on_what_it_prepares(example, monkeypatch):
     assert {file.source.path for file in run.train.data_files} <= set(words)
 
 
+def test_a_run_s_folder_keeps_the_very_file_that_was_launched(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    first = CliRunner().invoke(launch, ["examples/laptop.toml", "--dry-run"]).stdout
+    run = plan("examples/laptop.toml")
+    run.folder.mkdir(parents=True)
+    with _file_kept(run):
+        (run.folder / "training_params.json").touch()
+    again = CliRunner().invoke(launch, ["runs/laptop/run.toml", "--dry-run"]).stdout
+    assert first == again and "--output-dir=runs/laptop" in first
+
+
 def test_environment_and_agent_train_the_same_model_on_the_same_questions(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     files = ("examples/countdown_tool.toml", "examples/black_box_agent/run.toml")
@@ -203,6 +214,7 @@ def started(file, tmp_path):
     code = (
         "import sys; from async_grpo.cli import launch_file\n"
         "launch_file.COMMAND = (sys.executable, 'command.py')\n"
+        "launch_file._nodes = lambda run: (launch_file.HERE,)\n"  # no cluster is there
         "launch_file.launch(prog_name='launch')"
     )
 

@@ -8,7 +8,14 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.launch_file import _file_kept, launch
-from async_grpo.cli.local_run import RUN_FILE, as_toml, commands_of, in_words, read_run, resuming
+from async_grpo.cli.local_run import (
+    RUN_FILE,
+    as_toml,
+    commands_of,
+    read_run,
+    resolved_text,
+    resuming,
+)
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
@@ -80,11 +87,11 @@ def test_quotes_presets_and_lists_survive_being_resolved(tricky, tmp_path):
     run = read(tricky, "--num-warmup-steps", "2")
     assert run.train.num_warmup_steps == 2 and run.train.clip_high == 0.2
     resolved = tmp_path / "resolved.toml"
-    resolved.write_text(in_words(run, commands=commands_of(run)))
+    resolved.write_text(resolved_text(run, commands=commands_of(run)))
     again = read(resolved)
     assert again.train == run.train and again.num_ranks == 4
     assert [file.source.path for file in again.train.data_files] == ["a;b,c.jsonl", "b.jsonl"]
-    assert in_words(again, commands=commands_of(again)) == resolved.read_text()
+    assert resolved_text(again, commands=commands_of(again)) == resolved.read_text()
 
 
 def test_the_trainer_s_command_line_makes_the_same_config(tricky):

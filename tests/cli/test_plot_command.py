@@ -17,7 +17,7 @@ from async_grpo.telemetry.curves import Run, make_curves, parse_rows, read_run, 
 from async_grpo.telemetry.figure import draw
 
 
-def write_run(folder, values, *, tail="", evaluations=()):
+def write_run(folder, values, *, tail="", evaluations=(), options=None):
     folder.mkdir(parents=True)
     rows = [
         {
@@ -26,6 +26,8 @@ def write_run(folder, values, *, tail="", evaluations=()):
         }
         for step, value in enumerate(values, start=1)
     ]  # fmt: skip
+    if options is not None:
+        (folder / "training_params.json").write_text(json.dumps(options))
     lines = [
         json.dumps(
             {"step": i, "eval_accuracy": value, "num_correct": 1, "total_seconds": 7200.0 * i}
@@ -98,6 +100,34 @@ def test_seeds_of_one_name_are_a_mean_between_minimum_and_maximum():
     np.testing.assert_allclose(curve.mean, [0.2, 0.5])
     np.testing.assert_allclose(curve.low, [0.0, 0.2])
     np.testing.assert_allclose(curve.high, [0.4, 1.0])
+
+
+def names_drawn(*paths):
+    """Names in the legend of a picture of these runs, and the note below it."""
+    output = Path(paths[0]).parent / "picture.svg"
+    result = run_plot(*paths, "-o", output)
+    assert result.exit_code == 0, result.output
+    return set(re.findall(r"<!-- (run\w*|mean of [^>]*|moving[^>]*) -->", output.read_text()))
+
+
+def test_runs_that_differ_by_their_seed_alone_are_one_experiment(tmp_path):
+    paths = [
+        write_run(
+            tmp_path / f"run{staleness}_seed{seed}", [0.1, 0.2 * seed, 0.9],
+            options={"infinite_sampler_seed": seed, "max_staleness": staleness, "output_dir": seed},
+        )
+        for staleness in (0, 1) for seed in (1, 2, 3)
+    ]  # fmt: skip
+    assert names_drawn(*paths) == {"run0", "run1", "mean of 3 seeds, lowest to highest"}
+    assert names_drawn(*paths[:2], paths[3]) == {
+        "run0", "run1_seed1", "mean of 2 seeds, lowest to highest",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [None, {}, {"infinite_sampler_seed": 1}])
+def test_runs_of_one_seed_or_of_unknown_options_are_told_apart(tmp_path, options):
+    paths = [write_run(tmp_path / f"run{n}", [0.1, 0.5], options=options) for n in "ab"]
+    assert names_drawn(*paths) == {"runa", "runb"}
 
 
 def test_a_band_ends_where_the_shortest_seed_ends():
@@ -188,6 +218,18 @@ def test_labels_of_lines_that_end_together_are_moved_apart():
     assert high - low == pytest.approx(10.0)
 
 
+def test_labels_of_a_crowded_panel_stay_beside_it():
+    made = [
+        Run(str(i), "file", [{"step": s, "avg_reward": s / 9 - i / 500} for s in range(10)])
+        for i in range(8)
+    ]
+    figure = draw({"avg_reward": make_curves(made, x="step", y="avg_reward")}, x="step", title="")
+    (axes,) = figure.axes
+    middles = [(box.y0 + box.y1) / 2 for box in (text.get_window_extent() for text in axes.texts)]
+    assert len(middles) == 8
+    assert axes.bbox.y0 - 2 <= min(middles) and max(middles) <= axes.bbox.y1 + 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -230,7 +272,9 @@ def fake_ssh(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", ["~/my run", "~/my run/training_metrics.jsonl", "{tmp}/my run"])
 def test_a_remote_run_is_read_over_ssh(fake_ssh, path):
-    write_run(fake_ssh / "my run", [0.1, 0.5], evaluations=[0.3])
+    write_run(fake_ssh / "my run", [0.1, 0.5], evaluations=[0.3], options={"max_staleness": 2})
+    run = read_run(path.format(tmp=fake_ssh), name="a", remote="node7")
+    assert run.options == {"max_staleness": 2}
     result = run_plot("list", path.format(tmp=fake_ssh), "--remote", "node7")
     assert result.exit_code == 0, result.output
     assert "avg_reward" in result.stdout

@@ -8,6 +8,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli.options import given_options
 from async_grpo.cli.plot import plot
+from async_grpo.cli.run_file import flags_of
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
@@ -118,6 +119,31 @@ def test_what_is_wrong_is_named_with_file_key_and_remedy(parsed, text, sentence)
         parsed(train, text=text)
 
 
+@pytest.mark.parametrize(
+    ("value", "typed", "trackers"),
+    [
+        ('"tensorboard,wandb"', [], "tensorboard,wandb"),
+        ('["tensorboard", "wandb"]', [], "tensorboard,wandb"),
+        ('""', [], ""),
+        ("[]", [], ""),
+        ('"None"', [], ""),
+        ('"wandb"', ["--tracker", "mlflow", "--tracker", "trackio"], "mlflow,trackio"),
+        ('"wandb"', ["--trackers", ""], ""),
+    ],
+)
+def test_several_are_a_list_or_a_text_that_holds_them_all(parsed, value, typed, trackers):
+    text = f"{TRAIN}model_name_or_path = 'm'\ndata_path = 'd'\ntrackers = {value}"
+    assert parsed(train, *typed, text=text).params["trackers"] == trackers
+
+
+def test_none_of_several_is_typed_where_there_is_a_default():
+    assert flags_of({"trackers": []}, command=train) == ["--trackers="]
+    assert flags_of({"trackers": ["wandb", "mlflow"]}, command=train) == [
+        "--trackers=wandb", "--trackers=mlflow",
+    ]  # fmt: skip
+    assert flags_of({"teacher_for": []}, command=train) == []
+
+
 def test_a_list_is_asked_for_where_an_option_may_repeat(parsed):
     with pytest.raises(click.UsageError, match=r"variable must be a list, got 'x': write \['x'\]"):
         parsed(plot, text="[plot]\nvariable = 'x'")
@@ -185,3 +211,27 @@ def test_tables_of_data_are_the_trainer_s_data_files(parsed):
 def test_tables_of_data_that_cannot_be_meant_are_refused(parsed, text, said):
     with pytest.raises((click.UsageError, ConfigError), match=said):
         config_of(parsed(train, text=text))
+
+
+def test_tables_of_eval_are_the_trainer_s_sets(parsed):
+    text = (
+        DATA
+        + """
+[[eval]]
+name = "math"
+path = "m.jsonl"
+samples = 8
+k = [1, 8]
+temperature = 0.6
+rewards = ["mathd"]
+
+[[eval]]
+name = "hard"
+path = "h.jsonl"
+"""
+    )
+    math, hard = config_of(parsed(train, text=text)).evaluation_sets
+    assert (math.name, math.samples, math.ks, math.temperature) == ("math", 8, (1, 8), 0.6)
+    assert (math.rewards, hard.source.path, hard.pass_ks) == (("mathd",), "h.jsonl", (1, 4))
+    with pytest.raises(click.UsageError, match="--eval needs a name, got "):
+        parsed(train, text=DATA + '[[eval]]\npath = "m.jsonl"')

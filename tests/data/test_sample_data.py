@@ -21,6 +21,7 @@ atomic_files = importlib.import_module("atomic_files")
 count_down = importlib.import_module("create_count_down")
 countdown_demonstrations = importlib.import_module("countdown_demonstrations")
 two_kinds = importlib.import_module("create_two_kinds")
+deepscaler = importlib.import_module("create_deepscaler")
 one_digit_sums = importlib.import_module("create_one_digit_sums")
 
 THREE = count_down.CountDownRange(max_numbers=3)
@@ -230,3 +231,29 @@ def test_questions_of_two_kinds_keep_the_held_out_ones_of_both_apart(tmp_path):
             assert all(set(row["solution"]) <= set("0123456789()" + operators) for row in rows)
             puzzles |= {(*sorted(row["nums"]), row["target"]) for row in rows}
     assert not asked & held_out
+
+
+def test_deepscaler_s_problems_become_chats_with_their_answers(tmp_path):
+    rows = [{"problem": f" What is {n}+1? ", "answer": n + 1, "solution": "-"} for n in range(9)]
+    (tmp_path / "source.json").write_text(json.dumps(rows))
+    output, held_out = tmp_path / "out" / "questions.jsonl", tmp_path / "held_out.jsonl"
+    options = ("--source", tmp_path / "source.json", "--output", output, "--held-out", 3)
+    done = run(deepscaler, *options, "--held-out-output", held_out)
+    assert done.exit_code == 0, done.output
+    lines = [*read(output), *read(held_out)]
+    assert (len(read(output)), len(read(held_out))) == (6, 3)
+    for line in lines:
+        [message] = line["messages"]
+        n = int(line["answer"]) - 1
+        assert message == {
+            "role": "user",
+            "content": f"What is {n}+1? Let's think step by step and output the final answer "
+            "within \\boxed{}.",
+        }
+    assert {line["answer"] for line in lines} == {str(n + 1) for n in range(9)}
+
+
+def test_a_source_without_problems_is_named(tmp_path):
+    (tmp_path / "source.json").write_text('[{"question": "1+1"}]')
+    done = run(deepscaler, "--source", tmp_path / "source.json", "--output", tmp_path / "o")
+    assert done.exit_code == 1 and "cannot be read as problems and answers" in done.output

@@ -1,0 +1,136 @@
+"""What a run has left in its folder, as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE
+from async_grpo.cli.plot import MANY
+from async_grpo.telemetry.progress import number, step_line
+from async_grpo.telemetry.rows import NewRows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One gradient step, after it was taken."""
+
+    metrics: Mapping[str, Any]  # its row of training_metrics.jsonl: docs/metrics.md
+    num_batches: int  # of the run
+
+    @property
+    def number(self) -> int:
+        """Of the step, from 1."""
+        return int(self.metrics["step"])
+
+    @property
+    def reward(self) -> float | None:
+        """Mean over the step's samples; None where nothing was graded, as in fine-tuning."""
+        return self.metrics.get("avg_reward")
+
+    @property
+    def loss(self) -> float | None:
+        """Of the tokens that were trained; None where the step was skipped."""
+        return self.metrics.get("loss")
+
+    def __getitem__(self, metric: str) -> Any:
+        return self.metrics[metric]
+
+    def __str__(self) -> str:
+        return step_line(self.metrics, num_batches=self.num_batches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """A run's folder, read."""
+
+    folder: Path
+    history: tuple[dict[str, Any], ...]  # a row a gradient step
+    evaluations: tuple[dict[str, Any], ...]  # a row an evaluation on held-out data
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Self:
+        """Of a run that has ended, or is under way."""
+        folder = Path(folder)
+        files = (folder / METRICS_FILE, folder / EVALUATIONS_FILE)
+        return cls(folder, *(tuple(NewRows(file).read()) for file in files))
+
+    @property
+    def model(self) -> Path | None:
+        """The newest export, a folder for transformers and vLLM; None before there is one."""
+        found = self._exports()
+        return found[max(found)] if found else None
+
+    @property
+    def best_model(self) -> Path | None:
+        """The export with the best evaluation of all that were evaluated, else the newest.
+
+        Accuracy counts, of several sets the first one's, or the loss of supervised fine-tuning.
+        `--min-samples-per-checkpoint` and `--eval-every-batches` say how many there are to choose
+        from.
+        """
+        exports, scores = self._exports(), {}
+        for row in self.evaluations:
+            accuracies = (value for key, value in row.items() if key.startswith("eval_accuracy"))
+            score = next((value for value in accuracies if value is not None), None)
+            if score is None and row.get("eval_loss") is not None:
+                score = -row["eval_loss"]
+            if score is not None and row["total_samples_accumulated"] in exports:
+                scores[row["total_samples_accumulated"]] = score
+        return exports[max(scores, key=scores.__getitem__)] if scores else self.model
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint that a run can go on from; None before there is one."""
+        found = [*self.folder.glob("checkpoints/batch_*/COMMITTED")]
+        return max(found, key=lambda each: each.stat().st_mtime_ns).parent if found else None
+
+    def plot(self, *variables: str, smooth_window: int = 0, x: str = "step") -> Figure:
+        """Metrics over the run, which notebooks show; those that matter, if none are named.
+
+        `smooth_window`: points of a moving average; 0: 10 of a run of more than 60 steps. Raises
+        `DataError` for unknown variables, naming those spelt alike.
+        """
+        from async_grpo.api.picture import Picture
+        from async_grpo.telemetry.curves import chosen_variables, make_curves, read_run
+        from async_grpo.telemetry.figure import fill
+
+        run = read_run(str(self.folder), name=self.folder.name)
+        window = smooth_window or (10 if len(run.rows) > MANY else None)
+        wanted = dict.fromkeys(variables or chosen_variables([run]))
+        panels = {y: make_curves([run], x=x, y=y, smooth_window=window) for y in wanted}
+        picture = Picture()
+        fill(picture, panels, x=x)
+        return picture
+
+    def rollouts(self, output: str | Path = "") -> Path:
+        """Write the page of what the model wrote (`async-grpo rollouts`), and say where it lies."""
+        from async_grpo.cli.rollouts import make_page
+
+        path = Path(output) if output else self.folder / "rollouts.html"
+        make_page(self.folder, path)
+        return path
+
+    @property
+    def _by_step(self) -> list[dict[str, Any]]:
+        """Evaluations, of which one that takes long has its line late."""
+        return sorted(self.evaluations, key=lambda row: row.get("step", 0))
+
+    def _exports(self) -> dict[int, Path]:
+        """{samples trained: folder}"""
+        found = self.folder.glob("hf_format/samples_*")
+        ends = {each: each.name.removeprefix("samples_") for each in found}
+        return {int(end): each for each, end in ends.items() if end.isdigit()}
+
+    def __repr__(self) -> str:
+        told = [f"{len(self.history)} steps"]
+        if self.history:
+            told.append(f"reward {number(self.history[-1].get('avg_reward'))}")
+        if held_out := [row["eval_accuracy"] for row in self._by_step if "eval_accuracy" in row]:
+            told.append(f"held-out accuracy {number(held_out[-1])}")
+        return f"<Result of {self.folder}: {', '.join(told)}>"

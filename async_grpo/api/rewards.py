@@ -1,0 +1,180 @@
+"""Reward functions on their way from a script or notebook to the verifier processes.
+
+Those of a notebook's cell have no module that others could import. So all are written by value into
+a file of the run's folder, which is a reward file as any other: verifiers run its text, on whatever
+machine, and a run that goes on finds it there.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import keyword
+import platform
+import re
+import sys
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from async_grpo.errors import ConfigError
+
+Reward = Callable[..., Any]  # a sample as a dict in, a number or a dict of them out
+MAX_MIB = 16.0  # of all functions with what they refer to: each verifier process holds it
+FILE = """\
+# Rewards that Python's `async_grpo.train` was given, by value (Python {python}, cloudpickle
+# {cloudpickle}). As they were written:
+#
+{source}
+
+import base64
+
+import cloudpickle
+
+globals().update(cloudpickle.loads(base64.b64decode(
+{pickled}
+)))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFile:
+    """What verifiers are told to run, and the file that holds it."""
+
+    names: tuple[str, ...]  # as --reward-fns takes them
+    path: Path
+    text: str  # empty: no file is needed
+
+    def write(self) -> None:
+        """Leave it in the run's folder, where it is called by its contents: none is replaced."""
+        if self.text:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(self.text)
+
+
+def reward_file(rewards: Reward | str | Sequence[Reward | str], *, folder: Path) -> RewardFile:
+    """Functions by value in a file of `folder`; names that `--reward-fns` knows stay names.
+
+    Raises `ConfigError` for what is no reward, or cannot be sent to another process.
+    """
+    given = [rewards] if isinstance(rewards, str) or callable(rewards) else list(rewards)
+    functions: dict[str, Reward] = {}
+    names = []
+    for reward in given:
+        if isinstance(reward, str):
+            names.append(reward)
+            continue
+        check_reward(reward)
+        name = _free_name(reward, taken=functions)
+        functions[name] = reward
+        names.append(name)
+    if not names:
+        raise ConfigError("reward must be a function, or several, got none: give one")
+    pickled = _pickled(functions) if functions else b""
+    path = folder / f"rewards_{sha256(pickled).hexdigest()[:8]}.py"
+    if functions and "," in str(path):
+        raise ConfigError(f"output_dir must hold no comma, got {str(folder)!r}: name another")
+    named = (f"{path}:{name}" if name in functions else name for name in names)
+    return RewardFile(tuple(named), path, _text(functions, pickled) if functions else "")
+
+
+def check_reward(reward: Any) -> None:
+    """Raise `ConfigError` unless verifiers can call it with one sample.
+
+    >>> check_reward(lambda prompts, completions: 1.0)
+    Traceback (most recent call last):
+    async_grpo.errors.ConfigError: reward <lambda> must take one sample, a dict, got (prompts, \
+completions): write def my_reward(sample), which has input, answer, output and the data's columns
+    """
+    name = getattr(reward, "__name__", repr(reward))
+    if not callable(reward):
+        raise ConfigError(f"reward must be a function or a name, got {reward!r}: give one")
+    if inspect.iscoroutinefunction(reward) or inspect.isgeneratorfunction(reward):
+        raise ConfigError(
+            f"reward {name} must be a plain function, got an asynchronous one or a generator: "
+            "have it return a number"
+        )
+    try:
+        signature = inspect.signature(reward)
+    except (ValueError, TypeError):  # of what is written in C
+        return
+    try:
+        signature.bind({})
+    except TypeError:
+        raise ConfigError(
+            f"reward {name} must take one sample, a dict, got {signature}: write def "
+            "my_reward(sample), which has input, answer, output and the data's columns"
+        ) from None
+
+
+def _pickled(functions: Mapping[str, Reward]) -> bytes:
+    with _by_value(function.__module__ for function in functions.values()):
+        try:
+            pickled: bytes = cloudpickle.dumps(dict(functions))
+        except Exception as error:  # objects of the user's, whatever they raise
+            raise ConfigError(
+                f"reward {', '.join(functions)} must be sent to verifier processes, and refers to "
+                f"what cannot be ({type(error).__name__}: {error}): make that inside the function"
+            ) from error
+    size_mib = len(pickled) / 2**20
+    if size_mib > MAX_MIB:
+        raise ConfigError(
+            f"reward {', '.join(functions)} must refer to at most {MAX_MIB:g} MiB, got "
+            f"{size_mib:.1f}: read large tables from a file inside the function"
+        )
+    return pickled
+
+
+@contextmanager
+def _by_value(names: Iterator[str]) -> Iterator[None]:
+    """Within, functions of modules that are not installed are pickled as those of a notebook."""
+    modules = [sys.modules[name] for name in {*names} if name in sys.modules]
+    local = [module for module in modules if _is_local(module)]
+    for module in local:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in local:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_local(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" or not file or module.__name__.startswith("async_grpo."):
+        return False
+    installed = {Path(folder).resolve() for folder in sysconfig.get_paths().values()}
+    return not installed & set(Path(file).resolve().parents)
+
+
+def _free_name(reward: Reward, *, taken: Mapping[str, Reward]) -> str:
+    own = getattr(reward, "__name__", type(reward).__name__)
+    name = own if own.isidentifier() and not keyword.iskeyword(own) else "reward"
+    numbered = (f"{name}_{number}" for number in range(2, len(taken) + 3))
+    return name if name not in taken else next(each for each in numbered if each not in taken)
+
+
+def _text(functions: Mapping[str, Reward], pickled: bytes) -> str:
+    encoded = textwrap.wrap(base64.b64encode(pickled).decode(), 90)
+    return FILE.format(
+        python=platform.python_version(),
+        cloudpickle=cloudpickle.__version__,
+        source="\n#\n".join(map(_as_comment, functions.values())),
+        pickled="\n".join(f'    "{line}"' for line in encoded),
+    )
+
+
+def _as_comment(function: Reward) -> str:
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        source = re.sub(r" at 0x\w+", "", repr(function))
+    return "\n".join(f"#     {line}".rstrip() for line in source.splitlines())

@@ -1,0 +1,227 @@
+"""`async_grpo.train`: a run as `async-grpo launch` has it, from a script or a notebook.
+
+The run is a child, `async-grpo launch`, that starts and ends everything else. It ends with the
+`with` block, with an exception or Ctrl-C in it, and with this process however that dies: the child
+watches its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import click
+
+from async_grpo import deadlines
+from async_grpo.api.result import Result, Step
+from async_grpo.api.rewards import Reward, RewardFile, reward_file
+from async_grpo.api.settings import Config, Tables, plain, tables_of, with_rewards, with_workers
+from async_grpo.checkpoint.run_folder import METRICS_FILE, PARAMETERS_FILE
+from async_grpo.cli.launch_file import COMMAND, launch
+from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned, read_run
+from async_grpo.cli.processes import Process
+from async_grpo.cli.run_file import flags_of, values_of
+from async_grpo.cli.train import main as train_command
+from async_grpo.errors import ConfigError, RunFailed
+from async_grpo.telemetry.rows import NewRows
+
+POLL_INTERVAL_S = 0.2
+LAUNCH_LOG = "launch.log"
+
+
+def train(
+    config: Config,
+    *,
+    reward: Reward | str | Sequence[Reward | str] | None = None,
+    on_step: Callable[[Step], object] | None = None,
+    **options: Any,
+) -> Result:
+    """Train to the end, and return what the run has left.
+
+    `config`: the file of a run, a dict of its tables ({"train": {...}, "worker": [...]}), or a
+    `TrainConfig`; without workers in it, those that the run needs serve its own model. `reward`: a
+    function, or several: each is given a sample, a dict with `input`, `answer`, `output` and the
+    columns of its line, and returns a number; or names that `--reward-fns` takes. `on_step` is
+    called after each gradient step. `options` of `async-grpo train` or `launch` go before those of
+    `config`.
+
+    Raises `AsyncGrpoError` for a run that cannot begin (`ConfigError`), or has failed
+    (`RunFailed`). Whatever ends this call, Ctrl-C too, has ended all that it had started.
+    """
+    with start(config, reward=reward, **options) as run:
+        for step in run:
+            if on_step is not None:
+                on_step(step)
+    return run.result
+
+
+def start(
+    config: Config,
+    *,
+    reward: Reward | str | Sequence[Reward | str] | None = None,
+    **options: Any,
+) -> Run:
+    """Begin a run as `train` does, and return at once; iterate over it for its steps."""
+    plan, rewards = plan_run(config, reward=reward, **options)
+    if rewards is not None:
+        rewards.write()
+    return Run(plan)
+
+
+def plan_run(
+    config: Config,
+    *,
+    reward: Reward | str | Sequence[Reward | str] | None = None,
+    **options: Any,
+) -> tuple[LocalRun, RewardFile | None]:
+    """The run that a script describes, checked; nothing is started or written.
+
+    Raises `ConfigError` for whatever its commands would refuse.
+    """
+    rewards = None
+    with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder, _as_config_error(folder):
+        file, words = Path(folder, "config"), _flags(plain(options))
+        tables = tables_of(config)
+        chosen = _launch_options(file, tables, words)
+        first = read_run(**chosen)
+        tables = with_workers(tables, first)
+        if reward is not None:
+            rewards = reward_file(reward, folder=first.folder)
+            tables = with_rewards(tables, rewards.names)
+        return planned(**_launch_options(file, tables, words)), rewards
+
+
+class Run:
+    """A run that was started: iterate over its gradient steps, or `wait` for its end.
+
+    Used with `with`, it is taken down when the block is left, in order: its checkpoint is saved.
+    """
+
+    def __init__(self, plan: LocalRun) -> None:
+        self.folder = plan.folder
+        self.log = plan.logs / LAUNCH_LOG
+        self._num_batches = plan.train.num_training_batches
+        self._began_at_ns = time.time_ns()
+        self._is_stopped = False
+        self._open = contextlib.ExitStack()
+        plan.logs.mkdir(parents=True, exist_ok=True)
+        place = self._open.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-"))
+        file = Path(place, "run.toml")
+        file.write_text(as_toml(plan.tables))
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        environment.pop("MPLBACKEND", None)  # a notebook's own, which no other process can draw by
+        child = Process(
+            "the run",
+            [*COMMAND, "launch", str(file), "--ends-with-stdin"],
+            log=self.log,
+            environment=environment,
+            stdin=subprocess.PIPE,
+            stop_timeout_s=deadlines.LAUNCHED_ENDED_S,
+        )
+        self._process = self._open.enter_context(child)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[Step]:
+        """Each step once it was taken, to the end of the run; of one that goes on, all of them.
+
+        Raises `RunFailed` with the sentence that the run has left, after its last step.
+        """
+        new = NewRows(self.folder / METRICS_FILE)
+        last = 0
+        while True:
+            is_last = not self.is_running  # then this look is the last one, and misses nothing
+            for row in new.read() if self._is_accepted() else ():
+                if row["step"] > last:  # a run that has lost steps takes them again
+                    last = row["step"]
+                    yield Step(row, self._num_batches)
+            if is_last:
+                break
+            time.sleep(POLL_INTERVAL_S)
+        self._check_end()
+
+    def wait(self) -> Result:
+        """Until the run has ended; raises `RunFailed` as iterating does."""
+        for _ in self:
+            pass
+        return self.result
+
+    def stop(self) -> None:
+        """Ask the run to end after this gradient step, with a checkpoint; iterating ends then."""
+        self._is_stopped = True
+        self._process.interrupt()
+
+    def close(self) -> None:
+        """End the run, if it has not ended, and all that belongs to it."""
+        self._is_stopped = self._is_stopped or self.is_running
+        self._open.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.child.poll() is None
+
+    @property
+    def result(self) -> Result:
+        """What the run has left by now."""
+        return Result.read(self.folder)
+
+    def __repr__(self) -> str:
+        return f"<Run in {self.folder}, {'running' if self.is_running else 'ended'}>"
+
+    def _is_accepted(self) -> bool:
+        """Whether the folder's metrics are this run's: until then they are an older one's."""
+        try:
+            return (self.folder / PARAMETERS_FILE).stat().st_mtime_ns >= self._began_at_ns
+        except FileNotFoundError:
+            return False
+
+    def _check_end(self) -> None:
+        code = self._process.child.wait()
+        if code and not self._is_stopped:
+            raise RunFailed(self._process.failure, folder=self.folder)
+
+
+def _launch_options(file: Path, tables: Tables, words: Sequence[str]) -> dict[str, Any]:
+    file.write_text(as_toml(tables))
+    return options_of_run(launch.make_context("launch", [str(file), *words]).params)
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    """Options of the trainer, or of `launch`, as they are typed."""
+    of_launch = {name: value for name, value in options.items() if name in OF_LAUNCH}
+    of_train = {name: value for name, value in options.items() if name not in OF_LAUNCH}
+    where = "option"
+    return [
+        *flags_of(values_of(of_launch, command=launch, where=where), command=launch),
+        *flags_of(values_of(of_train, command=train_command, where=where), command=train_command),
+    ]
+
+
+@contextlib.contextmanager
+def _as_config_error(folder: str) -> Iterator[None]:
+    """Within, what a command line would be told is an exception; no file of `folder` is named."""
+    try:
+        yield
+    except (click.UsageError, ConfigError) as error:
+        said = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        sentence = " ".join(said.replace(f"{folder}{os.sep}", "").split())
+        raise ConfigError(sentence) from (None if isinstance(error, click.UsageError) else error)
+
+
+OF_LAUNCH = frozenset({"prepare", "num_cpus", "ray_address"})

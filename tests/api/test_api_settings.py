@@ -1,0 +1,93 @@
+"""A run in Python is the run of its file."""
+
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_grpo import TrainConfig
+from async_grpo.api.running import plan_run
+from async_grpo.api.settings import tables_of
+from async_grpo.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = ("quickstart", "three_types", "distil_two_teachers")
+TRAIN = {"model_name_or_path": "m", "data_path": "d.jsonl", "output_dir": "runs/it"}
+
+
+def plan(config, **options):
+    return plan_run(config, **options)[0]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_file_and_its_tables_are_the_same_run(name, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    file = Path("examples", f"{name}.toml")
+    tables = tomllib.loads(file.read_text())
+    assert plan(tables) == plan(file) == plan(str(file))
+
+
+def test_a_train_config_is_a_run_with_the_workers_that_it_needs():
+    run = plan(TrainConfig(**TRAIN, preset="dapo", batch_size=5))
+    assert run.train == TrainConfig(**TRAIN, preset="dapo", batch_size=5)
+    assert [(each.mode, each.model_path) for each in run.workers] == [("generation", "m")]
+
+
+def test_a_reference_worker_is_made_for_a_kl_term_and_none_for_pairs():
+    modes = [each.mode for each in plan({"train": {**TRAIN, "kl_coefficient": 0.1}}).workers]
+    assert modes == ["generation", "logprob"]
+    assert plan({"train": {**TRAIN, "algorithm": "sft"}}).workers == ()
+
+
+def test_no_worker_is_made_beside_a_cluster_that_may_have_them():
+    assert plan({"train": TRAIN}, ray_address="host:1").workers == ()
+    assert plan({"cluster": {"ray_address": "host:1"}, "train": TRAIN}).workers == ()
+
+
+def test_values_may_be_those_of_python():
+    config = {
+        "worker": ({"model_path": Path("m"), "engine_option": ("a=1",)},),
+        "train": {**TRAIN, "learning_rate": np.float64(1e-5), "eval_data_path": None},
+    }
+    assert tables_of(config)["worker"] == [{"model_path": "m", "engine_option": ["a=1"]}]
+    assert plan(config).train.learning_rate == 1e-5
+
+
+def test_options_go_before_the_config():
+    run = plan({"train": {**TRAIN, "batch_size": 4}}, batch_size=6, deterministic=True,
+               max_staleness=0, num_cpus=9)  # fmt: skip
+    assert (run.train.batch_size, run.train.deterministic, run.num_cpus) == (6, True, 9)
+
+
+def test_a_reward_goes_to_whoever_grades():
+    model = {"model_path": "m"}
+    workers = [model, {**model, "mode": "logprob"}, {"mode": "verifier"}]
+    config = {"train": TRAIN, "worker": workers}
+    run, file = plan_run(config, reward=lambda sample: 1.0)
+    wanted = f"{file.path}:reward"
+    assert [each.reward_fns for each in run.workers] == [wanted, "math_verify", wanted]
+    assert file.path.parent == run.folder == Path("runs/it") and not file.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "sentence"),
+    [
+        ({"trains": TRAIN}, {}, "config: [trains] is no table of a run, the nearest is train"),
+        ({"train": {**TRAIN, "batch_sise": 1}}, {}, "[train] batch_sise is no option"),
+        ({"train": TRAIN}, {"batch_sise": 1}, "batch_sise is no option of `async-grpo train`"),
+        ({"train": TRAIN}, {"batch_size": 0}, "--batch-size must be positive, got 0"),
+        ({"train": TRAIN}, {"batch_size": "4"}, "batch_size must be an integer, got '4'"),
+        ({"train": "m"}, {}, "config['train'] must be a dict, got 'm'"),
+        ({"train": {**TRAIN, "algorithm": "sft"}}, {"reward": "mathd"}, "reward needs a "),
+        ({"train": {**TRAIN, "teacher_for": ["x"], "gkd_coefficient": 1.0}}, {},
+         "config needs a [[worker]] for the role teacher:x"),
+        ("missing.toml", {}, "missing.toml cannot be read"),
+        (7, {}, "must be the file of a run, a dict of its tables or a TrainConfig, got 7"),
+    ],
+)  # fmt: skip
+def test_what_a_command_would_refuse_is_a_config_error(config, options, sentence):
+    with pytest.raises(ConfigError) as error:
+        plan_run(config, **options)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+    assert not Path("runs/it").exists()
