@@ -16,6 +16,7 @@ NAMES = (
     "startup",  # command to first optimizer step, by phase
     "staleness",  # what asynchrony buys on two cores
     "distillation",  # teachers: bytes, steps a minute, the recipes beside TRL's
+    "plan_truth",  # plans beside real runs: memory of each role, seconds of a step
     "end_to_end",  # against TRL: samples a second, time to a reward
     "gpu",  # one device; a toy size where there is none
 )

@@ -35,6 +35,7 @@ from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.data.stream import QuestionStream
 from async_grpo.environments.base import Environment, Policy, Services
 from async_grpo.environments.play import GroupPlay
+from async_grpo.planning import clock
 from async_grpo.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.types import (
     EndOfStep,
@@ -58,7 +59,6 @@ from async_grpo.types import (
 from async_grpo.user_code import UserCode
 from benchmarks import results
 from benchmarks.results import Figure
-from benchmarks.scaling import clock
 
 NAME = "episodes"
 MEDIAN_TURNS = 4

@@ -10,9 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from benchmarks.results import Figure, median
-from benchmarks.scaling.engine import EngineRates
-from benchmarks.scaling.scenario import (
+from async_grpo.planning.engine import EngineRates
+from async_grpo.planning.scenario import (
     ControlCosts,
     Scenario,
     SyncRates,
@@ -20,7 +19,8 @@ from benchmarks.scaling.scenario import (
     even,
     heavy_tail,
 )
-from benchmarks.scaling.service import mean, simulate, whole_batch
+from async_grpo.planning.service import mean, simulate, whole_batch
+from benchmarks.results import Figure, median
 
 GOAL_SHARE_OF_BOUND = 0.9
 WARM_UP = 2  # batches until generation is as far ahead as it may be

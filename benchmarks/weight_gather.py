@@ -31,15 +31,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from async_grpo import cluster
 from async_grpo.cli.interrupts import interrupt_once
 from async_grpo.model.policy import PolicyModel
-from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.training.fsdp import iter_full_tensors, local_shards
 from async_grpo.types import WeightsSnapshot, WeightsVersion
-from async_grpo.weight_sync.buckets import check_bytes, parts
 from async_grpo.weight_sync.collector import Collector
-from async_grpo.weight_sync.layout import laid_out_bytes
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.shards import Shards
 from benchmarks import results
@@ -47,6 +43,7 @@ from benchmarks.alternation import alternate, ratios
 from benchmarks.results import Figure, median
 from benchmarks.stack import start
 from benchmarks.weight_sync.memory import private_bytes
+from benchmarks.weight_sync.receiver import Receiver
 
 NAME = "weight_gather"
 WHOLE, SHARES = "whole tensors", "shares"
@@ -133,22 +130,12 @@ class Rank:
 
         watcher = threading.Thread(target=look)
         watcher.start()
-        turn = way()
-        stop.set()
-        watcher.join()
+        try:
+            turn = way()
+        finally:
+            stop.set()
+            watcher.join()
         return turn._replace(memory=float(most[0]))
-
-
-class Receiver:
-    """A worker as far as it matters here: what it fetches is checked and laid out for an engine."""
-
-    async def stage(self, snapshot: WeightsSnapshot) -> None:
-        with SharedFile(laid_out_bytes(snapshot.tensors)) as file:
-            for bucket in snapshot.buckets:
-                data = await cluster.fetch_bytes(bucket)
-                check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
-                for piece, part in parts(bucket, data):
-                    file.write(part, piece.offset_bytes)
 
 
 def rank_main(rank: int, options: dict[str, Any]) -> None:

@@ -7,8 +7,8 @@
 
 Needs torch 2.11 or later, transformers, numpy, click; no Ray, no vLLM, no network. Models are made
 of a configuration and random numbers. Liger and flash-attn are compared where they are installed.
-Figures are written as they come, so that a call which is cut short leaves what it had; docs/gpu.md
-says what each of them means.
+Figures are written as they come, so that a call which is cut short leaves what it had;
+docs/performance.md says what each of them means.
 
     shapes.py     models and how much arithmetic a row costs    trainer.py    whole gradient steps
     rows.py       packed rows of given lengths                  heads.py      log-probabilities

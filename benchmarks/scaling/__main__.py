@@ -16,12 +16,12 @@ from pathlib import Path
 import click
 import numpy as np
 
+from async_grpo.planning.scenario import Scenario, heavy_tail
+from async_grpo.planning.service import mean, simulate
 from benchmarks import results
 from benchmarks.results import Figure
 from benchmarks.scaling import hardware
 from benchmarks.scaling.hardware import CONTROL, DEVICES_A_NODE, MODELS
-from benchmarks.scaling.scenario import Scenario, heavy_tail
-from benchmarks.scaling.service import mean, simulate
 
 NAME = "scaling"
 BOUNDS = (0, 1, 2, 4)

@@ -1,8 +1,6 @@
-"""Rates of devices, networks and processes, each with where it comes from: docs/scaling.md.
+"""The models of `benchmarks.scaling` and their rates on H100, where they are not the planner's.
 
-An engine's step is a roofline: weights and caches are read from memory, products computed, and
-every layer's halves are summed over the engine's devices. Its three constants were chosen to meet
-two published latencies (vLLM's own, H200, 8B on one device and 70B on four).
+Each has its source in docs/scaling.md; `async_grpo.planning.rates` has those of an engine's step.
 """
 
 from __future__ import annotations
@@ -11,34 +9,25 @@ from dataclasses import dataclass
 from math import log2
 
 from async_grpo.batching.packing import attention_ratio
-from benchmarks.scaling.engine import EngineRates
-from benchmarks.scaling.scenario import ControlCosts, SyncRates, TrainerRates
+from async_grpo.devices.bill import ModelShape
+from async_grpo.planning import rates
+from async_grpo.planning.engine import EngineRates
+from async_grpo.planning.kinds import H100
+from async_grpo.planning.rates import (
+    BROADCAST_NODES,
+    BROADCAST_S_PER_BYTE,
+    BROADCAST_SPEED_UP,
+    NETWORK_SHARE,
+    PACK_BYTES_PER_S,
+    PCIE_SHARE,
+)
+from async_grpo.planning.scenario import ControlCosts, SyncRates, TrainerRates
 
 BYTES = 2  # bfloat16, of weights and caches
 DEVICES_A_NODE = 8
 MEAN_CONTEXT = 2_600  # tokens of a running sequence, seen at random, for the room it needs
-
-# NVIDIA's data sheets.
-FLOPS = 989e12  # H100 SXM, bfloat16, dense
-MEMORY_BYTES_PER_S = 3.35e12
-DEVICE_BYTES = 80e9
-NETWORK_BYTES_PER_S = 50e9  # a device's 400 Gb/s
-PCIE_BYTES_PER_S = 64e9  # Gen5 x16, one direction
-
-# Chosen to meet vLLM's published latencies; the share of the products is an assumption.
-MEMORY_SHARE, COMPUTE_SHARE = 0.8, 0.5
-STEP_OVERHEAD_S = 2.3e-3
-ALL_REDUCE_S = 30e-6
-
-# Assumptions without a source.
-NETWORK_SHARE = 0.8
-PCIE_SHARE = 0.5
-MEMORY_FOR_ENGINE = 0.9  # vLLM's default share of a device's memory
-MAX_NUM_SEQS = 256  # vLLM's default
-BROADCAST_SPEED_UP = 4.0  # 400 Gb/s nodes beside the 10 Gb/s ones of Ray's test, through its CPUs
-
-# Ray's release test, commit 08ff3113: 1 GiB to 50 nodes takes 16.9 s.
-RAY_BROADCAST_S, RAY_BROADCAST_BYTES, RAY_BROADCAST_NODES = 16.938, 2**30, 50
+MEMORY_FOR_ENGINE = 0.9  # of a device's memory, an assumption
+MAX_NUM_SEQS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +45,15 @@ class Model:
     @property
     def size_bytes(self) -> float:
         return self.parameters * BYTES
+
+    @property
+    def shape(self) -> ModelShape:
+        """As far as an engine's speed depends on it."""
+        return ModelShape(
+            num_parameters=int(self.parameters), layer_parameters=0, root_parameters=0,
+            num_layers=self.layers, hidden=0, intermediate=0, query_width=self.attention_width,
+            key_width=self.kv_width, num_heads=0, vocab_size=0,
+        )  # fmt: skip
 
     @property
     def kv_bytes(self) -> float:
@@ -83,17 +81,9 @@ MODELS = {
 def engine_rates(model: Model) -> EngineRates:
     """Of one engine on as many devices as the service gives it."""
     devices = model.devices_per_engine
-    memory = devices * MEMORY_BYTES_PER_S * MEMORY_SHARE
-    product_s = 2 * model.parameters / (devices * FLOPS * COMPUTE_SHARE)
-    all_reduces = 2 * model.layers if devices > 1 else 0
-    room = devices * DEVICE_BYTES * MEMORY_FOR_ENGINE - model.size_bytes
-    return EngineRates(
-        step_s=STEP_OVERHEAD_S + all_reduces * ALL_REDUCE_S + model.size_bytes / memory,
-        per_sequence_s=product_s,
-        per_kv_token_s=model.kv_bytes / memory,
-        per_prefill_token_s=product_s,
-        capacity=min(MAX_NUM_SEQS, int(room / model.kv_bytes / MEAN_CONTEXT)),
-    )
+    room = devices * H100.memory_bytes * MEMORY_FOR_ENGINE - model.size_bytes
+    capacity = min(MAX_NUM_SEQS, int(room / model.kv_bytes / MEAN_CONTEXT))
+    return rates.engine_rates(model.shape, H100, devices=devices, capacity=capacity)
 
 
 def trainer_rates(model: Model) -> TrainerRates:
@@ -109,20 +99,20 @@ def trainer_rates(model: Model) -> TrainerRates:
     return TrainerRates(
         cost_per_second=model.train_tokens_per_s * (1 + 4096 / ratio),
         attention_ratio=ratio,
-        round_floor_s=3 * model.size_bytes / (NETWORK_BYTES_PER_S * NETWORK_SHARE),
+        round_floor_s=3 * model.size_bytes / (H100.network_bytes_per_s * NETWORK_SHARE),
     )
 
 
 def sync_rates(model: Model, *, engine_nodes: int) -> SyncRates:
     """Rank 0 gathers float32 shards, packs bfloat16 into the store; nodes pass the bytes on."""
-    gather_s = 4 * model.parameters / (NETWORK_BYTES_PER_S * NETWORK_SHARE)
-    hops = log2(1 + engine_nodes) / log2(1 + RAY_BROADCAST_NODES)
-    per_byte_s = RAY_BROADCAST_S / RAY_BROADCAST_BYTES / BROADCAST_SPEED_UP
+    gather_s = 4 * model.parameters / (H100.network_bytes_per_s * NETWORK_SHARE)
+    hops = log2(1 + engine_nodes) / log2(1 + BROADCAST_NODES)
+    per_byte_s = BROADCAST_S_PER_BYTE / BROADCAST_SPEED_UP
     share = model.size_bytes / model.devices_per_engine
     return SyncRates(
         gather_s=gather_s + model.size_bytes / PACK_BYTES_PER_S,
         transfer_s=model.size_bytes * per_byte_s * hops,
-        load_s=share / (PCIE_BYTES_PER_S * PCIE_SHARE),
+        load_s=share / (H100.host_bytes_per_s * PCIE_SHARE),
     )
 
 
@@ -131,7 +121,6 @@ def sync_rates(model: Model, *, engine_nodes: int) -> SyncRates:
 # a sample through the batcher 0.6 ms in groups of 8; how that splits, and what a rank's request
 # costs, are assumptions. Today's controller takes 0.72 ms a sample, leases included, and 1.3 ms a
 # turn that an environment asks for (results/control_plane.json): more than is simulated here.
-PACK_BYTES_PER_S = 0.9e9
 CONTROL = ControlCosts(
     group_s=2.6e-3, sample_s=0.25e-3, item_s=0.5e-3, ping_s=0.6e-3, verification_s=1.6e-3
 )

@@ -1,0 +1,23 @@
+"""What takes published weights in place of an engine's worker.
+
+An actor's class must stand in a module that Ray can import: ranks that are spawned run their script
+as `__mp_main__`, which no other process has.
+"""
+
+from async_grpo import cluster
+from async_grpo.rollout.shared_file import SharedFile
+from async_grpo.types import WeightsSnapshot
+from async_grpo.weight_sync.buckets import check_bytes, parts
+from async_grpo.weight_sync.layout import laid_out_bytes
+
+
+class Receiver:
+    """A worker as far as it matters here: what it fetches is checked and laid out for an engine."""
+
+    async def stage(self, snapshot: WeightsSnapshot) -> None:
+        with SharedFile(laid_out_bytes(snapshot.tensors)) as file:
+            for bucket in snapshot.buckets:
+                data = await cluster.fetch_bytes(bucket)
+                check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
+                for piece, part in parts(bucket, data):
+                    file.write(part, piece.offset_bytes)
