@@ -1,0 +1,75 @@
+"""The table of TRL's options beside ours, against both sources."""
+
+import ast
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
+
+HEADER = "| TRL | its default | here | our default | beware |"
+
+
+def rows():
+    text = (ROOT / "docs/migration.md").read_text()
+    lines = text.partition(HEADER)[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def source_of(package, file):
+    """Its text, unread by Python: both would import torch."""
+    spec = importlib.util.find_spec(package)
+    return ast.parse((Path(spec.submodule_search_locations[0]) / file).read_text())
+
+
+def defaults_of(tree, name):
+    """{field: default, or None} of a config class of theirs."""
+    (found,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
+    defaults = {}
+    for node in found.body:
+        if isinstance(node, ast.AnnAssign):
+            given = {k.arg: k.value for k in getattr(node.value, "keywords", ())}
+            value = given.get("default")
+            is_constant = value is not None and not isinstance(
+                value, ast.Name | ast.Attribute | ast.Call
+            )
+            defaults[node.target.id] = ast.literal_eval(value) if is_constant else None
+    return defaults
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return {
+        **defaults_of(source_of("transformers", "training_args.py"), "TrainingArguments"),
+        **defaults_of(source_of("trl", "trainer/base_config.py"), "_BaseConfig"),
+        **defaults_of(source_of("trl", "trainer/grpo_config.py"), "GRPOConfig"),
+    }
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return {
+        f"--{field.name.replace('_', '-')}": field.default
+        for config in (WorkerConfig, TrainConfig)
+        for field in dataclasses.fields(config)
+    }
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_a_row_of_the_table_is_what_both_sources_say(row, theirs, ours):
+    names = [name.strip(" `") for name in row[0].split(",")]
+    assert [name for name in names if name not in theirs] == []
+    if row[1]:
+        assert ast.literal_eval(row[1].strip("`")) == theirs[names[0]]
+    if row[3]:
+        option = row[2].rpartition("--")[2].strip("`")
+        assert ast.literal_eval(row[3].strip("`")) == ours[f"--{option}"]
+
+
+def test_the_page_names_the_release_that_is_compared():
+    assert "trl==1.16.0" in (ROOT / "requirements/dev.txt").read_text()
+    assert "TRL 1.16.0" in (ROOT / "docs/migration.md").read_text()
