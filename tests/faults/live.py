@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
+from async_grpo.ports import free_port
 from async_grpo.telemetry.sample_dump import dump_files
 from benchmarks import procfs
 from benchmarks.cores import family
@@ -59,7 +59,7 @@ class LiveRun:
         self.session = Path(self._session.name)  # short: Ray's sockets allow 107 characters
         mark = uuid.uuid4().hex
         self.members = Members(mark)
-        self.address = f"127.0.0.1:{_free_port()}"
+        self.address = f"127.0.0.1:{free_port()}"
         kept = {name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES}
         self.environment = kept | {
             "RAY_ADDRESS": self.address,
@@ -227,9 +227,3 @@ class LiveRun:
     def family_of(self, *names: str) -> set[int]:
         """The commands' own processes; Ray's actors belong to the cluster, not to them."""
         return family(*(self.commands[name].pid for name in names if self.commands[name].pid))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

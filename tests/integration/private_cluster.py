@@ -4,12 +4,13 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from async_grpo.ports import free_port
 
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 3  # gcs_server and raylet are known to ignore SIGTERM
@@ -69,12 +70,6 @@ class PrivateCluster:
             text = self._log.read_text()
             self.stop()
             raise RuntimeError(f"no private Ray cluster: {text}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def sessions_of(leaders: set[int]) -> set[int]:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,7 +26,10 @@ import torch.distributed.checkpoint
 from scripted_loop import train_asynchronously
 from scripted_services import TIMEOUT_S, Story
 
+from async_grpo.cli.control import main as control
+from async_grpo.cli.replay import main as replay
 from async_grpo.errors import AsyncGrpoError
+from async_grpo.ports import free_port
 from async_grpo.run.sft import train_sft
 from async_grpo.training.ranks import Ranks
 
@@ -38,13 +40,15 @@ GRACE_S = 5.0
 class Death:
     """SIGKILL of one rank when it begins its `count`-th call, from 1, of `module:Class.method`.
 
-    `after_s`: so long after it has begun, and while it goes on.
+    `after_s`: so long after it has begun, and while it goes on. `needs`: once this file of the
+    run's folder is there, which a thread may be about to write.
     """
 
     where: str
     count: int
     rank: int = 0
     after_s: float = 0.0
+    needs: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,22 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """`async-grpo control RUN` by rank 0, before its `count`-th call of `where`."""
+
+    where: str
+    count: int
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Life:
     story: Story
     num_ranks: int = 1
     death: Death | None = None
     failure: Failure | None = None
+    asks: tuple[Ask, ...] = ()
+    replays: int | None = None  # a batch, in the place of going on
     damages_newest: bool = False  # a flipped bit in the newest checkpoint, before it begins
     environment: dict = field(default_factory=dict)
 
@@ -76,18 +91,44 @@ def patched(where, replacement):
     setattr(owner, name, replacement(getattr(owner, name)))
 
 
-def dying(death):
+def awaited(is_there, what):
+    due_at = time.monotonic() + TIMEOUT_S
+    while not is_there():
+        assert time.monotonic() < due_at, f"waited for {what}"
+        time.sleep(0.02)
+
+
+def dying(death, folder):
     calls = iter(range(1, 1_000_000))
 
     def replacement(original):
         def call(*arguments, **options):
             if next(calls) == death.count:
                 kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+                awaited(Path(folder, death.needs).exists, death.needs)
                 if death.after_s:
                     threading.Timer(death.after_s, kill).start()
                 else:
                     kill()
                     time.sleep(60)
+            return original(*arguments, **options)
+
+        return call
+
+    return replacement
+
+
+def asking(ask, folder):
+    calls = iter(range(1, 1_000_000))
+
+    def replacement(original):
+        def call(*arguments, **options):
+            if next(calls) == ask.count:
+                journal = Path(folder, "control.jsonl")
+                before = journal.stat().st_size if journal.exists() else 0
+                control([folder, *ask.arguments], standalone_mode=False)
+                heard = lambda: journal.exists() and journal.stat().st_size > before  # noqa: E731
+                awaited(heard, "that a thread of rank 0 has heard of it")
             return original(*arguments, **options)
 
         return call
@@ -117,10 +158,16 @@ def live(life, rank, port):
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     if life.death and life.death.rank == rank:
-        patched(life.death.where, dying(life.death))
+        patched(life.death.where, dying(life.death, life.story.config.output_dir))
+    for ask in life.asks if not rank else ():
+        patched(ask.where, asking(ask, life.story.config.output_dir))
     if life.failure and life.failure.rank == rank:
         patched(life.failure.where, failing(life.failure))
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
+    if life.replays is not None:
+        arguments = [life.story.config.output_dir, "--batch", str(life.replays)]
+        replay(arguments, standalone_mode=False)
+        return
     ranks = Ranks.start(timeout_s=TIMEOUT_S)
     if life.story.config.algorithm == "sft":
         train_sft(life.story.config, ranks)
@@ -181,9 +228,7 @@ def main(lives_path, outcomes_path):
     torch.set_num_threads(1)
     outcomes = []
     for number, life in enumerate(torch.load(lives_path, weights_only=False)):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         log = Path(lives_path).with_name(f"life_{number}.log")
         if life.damages_newest:
             damage(Path(life.story.config.output_dir) / "checkpoints")

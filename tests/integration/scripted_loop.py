@@ -126,9 +126,9 @@ class Killer:
 
     ("minibatch", n) and ("end", n): when rank 0 has agreed on its n-th minibatch or end of a step,
     those that it is given again counted too; ("publish", n): before the weights after a batch are
-    gathered for the n-th time; ("announce", n): while workers load them; ("evaluate", n): while the
-    n-th evaluation is running; ("held end", n): when rank 0 has its n-th end of a step and no other
-    rank has it, or, alone, when it has not told anybody.
+    gathered for the n-th time; ("announce", n): while workers load them; ("evaluate", n): while it
+    waits for the last evaluation for the n-th time; ("held end", n): when rank 0 has its n-th end
+    of a step and no other rank has it, or, alone, when it has not told anybody.
     """
 
     def __init__(self, kills):
@@ -137,17 +137,17 @@ class Killer:
     @contextmanager
     def at_work(self):
         take, publish, begin = SampledData.__next__, SampledData.publish, Announcements.begin
-        evaluate, receive = MainRank._evaluation, RankStream._take_next
+        evaluate, receive = MainRank._evaluated, RankStream._take_next
 
         def next_item(data):
             item = take(data)
             self._strike("minibatch" if isinstance(item, Minibatch) else "end")
             return item
 
-        def publish_and_strike(data, num_batches):
+        def publish_and_strike(data, num_batches, **options):
             if num_batches:
                 self._strike("publish")
-            return publish(data, num_batches)
+            return publish(data, num_batches, **options)
 
         def begin_and_strike(announcements, client, due):
             begin(announcements, client, due)
@@ -179,7 +179,7 @@ class Killer:
             patch.object(SampledData, "__next__", next_item),
             patch.object(SampledData, "publish", publish_and_strike),
             patch.object(Announcements, "begin", begin_and_strike),
-            patch.object(MainRank, "_evaluation", evaluate_and_strike),
+            patch.object(MainRank, "_evaluated", evaluate_and_strike),
             patch.object(sampling, "RankStream", withhold_and_stream),
             patch.object(RankStream, "_take_next", receive_and_strike),
         ):

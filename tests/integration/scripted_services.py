@@ -110,7 +110,7 @@ class ScriptedWorker:
         story, ordinal = self._story, request.ordinal
         completions = story.groups[ordinal, request.attempt].completions
         newest = max(span.version.batches for c in completions for span in c.weights_versions)
-        is_evaluation = request.seed == ordinal  # of whatever weights are served
+        is_evaluation = bool(request.priority)  # of whatever weights are served
         async with self._news:
             await self._news.wait_for(lambda: is_evaluation or self._version.batches >= newest)
         await self._pause()

@@ -61,6 +61,17 @@ def test_only_whoever_has_the_token_is_let_in(private, tmp_path):
         assert f"the Ray cluster at {address} {sentence}" in last
 
 
+def test_its_resources_are_told_to_whoever_does_not_join(private):
+    address, token, _ = private
+    code = f"from async_grpo import head; print(*head.resources_of(head.locate({address!r})))"
+    env = environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, env=env, capture_output=True, text=True,
+        timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "8.0", "8.0", "0.0", "0.0"], done.stderr
+
+
 def test_a_token_does_no_harm_where_none_is_wanted(ray_cluster, private, tmp_path):
     assert connect(ray_cluster, tmp_path, RAY_AUTH_TOKEN_PATH=private[1]) == (0, "in")
 

@@ -17,10 +17,10 @@ import torch
 from effort import FULL
 from oracle import relative_difference
 from private_cluster import environment
-from resumed_loop import Death, Failure, Life
+from resumed_loop import Ask, Death, Failure, Life
 from safetensors.torch import load_file
 from scripted_services import TIMEOUT_S, Story, scripted_services
-from stories import GROUP, NAMESPACE, World, make_story
+from stories import GROUP, NAMESPACE, World, lines, make_story
 from test_scripted_loop import without_timing
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -57,6 +57,12 @@ SUPERVISED = {
     "eval_every_batches": 2,
     "learning_rate": 1e-2,
 }
+CONTROLLED = LAGGING | {
+    "num_batches_per_ref_model_update": 1_000_000,
+    "lr_scheduler": "constant",
+    "num_training_batches": 8,
+}
+ASKED = pytest.mark.skipif(not FULL, reason="four more lives: make test-all has them")
 STEP = "async_grpo.training.learner:Learner.update"
 MINIBATCH = "async_grpo.training.learner:Learner.accumulate"
 PUBLISH = "async_grpo.run.sampling:SampledData.publish"
@@ -89,13 +95,15 @@ def lives(world):
 
     killed, resized, full = of("killed"), of("resized"), of("full")
     late = of("late", lagging, LAGGING)
+    controlled = lagged(make_story(world, "controlled", CONTROLLED))
     return [
         Life(exact),
         Life(killed, death=Death(MINIBATCH, 3)),  # nothing is saved yet
         Life(killed, death=Death(STEP, 6)),  # in the middle of batch 2
         Life(killed, death=Death(SHARDS, 1)),  # in the middle of saving after batch 4
         Life(killed, death=Death(RENAME, 2)),  # the same, with its name but without its marker
-        Life(killed, death=Death(PUBLISH, 4)),  # the last version: after batch 4 was saved
+        # The last version: after batch 4 was saved.
+        Life(killed, death=Death(PUBLISH, 4, needs="checkpoints/batch_4/COMMITTED")),
         Life(killed, death=Death(STEP, 1)),  # resumed after batch 4
         Life(killed, death=Death(STEP, 2), damages_newest=True),
         Life(killed),
@@ -107,9 +115,25 @@ def lives(world):
         Life(lagging),
         Life(late, death=Death(STEP, 8)),
         Life(late),
+        *(asked_lives(controlled) if FULL else ()),
+        Life(late, replays=4),
+        Life(killed, replays=3),
         Life(supervised("pairs")),
         Life(supervised("pairs-killed"), death=Death(STEP, 4)),
         Life(supervised("pairs-killed")),
+    ]  # fmt: skip
+
+
+def asked_lives(controlled):
+    """Its options are set while it trains, a rank is killed meanwhile, and it is stopped."""
+    return [
+        Life(controlled, num_ranks=2, death=Death(STEP, 9), asks=(
+            Ask(STEP, 3, ("set", "learning_rate=1e-3", "max_staleness=2")),
+            Ask(STEP, 8, ("set", "learning_rate=5e-4")),  # its rank is killed before that holds
+        )),
+        Life(controlled, num_ranks=2, asks=(Ask(STEP, 1, ("stop",)),)),
+        Life(controlled, num_ranks=2),
+        Life(controlled, num_ranks=2, replays=7),
     ]  # fmt: skip
 
 
@@ -145,7 +169,9 @@ def lived(world, lives):
     for life, outcome in zip(
         lives, json.loads((world.folder / "outcomes.json").read_text()), strict=True
     ):
-        outcomes.setdefault(Path(life.story.config.output_dir).name, []).append(outcome)
+        what = "" if life.replays is None else " replayed"
+        name = Path(life.story.config.output_dir).name + what
+        outcomes.setdefault(name, []).append(outcome)
     return outcomes, loaded
 
 
@@ -350,3 +376,48 @@ def test_a_supervised_run_goes_on_to_the_bit(lived, world):
     assert first == second
     assert [row["step"] for row in first] == [0, 4, 8]  # before, after two batches, at the end
     assert first[0]["eval_loss"] > first[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    "name, start, batches",
+    [
+        ("late", "batch_3", "batches 3 to 4"),
+        ("killed", "model", "batches 0 to 3"),
+        pytest.param("controlled", "batch_", "", marks=ASKED),
+    ],
+)
+def test_a_batch_of_a_run_that_was_killed_is_replayed_to_the_bit(lived, name, start, batches):
+    """One ran ahead (S = 1), one had nine lives, of one the options were set while it trained."""
+    (outcome,) = lived[0][f"{name} replayed"]
+    assert set(outcome["codes"]) == {0}, outcome["log"]
+    told = [line for line in outcome["log"].splitlines() if line.startswith(("from", "equal"))]
+    first, last = told
+    assert start in first and last.startswith(f"equal: {batches}")
+
+
+@ASKED
+def test_what_was_asked_of_a_run_holds_from_a_batch_on_and_over_a_resume(lived, world):
+    """On two ranks; the audit of each step, and its clocks, would tell if they differed."""
+    killed, *others = codes(lived[0]["controlled"])
+    assert (killed[0], others) == (-9, [[0, 0], [0, 0]]), logs(lived[0]["controlled"])
+    journal = lines(world.folder / "controlled" / "control.jsonl")
+    slower, slowest, stop = (
+        [line for line in journal if (line["action"], len(line["settings"])) == kind]
+        for kind in (("set", 2), ("set", 1), ("stop", 0))
+    )
+    assert [line["state"] for line in slower] == ["asked", "done"]
+    assert slower[1]["from_batch"] in (2, 3)
+    assert [line["state"] for line in stop] == ["asked", "done"]
+    assert slowest[0]["state"] == "asked" and slowest[-1]["state"] == "done"
+    assert slowest[-1]["from_batch"] >= 4, "the first life has died before"
+    first, second = slower[1]["from_batch"], slowest[-1]["from_batch"]
+    rates = {row["iteration"]: row["learning_rate"] for row in world.rows("controlled")}
+    assert rates == {
+        batch: 1e-2 if batch < first else 1e-3 if batch < second else 5e-4 for batch in range(8)
+    }
+    settings = manifest(world, "controlled", 8)["state"]["settings"]
+    assert settings == {
+        "learning_rate": {"was": 1e-2, "is": 5e-4},
+        "max_staleness": {"was": 1, "is": 2},
+    }
+    check_groups(world, "controlled", 48)

@@ -57,9 +57,9 @@ LAGGING = {
     ),
 }
 REPEATED = ("first", "second")
-# Moments at which the batcher is killed: while held-out questions are evaluated, within the rounds
-# of a step, right after the end of a batch (its weights are on their way).
-KILLS = {"killed": frozenset({("evaluate", 1), ("minibatch", 2), ("end", 2)})}
+# Moments at which the batcher is killed: within the rounds of a step, right after the end of a
+# batch (its weights are on their way), while the last evaluation is running.
+KILLS = {"killed": frozenset({("minibatch", 2), ("end", 2), ("evaluate", 1)})}
 STANDING = {"max_staleness": 1, "num_training_batches": 4, "learning_rate": 0.0}
 TIMING = (
     "mfu",
@@ -69,6 +69,8 @@ TIMING = (
     "idle",
     "sync_",
     "avg_generating_samples",
+    "avg_verifying_samples",
+    "avg_scoring_samples",
     "retries",
 )
 LOST = ("fate_discarded", "discarded_worker_error")  # by the failure that one run alone has
@@ -179,7 +181,7 @@ def test_a_batcher_that_is_killed_changes_not_a_bit(trained, name):
     """Held fixed as above; each death costs the step that it interrupts, which is done again."""
     assert hashes(trained.versions(name)) == hashes(trained.versions("synchronous"))
     undisturbed, rows = trained.rows("second"), trained.rows(name)
-    assert rows[-1]["batcher_restarts"] == len(KILLS[name])
+    assert rows[-1]["batcher_restarts"] == len(KILLS[name]) - 1  # one comes after the last step
     changed = {"batcher_restarts", "fate_discarded", "discarded_restart"}
     changed |= {"token_fate_discarded", "token_fate_discarded_restart"}
     plain, found = (
@@ -190,7 +192,11 @@ def test_a_batcher_that_is_killed_changes_not_a_bit(trained, name):
     first, second = (samples_by_key(trained.samples(n)) for n in ("second", name))
     assert first == second
     evaluations = lines(trained.folder / name / "evaluation_metrics.jsonl")
-    assert [(line["num_samples"], line["num_failed"]) for line in evaluations] == [(32, 0)] * 2
+    last = rows[-1]["iteration"] + 1
+    assert sorted(line["batch"] for line in evaluations) == [0, last]  # a line of each that was due
+    done = [line for line in evaluations if "skipped" not in line]
+    assert {(line["num_samples"], line["num_failed"]) for line in done} == {(32, 0)}
+    assert done[-1]["batch"] == last
 
 
 def samples_by_key(samples):
@@ -240,6 +246,20 @@ def test_the_recorded_lag_is_the_one_that_was_forced(case, trained, papers):
         ((version, start, stop),) = sample["weights_versions"]
         assert WeightsVersion.parse(version).batches == max(0, sample["batch"] - lag)
         assert (start, stop) == (0, sample["num_output_tokens"])
+
+
+@pytest.mark.slow  # in every run: test_resumed_loop.py, by processes that have imported all
+def test_an_asynchronous_run_is_replayed_to_the_bit(trained):
+    """Several ranks, from the first batch on; the old policy of each batch is computed again."""
+    command = [sys.executable, "-m", "async_grpo.cli.main", "replay"]
+    finished = subprocess.run(
+        [*command, str(trained.folder / "decoupled")],
+        env=environment(), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    first, *_, last = finished.stdout.splitlines()
+    assert first.endswith(f"on {NUM_RANKS} ranks")
+    assert last.startswith("equal: batches 0 to 3")
 
 
 def test_a_learning_rate_of_0_keeps_every_bit(trained):

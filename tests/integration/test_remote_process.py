@@ -1,0 +1,96 @@
+"""A command on another node of a cluster: its end is seen, and it ends with who started it."""
+
+import os
+import sys
+import time
+
+import pytest
+from local_ray import local_ray
+
+from async_grpo import cluster
+from async_grpo.cli.remote_process import RemoteProcess
+
+pytestmark = pytest.mark.integration
+WAITS = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a dispatcher has one, too
+open("started", "w").write(str(os.getpid()))
+print(os.environ["GIVEN"], os.getcwd(), flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("error: interrupted", flush=True)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def connected():
+    with local_ray(num_cpus=1) as ray:
+        yield ray
+
+
+@pytest.fixture
+def command(connected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [here] = cluster.nodes_with_room()
+    assert here.free["CPU"] == 1.0
+
+    def start(text):
+        (tmp_path / "command.py").write_text(text)
+        return RemoteProcess(
+            "it", ["command.py"], node_id=here.node_id, log=tmp_path / "logs" / "it.log",
+            environment={"GIVEN": "given"},
+        )  # fmt: skip
+
+    return start
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def pid_in(folder):
+    file = folder / "started"
+    wait_for(lambda: file.exists() and file.read_text())
+    return int(file.read_text())
+
+
+def test_it_works_in_our_folder_and_ends_with_the_block(command, tmp_path):
+    with command(WAITS) as process:
+        pid = pid_in(tmp_path)
+        assert not process.has_ended
+    wait_for(lambda: not is_alive(pid))
+    said = (tmp_path / "logs" / "it.log").read_text()
+    assert said.split() == ["given", str(tmp_path), "error:", "interrupted"]
+
+
+def test_one_that_ends_by_itself_says_why(command):
+    with command("print('error: no luck')\nraise SystemExit(1)") as process:
+        wait_for(lambda: process.has_ended)
+        assert "no luck (all of it in " in process.last_words
+
+
+def test_it_does_not_outlive_its_host(command, connected, tmp_path):
+    with command(WAITS.replace("time.sleep(600)", "sys.stdin.read()")) as process:
+        pid = pid_in(tmp_path)
+        connected.kill(process._host)
+        wait_for(lambda: not is_alive(pid))
+        assert process.has_ended
+
+
+def test_python_is_that_of_the_node(command):
+    with command("import sys; print('error:', sys.executable); sys.exit(1)") as process:
+        wait_for(lambda: process.has_ended)
+        assert sys.executable in process.last_words
