@@ -238,14 +238,22 @@ class Checkpoints:
 
 
 def in_background(work: Callable[[], T], *, name: str) -> Future[T]:
-    """The future result of `work`; a thread that hangs holds up nobody's end."""
+    """The future result of `work`, told once all that `work` held is given up.
+
+    A thread that hangs holds up nobody's end.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:
+        nonlocal work
         try:
-            outcome.set_result(work())
+            result = work()
         except BaseException as error:  # the thread's boundary: whoever waits is told
             outcome.set_exception(error)
+        else:
+            # A daemon that frees tensors while the interpreter ends would abort the process.
+            del work
+            outcome.set_result(result)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return outcome

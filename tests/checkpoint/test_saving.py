@@ -1,5 +1,7 @@
 """A save from the end of a batch to what a resume reads, in one process with a group of its own."""
 
+import weakref
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from oracle import sent
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_grpo.checkpoint.resume import Start, find_start
-from async_grpo.checkpoint.saving import Checkpoints
+from async_grpo.checkpoint.saving import Checkpoints, in_background
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.training.fsdp import shard
 from async_grpo.training.learner import Learner
@@ -63,3 +65,23 @@ def test_what_a_batch_leaves_is_what_a_resume_begins_with(tmp_path, ranks, of_ra
     assert again.step.clocks == learner.step.clocks
     pairs = zip(again.policy.parameters(), learner.policy.parameters(), strict=True)
     assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+
+
+def test_the_end_of_a_save_is_told_once_its_tensors_are_given_up():
+    """A thread that still frees them while the interpreter ends aborts the process."""
+    begin, told = Event(), []
+
+    def save(tensors):
+        def work():
+            begin.wait(10)
+            return len(tensors)
+
+        return in_background(work, name="save")
+
+    tensors = torch.ones(3)
+    saved = save(tensors)
+    weakref.finalize(tensors, lambda: told.append(saved.done()))
+    del tensors
+    begin.set()
+    assert saved.result(10) == 3
+    assert told == [False]
