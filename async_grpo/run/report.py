@@ -40,8 +40,8 @@ from async_grpo.telemetry.trackers import Trackers
 from async_grpo.training.held_out import HeldOutLoss
 from async_grpo.training.minibatch_log import LOG_FOLDER
 from async_grpo.training.ranks import Absent
-from async_grpo.training.replay import REPLAY_FOLDER
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
+from async_grpo.training.suspects import SUSPECTS_FOLDER
 from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus
 from async_grpo.weight_sync.sync_report import SyncReport
 
@@ -348,6 +348,6 @@ def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
         return
     dump = config.dump_samples_filename
     dumped = [str(path) for path in all_files((folder / dump).absolute())] if dump else []
-    folders = (CHECKPOINTS_FOLDER, REPLAY_FOLDER, LOG_FOLDER)
+    folders = (CHECKPOINTS_FOLDER, SUSPECTS_FOLDER, LOG_FOLDER)
     own = (METRICS_FILE, EVALUATIONS_FILE, ALARMS_FILE, CONTROL_FILE, BEST_FILE)
     clear(folder, files=(*own, *dumped), folders=folders)

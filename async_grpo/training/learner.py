@@ -20,9 +20,9 @@ from async_grpo.training.billing import shard_as_billed
 from async_grpo.training.fsdp import compute_dtype, local_gradients, local_shards
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.replay import Replay
 from async_grpo.training.step import GradientStep, StepResult
 from async_grpo.training.step_sums import StepLog, weights_digest
+from async_grpo.training.suspects import Suspects
 from async_grpo.training.token_dump import TokenDump
 from async_grpo.types import EndOfStep, Minibatch
 
@@ -41,7 +41,7 @@ class Learner:
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
         self.step = GradientStep(policy, config, self.algorithm, device=ranks.device)
-        self._replay = Replay(config.output_dir, rank=ranks.rank)
+        self._suspects = Suspects(config.output_dir, rank=ranks.rank)
         self._audit = Audit(self.step.collectives)
         self._tokens = TokenDump.of(config, ranks)
         self.settings: dict[str, Any] = {}  # see `set`
@@ -86,7 +86,7 @@ class Learner:
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
         )
-        self._replay.keep(minibatch, packed)
+        self._suspects.keep(minibatch, packed)
         self._audit.trained(minibatch, packed)
         if self._tokens:
             self._tokens.keep(minibatch, packed)
@@ -101,7 +101,7 @@ class Learner:
         self.step.measure(model_tflop=training_flops(self._size, packed) / 1e12)
 
     def update(self, end: EndOfStep) -> StepResult:
-        """Divide by D, once, and step; what made a step impossible is kept for replay.
+        """Divide by D, once, and step; what made a step impossible is kept in a file.
 
         Raises `AuditError` when a rank has trained other samples than it was sent.
         """
@@ -116,7 +116,7 @@ class Learner:
         )
         if self._tokens:
             self._tokens.end_step(end, terms, step=step)
-        self._replay.end_step(step, suspects=result.suspects)
+        self._suspects.end_step(step, suspects=result.suspects)
         if self.log:
             self.log.end_step(end, result, losses=losses, digest=self.digest())
         if end.is_last_of_batch:
@@ -137,7 +137,7 @@ class Learner:
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
-        self._replay.discard()
+        self._suspects.discard()
         self._audit.discard()
         if self.log:
             self.log.discard()

@@ -194,6 +194,7 @@ class Bad(TwoTurns):
         episode = policy.episode()
         (row,) = episode.rows
 """
+NONE = "none of (?:batch 1|the held-out questions) could be: "  # they are played side by side
 BAD = {
     "import no_such_module\n": r"bad.py cannot be imported: ModuleNotFoundError\(",
     "Bad = 3\n": "bad.py:Bad must be a class derived from Environment, got 3",
@@ -201,7 +202,7 @@ BAD = {
         r"bad.py:Bad cannot be made, FileNotFoundError\(.*/bad.py:\d+, def __init__"
     ),
     START + "        raise KeyError('colour')\n": (
-        r"none of batch 1 could be: environment .*bad.py:Bad of question \d raised "
+        NONE + r"environment .*bad.py:Bad of question \d raised "
         r"KeyError\('colour'\) at .*bad.py:\d+, raise KeyError"
     ),
     START
@@ -218,9 +219,7 @@ BAD = {
     START + "        return await services.ask_judge('strict', [])\n": (
         "judge 'strict' must be one of --judges '': name it there"
     ),
-    START + "        import sys; sys.exit(3)\n": (
-        r"none of batch 1 could be: .*end of its process: SystemExit\(3\)"
-    ),
+    START + "        import sys; sys.exit(3)\n": (NONE + r".*end of its process: SystemExit\(3\)"),
 }
 
 

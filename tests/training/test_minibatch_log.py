@@ -10,7 +10,7 @@ from full_disk import no_file_beyond
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import make_config, make_row, sample_of_rows
-from test_replay import facts, samples
+from test_suspects import facts, samples
 
 from async_grpo.errors import DataError
 from async_grpo.model.collate import collate

@@ -13,8 +13,8 @@ from oracle import make_row, sample_of_rows, sent
 
 from async_grpo.errors import DataError
 from async_grpo.model.collate import collate
-from async_grpo.training.replay import MAX_FILES, Replay, load_minibatches, save_minibatches
 from async_grpo.training.step import NON_FINITE
+from async_grpo.training.suspects import MAX_FILES, Suspects, load_minibatches, save_minibatches
 from async_grpo.types import EndOfStep, Minibatch
 
 TOKENS = st.lists(st.integers(0, 63), min_size=1, max_size=6)
@@ -67,7 +67,7 @@ def facts(packed):
 @settings(max_examples=50, deadline=None)
 @given(kept=st.lists(packed_minibatches(), min_size=1, max_size=3))
 def test_a_file_gives_back_what_the_loss_reads(kept, tmp_path_factory):
-    path = tmp_path_factory.mktemp("replay") / "kept.npz"
+    path = tmp_path_factory.mktemp("suspects") / "kept.npz"
     save_minibatches(path, kept)
     loaded = load_minibatches(path)
     assert [facts(packed) for packed in loaded] == [facts(packed) for _, packed in kept]
@@ -122,9 +122,9 @@ def test_states_and_logits_of_teachers_stay_behind(name, tmp_path):
     ]
     minibatch = replace(minibatch, samples=tuple(samples))
     whole = collate(minibatch.samples, aggregation="sample-mean", share_prompts=False)
-    replay = Replay(tmp_path, rank=0)
-    replay.keep(minibatch, whole)
-    ((kept, packed_of_it),) = replay._kept
+    suspects = Suspects(tmp_path, rank=0)
+    suspects.keep(minibatch, whole)
+    ((kept, packed_of_it),) = suspects._kept
     assert set(packed_of_it.scores) == set(whole.scores) - {name}
     assert name in whole.scores  # which is trained yet
     assert [sample.scores for sample in kept.samples] == [{}] * len(samples)
@@ -135,37 +135,37 @@ def test_states_and_logits_of_teachers_stay_behind(name, tmp_path):
 
 
 def test_only_the_suspects_of_the_step_are_kept(tmp_path):
-    replay = Replay(str(tmp_path), rank=0)
+    suspects = Suspects(str(tmp_path), rank=0)
     good, filler, bad = make_minibatches()
     for minibatch in (good, bad):
-        replay.keep(minibatch, packed(minibatch))
-    assert replay.end_step(1, suspects=()) is None
+        suspects.keep(minibatch, packed(minibatch))
+    assert suspects.end_step(1, suspects=()) is None
     for minibatch in (good, filler, bad):
-        replay.keep(minibatch, packed(minibatch))
-    path = replay.end_step(2, suspects=(1, 2))
+        suspects.keep(minibatch, packed(minibatch))
+    path = suspects.end_step(2, suspects=(1, 2))
     assert [kept.num_samples for kept in load_minibatches(path)] == [1]
-    replay.keep(filler, packed(filler))
-    assert replay.end_step(3, suspects=(0,)) is None
+    suspects.keep(filler, packed(filler))
+    assert suspects.end_step(3, suspects=(0,)) is None
     assert list((tmp_path / "non_finite").iterdir()) == [path]
 
 
 def test_a_rank_keeps_a_bounded_number_of_files(tmp_path):
-    replays = [Replay(str(tmp_path), rank=rank) for rank in (1, 11)]
+    of_ranks = [Suspects(str(tmp_path), rank=rank) for rank in (1, 11)]
     bad = make_minibatches()[2]
     for step in range(MAX_FILES + 3):
-        for replay in replays:
-            replay.keep(bad, packed(bad))
-            replay.end_step(step, suspects=(0,))
+        for suspects in of_ranks:
+            suspects.keep(bad, packed(bad))
+            suspects.end_step(step, suspects=(0,))
     names = {path.name for path in (tmp_path / "non_finite").iterdir()}
     assert names == {f"step_{n}_rank_{rank}.npz" for n in range(MAX_FILES) for rank in (1, 11)}
 
 
 def test_a_disk_that_refuses_costs_the_file_only(tmp_path, caplog):
     (tmp_path / "non_finite").write_text("in the way")
-    replay = Replay(str(tmp_path), rank=0)
+    suspects = Suspects(str(tmp_path), rank=0)
     bad = make_minibatches()[2]
-    replay.keep(bad, packed(bad))
-    assert replay.end_step(1, suspects=(0,)) is None
+    suspects.keep(bad, packed(bad))
+    assert suspects.end_step(1, suspects=(0,)) is None
     assert "step 1 could not be kept" in caplog.text
 
 

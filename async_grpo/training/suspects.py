@@ -28,7 +28,7 @@ from async_grpo.files import replacing
 from async_grpo.types import Minibatch, PackedMinibatch
 
 logger = logging.getLogger(__name__)
-REPLAY_FOLDER = "non_finite"
+SUSPECTS_FOLDER = "non_finite"
 MAX_FILES = 8  # a rank; the first ones tell the most
 FORMAT = 3
 SCORES = "scores."  # and a name
@@ -39,11 +39,11 @@ TOO_LARGE = ("teacher.hidden", "teacher.logits")
 Arrays = dict[str, NDArray[Any]]
 
 
-class Replay:
+class Suspects:
     """Holds one rank's minibatches of the current step, and writes the suspects of a bad one."""
 
     def __init__(self, output_dir: str, *, rank: int) -> None:
-        self._folder = Path(output_dir) / REPLAY_FOLDER
+        self._folder = Path(output_dir) / SUSPECTS_FOLDER
         self._rank = rank
         self._kept: list[tuple[Minibatch, PackedMinibatch]] = []
 
