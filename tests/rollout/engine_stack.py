@@ -1,6 +1,7 @@
 """A real engine beside the models whose weights it serves, and ways to compare the two."""
 
 import asyncio
+import copy
 
 import numpy as np
 import torch
@@ -66,10 +67,11 @@ class Stack:
         return self.run(self.engine.generate(make_request(**options)))
 
     def error_of(self, completion, version, *, prompt=LONG_PROMPT, start=0, stop=None):
-        """Largest |engine - transformers| over output tokens [start, stop)."""
+        """Largest |engine - transformers in float64| over output tokens [start, stop)."""
         ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))
+        model = copy.deepcopy(self.models[version]).double()
         with torch.no_grad():
-            logits = self.models[version](ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+            logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
         expected = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0].numpy()
         return np.abs(expected - completion.logprobs)[start:stop].max()
 
