@@ -153,6 +153,7 @@ class WorkerRegistry:
             heartbeat.cancel()
             raise
         self._members[worker_id] = Member(info, handle, heartbeat)
+        self._holds.joined(worker_id, version, self._balancer.serving(None))
         heartbeat.add_done_callback(partial(self._heart_stopped, worker_id))
         self.history.note("registered", worker_id)
         logger.info("%s registered with capacity %g", who, info.capacity)
@@ -215,7 +216,7 @@ class WorkerRegistry:
 
         At the end it gets the latest weights.
         """
-        hold = self._holds.begin(self._balancer.serving(version))
+        hold = self._holds.begin(version, self._balancer.serving(version))
         try:
             yield hold
         finally:

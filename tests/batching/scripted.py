@@ -109,7 +109,7 @@ class Registry:
 
     @contextlib.contextmanager
     def held(self, version):
-        yield Hold("w0" if len(self.workers) > 1 else "")
+        yield Hold(version, "w0" if len(self.workers) > 1 else "")
 
     def room(self, hold):
         return 64.0

@@ -70,6 +70,34 @@ def test_leases_of_a_hold_are_on_its_worker_alone_and_let_others_pass():
     run(scenario())
 
 
+def test_an_evaluation_that_shares_the_only_worker_takes_one_that_comes_with_its_weights():
+    async def scenario():
+        scene = await scene_of("a")
+        with scene.registry.held(V0) as hold:
+            shared = await scene.lease(hold=hold)
+            await scene.join("b")
+            assert hold.worker_id == "b"
+            assert (await scene.lease(hold=hold)).worker_id == "b"
+            await scene.publish(V1)
+            assert versions(scene) == {"a": V1, "b": V0}
+            assert shared.worker_id == "a" and shared.is_valid
+
+    run(scenario())
+
+
+def test_who_comes_with_newer_weights_than_are_evaluated_trains():
+    async def scenario():
+        scene = await scene_of("a")
+        with scene.registry.held(V0) as hold:
+            await scene.publish(V1)
+            await scene.join("b")
+            assert hold.worker_id == ""
+            await scene.publish(V2)
+            assert versions(scene) == {"a": V2, "b": V2}
+
+    run(scenario())
+
+
 def test_the_only_worker_is_never_held_and_an_evaluation_shares_it():
     async def scenario():
         scene = await scene_of("a")

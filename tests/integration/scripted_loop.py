@@ -192,9 +192,17 @@ class Killer:
         if moment in self._kills:
             self._kills.remove(moment)
             time.sleep(after_s)
-            controller = cluster.find_actor(cluster.CONTROLLER)
-            call = controller.__ray_call__.remote(lambda _: os.getpid())
-            os.kill(ray.get(call, timeout=TIMEOUT_S), signal.SIGKILL)
+            os.kill(_controller_pid(), signal.SIGKILL)
+
+
+def _controller_pid():
+    """Once it is there: items that ranks have may outlast the restart after the kill before."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while (controller := cluster.find_actor(cluster.CONTROLLER)) is None:
+        assert time.monotonic() < deadline, "no controller has come"
+        time.sleep(0.1)
+    call = controller.__ray_call__.remote(lambda _: os.getpid())
+    return ray.get(call, timeout=TIMEOUT_S)
 
 
 def withholding(number):

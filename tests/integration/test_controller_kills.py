@@ -71,7 +71,11 @@ KILLED = [
     for moment in MOMENTS
     for victim in ("controller", "rank-0")
 ]
-CHANGED = ("batcher_restarts", "fate_discarded", "discarded_restart")
+CHANGED = (
+    "batcher_restarts",
+    *("fate_discarded", "discarded_restart"),
+    *("token_fate_discarded", "token_fate_discarded_restart"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -3,26 +3,25 @@
 import json
 
 import pytest
-from commands import Command
-from loops import read_lines
+from commands import Command, dispatcher
+from loops import read_lines, wait_until_registered
 from private_cluster import environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 MODEL = "sample-data/tiny-countdown"
+NAMESPACE = "evaluated"
 TIMEOUT_S = 500
 BATCHES, BATCH, GROUP = 3, 4, 4
+WORKERS = (
+    *("--namespace", NAMESPACE, "--num-workers", 2, "--max-model-len", 128, "--max-num-seqs", 32),
+    *("--reward-fns", "countdown"),
+)
 FILE = """
 [launch]
-num_cpus = 8
-
-[[worker]]
-model_path = "{model}"
-num_workers = 2
-max_model_len = 128
-max_num_seqs = 32
-reward_fns = "countdown"
+ray_address = "{address}"
 
 [train]
+namespace = "{namespace}"
 model_name_or_path = "{model}"
 data_path = "{folder}/questions.jsonl"
 eval_data_path = "{folder}/held_out.jsonl"
@@ -68,13 +67,19 @@ def write(path, numbers):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(ray_cluster, tmp_path_factory):
+    """Of a run that begins with both engines: with the first alone it would share that one."""
     folder = tmp_path_factory.mktemp("evaluated")
     write(folder / "questions.jsonl", [(a, b, 1) for a in range(2, 8) for b in range(2, 8)])
     write(folder / "held_out.jsonl", [(a, 9, c) for a in range(3, 9) for c in (2, 4)])
-    text = FILE.format(model=MODEL, folder=folder, batches=BATCHES, batch=BATCH, group=GROUP)
+    text = FILE.format(
+        address=ray_cluster, namespace=NAMESPACE, model=MODEL, folder=folder,
+        batches=BATCHES, batch=BATCH, group=GROUP,
+    )  # fmt: skip
     (folder / "run.toml").write_text(text)
-    done("launch", folder / "run.toml")
+    with dispatcher(ray_cluster, MODEL, *WORKERS, env=environment()) as workers:
+        wait_until_registered(workers, 2)
+        done("launch", folder / "run.toml")
     return folder
 
 
