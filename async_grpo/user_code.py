@@ -6,6 +6,7 @@ whatever machine; a module must be installed there with the same text.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -57,6 +58,26 @@ class UserCode:
     def place(self) -> str:
         """The file or the module."""
         return self.name.rpartition(":")[0]
+
+    def check_defined(self) -> None:
+        """Raise `ConfigError` for a text that Python cannot read, or that defines no such name.
+
+        It is not run: what a star import brings, or a text does to its own globals, may be it.
+        """
+        try:
+            nodes = list(ast.walk(ast.parse(self.text, self.place)))
+        except SyntaxError as error:
+            raise ConfigError(f"{self.place} cannot be imported: {error!r}: correct it") from None
+        bound = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        bound |= {node.id for node in nodes if isinstance(node, ast.Name)}
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        if not bound & {self.name.rpartition(":")[2], "*", "globals", "setattr", "__getattr__"}:
+            raise ConfigError(
+                f"{self.name} must be a class that its file defines, and there is none of that "
+                "name: correct the file or the name"
+            )
 
     def load(self, base: type[T]) -> type[T]:
         """Run it, and return the class; raises `ConfigError` unless it derives from `base`."""

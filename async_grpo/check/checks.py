@@ -6,6 +6,7 @@ A rule that a run enforces when it starts is not written again here: it is calle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from functools import partial
 
 from async_grpo.algorithms.find import find_algorithm
@@ -19,7 +20,8 @@ from async_grpo.check.arithmetic import (
 )
 from async_grpo.check.facts import DataRead, Facts, Setup, tried
 from async_grpo.check.finding import Finding, refused
-from async_grpo.check.workers import as_registered, room_in
+from async_grpo.check.trial import TRIAL_S
+from async_grpo.check.workers import as_registered, check_engine, room_in
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import check_environments
@@ -29,6 +31,7 @@ from async_grpo.run.data import check_routes, few_lines
 from async_grpo.run.first_checks import check_output
 from async_grpo.run.recruitment import Demand, check_roles, check_worker
 from async_grpo.run.reward_trial import refuse_or_describe
+from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.weight_sync.routes import store_complaint
 
@@ -145,6 +148,7 @@ def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The models of the workers, and whether they could serve this run."""
     for config, model in zip(setup.workers, facts.worker_models, strict=True):
         who = f"the {config.role} worker"
+        yield from _of("worker", partial(check_engine, config, model, facts.engine_options))
         if isinstance(model, AsyncGrpoError):
             if model is not facts.model:  # which is told of once
                 yield from refused("worker", model)
@@ -174,6 +178,15 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
         return
     for trial in facts.trials:
         verdict, question = trial.verdict, trial.question
+        if verdict is None:
+            yield Finding(
+                "warning",
+                "reward",
+                f"{trial.worker.reward_fns} had not graded the first line after {TRIAL_S:g} s: a "
+                "run refuses a reward that takes longer than --verifier-timeout-s "
+                f"{trial.worker.verifier_timeout_s:g}",
+            )
+            continue
         if verdict.status == "error":
             said = tried(partial(refuse_or_describe, verdict, question, setup.train))
             if isinstance(said, AsyncGrpoError):
@@ -245,6 +258,15 @@ def check_start(_: Setup, facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "start", facts.start)
 
 
+def check_plot(setup: Setup, _: Facts) -> Iterator[Finding]:
+    """Metrics that are drawn once the run is over; an algorithm may have some of its own."""
+    for name in setup.plot_variables:
+        near = get_close_matches(name.partition("/")[0], METRIC_BY_NAME, n=1, cutoff=0.8)
+        if axis_label(name) == name and near:
+            text = f"[plot] variable {name} is no metric of every run, the nearest is {near[0]}"
+            yield Finding("warning", "plot", f"{text}: correct it, or nothing will be drawn")
+
+
 def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
     """The installed packages, and what we rely on in them."""
     for sentence in facts.unfit:
@@ -256,7 +278,8 @@ def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     check_folders, check_code, check_start, check_model, check_data, check_teachers, check_batch,
-    check_rewards, check_workers, check_devices, check_places, check_room, check_packages,
+    check_rewards, check_workers, check_devices, check_places, check_room, check_plot,
+    check_packages,
 )  # fmt: skip
 
 

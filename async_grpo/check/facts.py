@@ -19,7 +19,11 @@ from numpy.typing import NDArray
 
 from async_grpo import head
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.check.interfaces import broken_interfaces, unfit_packages
+from async_grpo.check.interfaces import (
+    broken_interfaces,
+    engine_option_names,
+    unfit_packages,
+)
 from async_grpo.check.trial import Trial, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.config.source import DataSource
@@ -54,6 +58,7 @@ class Setup:
     starts_head: bool = False  # or runs on a cluster that is there, if on any
     ray_address: str = ""  # empty: the trainer's
     file: str = ""
+    plot_variables: tuple[str, ...] = ()  # that are drawn at the end
 
     @property
     def learns_from_pairs(self) -> bool:
@@ -105,6 +110,7 @@ class Facts:
     shared_bytes: int = 1 << 60  # free in /dev/shm
     memory_bytes: int = 1 << 60
     unfit: tuple[str, ...] = ()  # packages and their interfaces
+    engine_options: frozenset[str] = frozenset()  # that vLLM has; empty: nobody knows
 
 
 def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
@@ -133,6 +139,7 @@ def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
         start=tried(lambda: _start(config)),
         worker_models=tuple(_worker_model(setup, each, model) for each in setup.workers),
         unfit=(*unfit_packages(), *broken_interfaces()),
+        engine_options=engine_option_names(),
     )
 
 

@@ -72,6 +72,19 @@ def broken_interfaces() -> tuple[str, ...]:
 
 
 @functools.cache
+def engine_option_names() -> frozenset[str]:
+    """Fields of the arguments of vLLM's engine; empty where vLLM is not installed."""
+    return frozenset(
+        field.target.id
+        for file in _sources("vllm", "vllm/engine/arg_utils.py")
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+@functools.cache
 def unfit_packages() -> tuple[str, ...]:
     """A sentence for each package that this one asks for, and that is missing or another."""
     return tuple(_unfit(metadata.requires(OURS) or ()))
@@ -79,10 +92,16 @@ def unfit_packages() -> tuple[str, ...]:
 
 def _broken(relied_on: Mapping[tuple[str, str, str], Sequence[str]]) -> Iterator[str]:
     for (package, file, name), used in relied_on.items():
-        spec = importlib.util.find_spec(package)
-        for folder in spec.submodule_search_locations or () if spec else ():
-            if missing := _missing(Path(folder).parent / file, name, used):
+        for source in _sources(package, file):
+            if missing := _missing(source, name, used):
                 yield f"{package} must have {missing} in {file}, the installed one has none"
+
+
+def _sources(package: str, file: str) -> Iterator[Path]:
+    """Where an installed package has that file; none where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        yield Path(folder).parent / file
 
 
 def _unfit(requirements: Iterable[str]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,16 @@ from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.sources import verifier_config
 
+TRIAL_S = 4.0  # of all rewards of a dispatcher on one line, beyond which the rest is the run's
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one reward said of the expected answer of a question."""
+    """What one reward of a dispatcher said of the expected answer of a question."""
 
+    worker: WorkerConfig
     question: Question
-    verdict: Verdict
+    verdict: Verdict | None  # None: none came within `TRIAL_S`
 
 
 def try_here(
@@ -50,19 +54,22 @@ async def _try(
     found = verifier_config(worker)
     sandbox = Sandbox(found, num_processes=os.cpu_count() or 1)
     try:
-        async with asyncio.timeout(found.start_timeout_s + found.wall_s):
+        async with asyncio.timeout(found.start_timeout_s):
             await sandbox.start()
-            trials = []
-            for question in questions:
-                request = request_of(question, config)
-                sample = adapter_sample(request.outputs[0])
-                verdicts = await sandbox.grade_with_each(sample, request.rewards)
-                trials += [Trial(question, verdict) for verdict in verdicts]
-            return trials
+        trials = []
+        for question in questions:
+            request = request_of(question, config)
+            sample = adapter_sample(request.outputs[0])
+            verdicts: Sequence[Verdict | None] = (None,)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TRIAL_S):
+                    verdicts = await sandbox.grade_with_each(sample, request.rewards)
+            trials += [Trial(worker, question, verdict) for verdict in verdicts]
+        return trials
     except TimeoutError:
         raise ConfigError(
-            f"--reward-fns {worker.reward_fns} must grade a line within {found.time_limit}, but "
-            "did not: raise the limit, or have the rewards do less"
+            f"--reward-fns {worker.reward_fns} must be imported within {found.start_timeout_s:g} "
+            "s, but were not: have their file do less when it is imported"
         ) from None
     finally:
         await sandbox.close()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from async_grpo.check.facts import Setup
+from collections.abc import Collection
+
+from async_grpo.check.facts import Known, Setup
 from async_grpo.check.finding import Finding
+from async_grpo.config.engine_options import check_known
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import ConfigError
 from async_grpo.head import ClusterResources
 from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import GENERATION, JUDGE, VERIFIER
@@ -31,6 +35,22 @@ def as_registered(config: WorkerConfig, model: ModelFacts) -> WorkerInfo:
         temperature=config.temperature or None,
         devices=("its own",),
     )
+
+
+def check_engine(
+    config: WorkerConfig, model: Known[ModelFacts] | None, option_names: Collection[str]
+) -> None:
+    """Raise `ConfigError` for what vLLM would refuse once it has been started."""
+    if config.mode not in (GENERATION, JUDGE):
+        return
+    if option_names:
+        check_known(config.engine_options, option_names)
+    heads, devices = model.num_heads if isinstance(model, ModelFacts) else 0, config.num_devices
+    if heads % devices:
+        raise ConfigError(
+            f"--tensor-parallel-size must divide the {heads} attention heads of "
+            f"{config.model_path}, got {devices}: choose a divisor"
+        )
 
 
 def room_in(cluster: ClusterResources, setup: Setup, *, address: str) -> Finding:

@@ -16,7 +16,7 @@ from async_grpo.check.finding import Finding, refused
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_plan import devices_in, placed, placed_on
-from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
+from async_grpo.cli.local_run import LocalRun, options_of_run, read_run, variables_of
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.train import QUIET
 from async_grpo.devices.checks import usable_devices
@@ -85,6 +85,7 @@ def findings_of(
         starts_head=run.starts_head,
         ray_address=run.ray_address,
         file=file,
+        plot_variables=variables_of(run.plot),
     )
     facts = gather(setup, tries_rewards=tries_rewards)
     found = tried(

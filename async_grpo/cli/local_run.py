@@ -26,6 +26,7 @@ from async_grpo.config.data_files import split_text
 from async_grpo.config.presets import preset_options
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import ConfigError
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
 RUN_OPTIONS = ("config", "train_options", "prepare", "num_cpus", "ray_address")  # of `launch`
@@ -96,6 +97,16 @@ class LocalRun:
         }
 
 
+def variables_of(plot: Values) -> tuple[str, ...]:
+    """What its table has drawn.
+
+    >>> variables_of({"variable": "kl"}), variables_of({"variable": ["kl", "entropy"]})
+    (('kl',), ('kl', 'entropy'))
+    """
+    named = plot.get("variable", ())
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
 def options_of_run(launch_options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the command that say what the run is; others say what to do with it."""
     return {name: launch_options[name] for name in RUN_OPTIONS}
@@ -130,6 +141,7 @@ def read_run(
     trained = config_of(context)
     [picture] = tables.get("plot", [{}])
     values_of(picture, command=plot, where=f"{config}: [plot]")
+    _check_cluster(trained.ray_address, of_workers=ray_address if workers else None)
     own = {"paths": [trained.output_dir], "output": f"{trained.output_dir}/reward.svg"}
     return LocalRun(
         prepare=tuple(commands_in(prepare)),
@@ -140,6 +152,16 @@ def read_run(
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each in workers)),
         ray_address=ray_address,
     )
+
+
+def _check_cluster(of_trainer: str, *, of_workers: str | None) -> None:
+    """Raise `ConfigError` where the file's workers, if any, would start elsewhere."""
+    if of_workers is not None and of_trainer not in ("auto", of_workers):
+        where = f"on {of_workers}" if of_workers else "on a cluster of their own"
+        raise ConfigError(
+            f"--ray-address of the trainer must be auto where workers start {where}, got "
+            f"{of_trainer!r}: put the address under [launch], or leave it out"
+        )
 
 
 def commands_in(text: str) -> Iterator[tuple[str, ...]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 
 from async_grpo.config.option import flag
@@ -70,3 +71,20 @@ def parse_engine_options(text: str) -> Mapping[str, str]:
                 raise ConfigError(f"--engine-option {key} is refused, got {line!r}: {why}")
         options[key] = value.strip()
     return options
+
+
+def check_known(options: Mapping[str, str], known: Collection[str]) -> None:
+    """Raise `ConfigError` for an option that is none of vLLM's, whose names are `known`.
+
+    >>> check_known({"kv_cache_dtyp": "fp8"}, ["block_size", "kv_cache_dtype"])
+    Traceback (most recent call last):
+    async_grpo.errors.ConfigError: --engine-option kv_cache_dtyp is no option of vLLM, got \
+kv_cache_dtyp=fp8: the nearest is kv_cache_dtype
+    """
+    for name, text in options.items():
+        if name not in known:
+            [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"--engine-option {name} is no option of vLLM, got {name}={text}: the nearest is "
+                f"{nearest}"
+            )

@@ -114,6 +114,10 @@ def _check_ratio(config: TrainConfig) -> None:
             f"(they are {config.aggregation} and {config.policy_loss})",
             "GSPO is defined for one clipped ratio a sample: change the one or the other",
         )
+    if config.clip_low > 1:
+        raise config.refusal(
+            "clip_low", "must be at most 1, which is no bound below", "0.2 is usual"
+        )
     if 0 < config.dual_clip <= 1:
         raise config.refusal("dual_clip", "must be 0 (off) or above 1", "3 is usual")
     if config.dual_clip and config.policy_loss != "clip":

@@ -46,7 +46,9 @@ def users_environment(name: str, *, option: str = "--environment") -> UserCode |
 def check_environments(names: Iterable[str]) -> None:
     """Raise `ConfigError` for one that cannot be had."""
     for name in sorted(names):
-        users_environment(name)
+        code = users_environment(name)
+        if code and not _prefix(name):
+            code.check_defined()
 
 
 def grades_itself(name: str) -> bool:

@@ -37,6 +37,7 @@ class ModelFacts:
     max_positions: int  # longest prompt + output, in tokens, of which engine and trainer agree
     stop_token_ids: tuple[int, ...]  # sorted; from tokenizer, config and generation config
     tokenizer_hash: str  # of what it encodes: `encoding_hash`
+    num_heads: int = 0  # of attention; 0: its config does not say
 
 
 def check_model_folder(path: str) -> ModelFacts:
@@ -58,6 +59,7 @@ def check_model_folder(path: str) -> ModelFacts:
         max_positions=_max_positions(config, path),
         stop_token_ids=_stop_token_ids(folder, config, tokenizer, vocab_size),
         tokenizer_hash=encoding_hash(tokenizer),
+        num_heads=getattr(config, "num_attention_heads", 0),
     )
 
 

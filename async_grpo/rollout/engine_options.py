@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from argparse import ArgumentError
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,6 +9,7 @@ from dataclasses import fields
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from async_grpo.config.engine_options import check_known
 from async_grpo.errors import ConfigError
 
 
@@ -20,15 +20,9 @@ def set_engine_options(args: AsyncEngineArgs, options: Mapping[str, str]) -> Non
     """
     if not options:
         return
-    known = {field.name for field in fields(args)}
+    check_known(options, {field.name for field in fields(args)})
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
     for name, text in options.items():
-        if name not in known:
-            [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"--engine-option {name} is no option of vLLM, got {name}={text}: the nearest is "
-                f"{nearest}"
-            )
         word = name.replace("_", "-")
         typed = {"true": f"--{word}", "false": f"--no-{word}"}.get(text.lower(), "")
         if f"--{word}" not in parser._option_string_actions:

