@@ -177,6 +177,7 @@ def test_torchrun_ends_with_the_one_sentence(tiny_model, questions, tmp_path):
         assert command.family() == set()
 
 
+@pytest.mark.slow  # a cluster of its own, 50 s; tests/test_ray_token.py has the sentences
 def test_a_cluster_takes_its_own_token_only(tiny_model, questions, tmp_path):
     home, stranger = (home_with(tmp_path / name, token=name * 32) for name in ("ours", "other"))
     cluster = PrivateCluster(env=environment(HOME=home, RAY_AUTH_MODE="token"))
