@@ -5,9 +5,9 @@ import os
 FULL = os.environ.get("PROOFS") == "full"
 
 
-def histories(small: int) -> int:
-    """Random histories that a property is tried on."""
-    return 10_000 if FULL else small
+def histories(small: int, *, full: int = 10_000) -> int:
+    """Random histories that a property is tried on; fewer in full where each trains a model."""
+    return full if FULL else small
 
 
 def updates(small: int) -> int:

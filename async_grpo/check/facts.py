@@ -123,7 +123,7 @@ def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
     found: dict[str, Any] = {"folder": folder, "model": model, **_machine(Path(config.output_dir))}
     reads: Known[tuple[DataRead, ...]] = ()
     if isinstance(model, ModelFacts):
-        reads = tried(lambda: tuple(_data(setup, model)))
+        reads = tried(lambda: tuple(read_data(setup, model)))
         found |= {"size": weights_size(model.path), "data": reads, **_prompt(model, reads)}
     if tries_rewards and isinstance(reads, tuple):
         questions = _questions(config, reads)
@@ -174,7 +174,8 @@ def _worker_model(
     return folder
 
 
-def _data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
+def read_data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
+    """Every source of the run's data, as much of it as can be read in `DATA_S`."""
     deadline = time.monotonic() + DATA_S
     config = replace(setup.train, model_name_or_path=model.path)
     for part in parts_of(config, model):

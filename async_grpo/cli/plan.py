@@ -8,6 +8,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,7 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
-from async_grpo.errors import ConfigError, ModelError
+from async_grpo.errors import AsyncGrpoError, ConfigError, ModelError
 from async_grpo.roles import ENVIRONMENT, VERIFIER
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ ASSUMED_LONGEST = 32_768
 @click.option("--output-tokens", type=click.FloatRange(0), default=0.0, metavar="MEAN",
               show_default="--from-run's, or assumed", help="mean output in tokens")  # fmt: skip
 @click.option("--prompt-tokens", type=click.IntRange(0), default=0, metavar="MEAN",
-              show_default="--from-run's, or 200", help="mean prompt in tokens")  # fmt: skip
+              show_default="--from-run's, or the data's",
+              help="mean prompt in tokens")  # fmt: skip
 @click.option("--shape-of", default="", metavar="MODEL",
               help="model whose sizes stand for one that is not here yet")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
@@ -84,7 +86,12 @@ def plan_of(
         runs=tuple(_earlier(name, asked, shape_of) for name in from_run), given=_tables(rates),
         file=rates,
     )  # fmt: skip
-    lengths = lengths_of(asked, known, output_tokens=output_tokens, prompt_tokens=prompt_tokens)
+    of_data = 0 if prompt_tokens or from_run else _prompt_of_data(run)
+    lengths = lengths_of(
+        asked, known, output_tokens=output_tokens, prompt_tokens=prompt_tokens or of_data
+    )
+    if of_data:
+        lengths = dataclasses.replace(lengths, source=f"{lengths.source}, prompts of the data")
     work = work_of(asked, known, lengths)
     found = search(work, asked)
     best = work(found.best.split)
@@ -124,6 +131,26 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
         fleet=fleet,
         host_bytes=_host_bytes() if not fleet.num_devices else 0,
     )
+
+
+def _prompt_of_data(run: LocalRun) -> int:
+    """Mean tokens of its questions; 0 where they or the model's tokenizer are not here."""
+    from async_grpo.check.facts import Setup, read_data, tried
+    from async_grpo.model.folder import check_model_folder
+    from async_grpo.model.hub import local_folder
+
+    train = run.train
+    folder = tried(
+        lambda: local_folder(train.model_name_or_path, revision=train.model_revision, fetch=False)
+    )
+    model = tried(lambda: check_model_folder(folder)) if isinstance(folder, str) else folder
+    if isinstance(model, AsyncGrpoError):
+        return 0
+    setup = Setup(train=train, prepare=run.prepare)
+    reads = tried(lambda: tuple(read_data(setup, model)))
+    read = () if isinstance(reads, AsyncGrpoError) else reads
+    lengths = [each for one in read if one.purpose == "train" for each in one.lengths.tolist()]
+    return round(fmean(lengths)) if lengths else 0
 
 
 def as_text(found: Plan) -> str:

@@ -45,6 +45,25 @@ def test_every_example_is_planned(file, quick):
     assert [each["max_staleness"] for each in found["staleness"]] == [0, 1, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("lines", "options", "said"),
+    [
+        (12, (), "prompts of the data; mean output 22 tokens, prompts of 20"),
+        (12, ("--prompt-tokens", 30), "mean output 22 tokens, prompts of 30"),
+        (0, (), "mean output 22 tokens, prompts of 200"),
+    ],
+    ids=["data", "given", "none yet"],
+)
+def test_prompts_are_as_long_as_those_of_the_data(lines, options, said, tmp_path, quick):
+    data = tmp_path / "questions.jsonl"
+    question = json.dumps({"input": "use 1 2 3 to make 6\n", "answer": "1+2+3=6"}) + "\n"
+    if lines:
+        data.write_text(question * lines)
+    found = content("examples/quickstart.toml", "--data-path", data, *options)
+    [lengths] = [line for line in found["assumptions"] if line.startswith("lengths: ")]
+    assert lengths.endswith(said)
+
+
 @pytest.mark.slow
 def test_ten_thousand_devices_are_planned_within_a_minute():
     began = time.process_time()

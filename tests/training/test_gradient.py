@@ -288,7 +288,7 @@ STREAMINGS = {
 }
 
 
-@settings(max_examples=histories(60), deadline=None)
+@settings(max_examples=histories(60, full=2_000), deadline=None)
 @given(config=any_config(), **STREAMINGS)
 @pytest.mark.parametrize("precision", [F64, F32], ids=["f64", "f32"])
 def test_gradient_is_the_oracle_s_for_any_streaming(precision, config, **streaming):
