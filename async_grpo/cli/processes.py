@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -27,9 +29,24 @@ class Watched(Protocol):
         """Raise `WorkerError` when it has."""
 
 
+def leash(number: signal.Signals) -> tuple[str, ...]:
+    """Words before a command that have the kernel send it `number` when this process is killed.
+
+    The kernel looks at the thread that has started it, which may end before: none but the main one
+    leashes. Without util-linux's setpriv nobody does.
+    """
+    setpriv = shutil.which("setpriv")
+    if setpriv is None or threading.current_thread() is not threading.main_thread():
+        return ()
+    return (setpriv, "--pdeathsig", number.name.removeprefix("SIG"))
+
+
 @dataclass(eq=False)
 class Process:
-    """A child with its log file; it and its descendants end with the `with` block."""
+    """A child with its log file; it and its descendants end with the `with` block.
+
+    It is asked to end, too, when this process is killed.
+    """
 
     name: str
     command: Sequence[str]
@@ -45,7 +62,7 @@ class Process:
     def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(  # it leads a session of its own
-                self.command,
+                [*leash(self.stop_signal), *self.command],
                 env=self.environment,
                 cwd=self.folder,
                 stdin=self.stdin,
