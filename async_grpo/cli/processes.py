@@ -60,9 +60,11 @@ class Process:
     stop_timeout_s: float = deadlines.CHILD_ENDED_S
 
     def __enter__(self) -> Self:
+        sees_our_end = self.stdin == subprocess.PIPE  # by itself: it is not asked twice
+        leashed = () if sees_our_end else leash(self.stop_signal)
         with self.log.open("wb") as log:
             self.child = subprocess.Popen(  # it leads a session of its own
-                [*leash(self.stop_signal), *self.command],
+                [*leashed, *self.command],
                 env=self.environment,
                 cwd=self.folder,
                 stdin=self.stdin,
