@@ -47,6 +47,14 @@ class Outcome:
         return None if None in times else max(time for time in times if time is not None)
 
 
+# What a generation dispatcher brings: a worker, and a pool that grades.
+GUEST_ROLES = ("generation", "verifier")
+GUEST_PLAYERS = (
+    *("generation worker", "engine core"),
+    *("verifier pool", "verifier container", "verifier server"),
+)
+
+
 def settled(run: LiveRun) -> None:
     """Have the run as it is meant to be, before the next fault."""
     run.revive()
@@ -97,9 +105,9 @@ def _act(fault: Fault, run: LiveRun, watch: Watch, pids: tuple[int, ...]) -> lis
     """Commit the fault; a freeze and slowness last until noticed, or for as long as they do."""
     if fault.action == "join":
         run.commands[GUEST].start()
-        watch.expects({"generation": 1}, {"generation worker": 1, "engine core": 1})
+        watch.expects(dict.fromkeys(GUEST_ROLES, 1), dict.fromkeys(GUEST_PLAYERS, 1))
     elif fault.action == "leave":
-        watch.expects({"generation": -1}, {"generation worker": -1, "engine core": -1})
+        watch.expects(dict.fromkeys(GUEST_ROLES, -1), dict.fromkeys(GUEST_PLAYERS, -1))
         send(pids, signal.SIGTERM)
     elif fault.action == "slow":
         with Slowness(pids):
