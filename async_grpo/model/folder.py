@@ -59,7 +59,7 @@ def check_model_folder(path: str) -> ModelFacts:
         max_positions=_max_positions(config, path),
         stop_token_ids=_stop_token_ids(folder, config, tokenizer, vocab_size),
         tokenizer_hash=encoding_hash(tokenizer),
-        num_heads=getattr(config, "num_attention_heads", 0),
+        num_heads=getattr(config, "num_attention_heads", None) or 0,
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.check import facts
+from async_grpo.check import facts, trial
 from async_grpo.check.facts import Setup
 from async_grpo.cli.check import check, findings_of
 from async_grpo.cli.local_run import as_toml
@@ -307,6 +307,15 @@ def test_a_broken_reward_is_told(case):
     write("own.py", "def grade(sample):\n    return float(sample['solution'])\n")
     [line] = look(worker=changes, tries_rewards=True)
     assert line.startswith("error    reward ") and said in line
+
+
+def test_a_reward_that_hangs_is_told_while_it_hangs(monkeypatch):
+    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
+    write("own.py", "import time\n\n\ndef grade(sample):\n    time.sleep(100)\n")
+    began = time.monotonic()
+    [line] = look(worker={"reward_fns": "own.py:grade"}, tries_rewards=True)
+    assert time.monotonic() - began < 30  # its limits, three times that of --verifier-timeout-s
+    assert line.startswith("warning  reward ") and "own.py:grade had not graded" in line
 
 
 def test_a_reward_of_the_data_that_no_verifier_has_is_told():
