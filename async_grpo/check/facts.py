@@ -110,16 +110,13 @@ class Facts:
     shared_bytes: int = 1 << 60  # free in /dev/shm
     memory_bytes: int = 1 << 60
     unfit: tuple[str, ...] = ()  # packages and their interfaces
-    engine_options: frozenset[str] = frozenset()  # that vLLM has; empty: nobody knows
+    engine_options: frozenset[str] = frozenset()  # vLLM's; empty: unknown, or nobody gives one
 
 
 def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
     """Look at everything, in seconds; starts verifier processes, and nothing else."""
     config = setup.train
-    folder = tried(lambda: _folder(setup))
-    model = (
-        tried(lambda: check_model_folder(folder)) if isinstance(folder, str) and folder else None
-    )
+    folder, model = read_model(setup)
     found: dict[str, Any] = {"folder": folder, "model": model, **_machine(Path(config.output_dir))}
     reads: Known[tuple[DataRead, ...]] = ()
     if isinstance(model, ModelFacts):
@@ -134,13 +131,22 @@ def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
             found["cluster"] = tried(lambda: head.resources_of(at))
     if config.gateway:
         found["gateway"] = tried(lambda: ":".join(map(str, free_address(config) or ())))
+    asks_engine = any(each.engine_options for each in setup.workers)
     return Facts(
         **found,
         start=tried(lambda: _start(config)),
         worker_models=tuple(_worker_model(setup, each, model) for each in setup.workers),
         unfit=(*unfit_packages(), *broken_interfaces()),
-        engine_options=engine_option_names(),
+        engine_options=engine_option_names() if asks_engine else frozenset(),
     )
+
+
+def read_model(setup: Setup) -> tuple[Known[str], Known[ModelFacts] | None]:
+    """The trained model's folder, empty where it is not here yet, and what that says of it."""
+    folder = tried(lambda: _folder(setup))
+    if isinstance(folder, AsyncGrpoError) or not folder:
+        return folder, None
+    return folder, tried(lambda: check_model_folder(folder))
 
 
 def tried(look: Callable[[], T]) -> Known[T]:

@@ -135,18 +135,13 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
 
 def _prompt_of_data(run: LocalRun) -> int:
     """Mean tokens of its questions; 0 where they or the model's tokenizer are not here."""
-    from async_grpo.check.facts import Setup, read_data, tried
-    from async_grpo.model.folder import check_model_folder
-    from async_grpo.model.hub import local_folder
+    from async_grpo.check.facts import Setup, read_data, read_model, tried
+    from async_grpo.model.folder import ModelFacts
 
-    train = run.train
-    folder = tried(
-        lambda: local_folder(train.model_name_or_path, revision=train.model_revision, fetch=False)
-    )
-    model = tried(lambda: check_model_folder(folder)) if isinstance(folder, str) else folder
-    if isinstance(model, AsyncGrpoError):
+    setup = Setup(train=run.train, prepare=run.prepare)
+    _, model = read_model(setup)
+    if not isinstance(model, ModelFacts):
         return 0
-    setup = Setup(train=train, prepare=run.prepare)
     reads = tried(lambda: tuple(read_data(setup, model)))
     read = () if isinstance(reads, AsyncGrpoError) else reads
     lengths = [each for one in read if one.purpose == "train" for each in one.lengths.tolist()]
