@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def shard(
     policy.compile_logprobs = compile
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": _precision(mixed_precision, torch.device(mesh.device_type)),
+        "mp_policy": (precision := _precision(mixed_precision, torch.device(mesh.device_type))),
         "offload_policy": (
             CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         ),
@@ -67,7 +68,8 @@ def shard(
         if compile:
             layer.compile(dynamic=True)  # every packed row has another length
         fully_shard(layer, reshard_after_forward=not keep_gathered, **options)
-    fully_shard(policy, **options)
+    # The root's arguments are a minibatch and head terms: what teachers said stays float32.
+    fully_shard(policy, **(options | {"mp_policy": replace(precision, cast_forward_inputs=False)}))
     _reduce_by_sum(policy)
     return policy.train()
 

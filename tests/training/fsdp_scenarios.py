@@ -251,7 +251,7 @@ def deferring_learner(rank, *, source, target):
     for index, part in enumerate(usual_rounds(rank, samples)):
         learner.accumulate(Minibatch(index, tuple(part)))
     reduced = any(parameter.grad is not None for parameter in learner.policy.parameters())
-    end = EndOfStep(0, 0, True, num_samples=6, num_tokens=0, sent=sent_in_rounds(samples))
+    end = EndOfStep(0, 0, True, num_samples=6, num_tokens=NUM_TOKENS, sent=sent_in_rounds(samples))
     return reduced, learner.update(end)
 
 
@@ -289,6 +289,42 @@ def gathered(rank, *, source, target):
     return names
 
 
+class TermSeen:
+    """A head term that keeps what it was handed of a teacher's rows; it costs nothing."""
+
+    name = "divergence"
+
+    def __init__(self):
+        self.rows = []
+
+    def value(self, logprobs, rows):
+        self.rows.append({name: values.clone() for name, values in rows.items()})
+        return logprobs.new_zeros(len(logprobs))
+
+    def gradient(self, logprobs, rows):
+        return torch.zeros_like(logprobs)
+
+
+def taught_in_bf16(rank):
+    """A teacher's scores as the batcher sent them, and as a head term sees them in bf16."""
+    _, policy, _ = make_step(mixed_precision="bf16")
+    rng = np.random.default_rng(rank)
+    samples = []
+    for ordinal in range(2):
+        made = make_sample([1, 2], [3, 4, 5], ordinal=ordinal)
+        said = rng.normal(-7, 3, (3, 4)).astype(np.float32)
+        tail = rng.normal(-7, 3, 3).astype(np.float32)
+        own = {"teacher.logprobs": said, "teacher.tail": tail}
+        samples.append(replace(made, scores=own))
+    packed, term = collate(samples, aggregation="sample-mean"), TermSeen()
+    scored = policy(packed, temperature=1.0, chunk_size=CHUNK_SIZE, terms=(term,))
+    (scored.logprobs.sum() + scored.terms["divergence"].sum()).backward()
+    return {
+        name: (sent, torch.cat([rows[name] for rows in term.rows]))
+        for name, sent in packed.scores.items()
+    }
+
+
 def world(rank, *, source, target, models):
     """Every scenario: starting processes costs more than running it."""
     f64 = torch.float64
@@ -301,6 +337,7 @@ def world(rank, *, source, target, models):
         "untied f64": one_step(rank, tied=False, dtype=f64),
         "checkpointing": one_step(rank, activation_checkpointing=True),
         "bf16": one_step(rank, mixed_precision="bf16"),
+        "taught in bf16": taught_in_bf16(rank),
         "kept": one_step(rank, keep_gathered=True),
         "kept untied f64": one_step(rank, tied=False, dtype=f64, keep_gathered=True),
         "kept checkpointing": one_step(rank, keep_gathered=True, activation_checkpointing=True),
