@@ -88,13 +88,15 @@ class Divergence(ABC):
         return torch.log_softmax(logprobs[chosen, : teacher.width] * self._scale, dim=-1)
 
     def _by_teacher(self, rows: Rows) -> Iterator[tuple[Tensor | slice, Teacher]]:
-        """(a teacher's tokens, the teacher); all tokens at once where there is no difference."""
+        """(tokens, their teacher) of teachers that have some; all at once where none differ."""
         first = self.teachers[0]
         if all(t.width == first.width and t.head is first.head for t in self.teachers):
             yield slice(None), first
             return
         for number, teacher in enumerate(self.teachers):
-            yield (rows[INDEX] == number).nonzero().squeeze(-1), teacher
+            chosen = (rows[INDEX] == number).nonzero().squeeze(-1)
+            if len(chosen):  # rows are as wide as the widest teacher that has some here
+                yield chosen, teacher
 
 
 class TopKDivergence(Divergence):

@@ -1,0 +1,84 @@
+"""Several teachers of other hidden sizes and widths, from payloads to the gradient.
+
+What a minibatch holds is what one of each teacher's samples alone would give: also where only rows
+of one of them lie in it, which are then filled up to that one's width.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from oracle import VOCAB_SIZE, make_config, make_sample, tiny_model
+
+from async_grpo.algorithms.find import find_algorithm
+from async_grpo.distillation.head_terms import Teacher
+from async_grpo.model.collate import collate
+from async_grpo.model.head import Head
+from async_grpo.model.policy import PolicyModel
+from async_grpo.training.payloads import with_payloads
+from async_grpo.types import Minibatch, Ticket
+
+NAMES = ("teacher:small", "teacher:large")
+
+
+def taught(numbers, kind, sizes, widths):
+    """A minibatch of one sample for each number of a teacher, its payloads in hand."""
+    samples, found = [], []
+    for ordinal, number in enumerate(numbers):
+        made = make_sample([1, 2], [3, 4, 5], ordinal=ordinal)
+        own = {"teacher": np.full(3, -1.0, np.float32)}
+        tickets = (Ticket((None,), NAMES[number], 0),)
+        samples.append(replace(made, scores=own, tickets=tickets))
+        columns = sizes[number] if kind == "hidden" else widths[number]
+        rng = np.random.default_rng(ordinal)
+        found.append({kind: rng.normal(size=(3, columns)).astype(np.float32)})
+    return with_payloads(Minibatch(0, tuple(samples)), found, teachers=NAMES).samples
+
+
+def gradient(policy, config, samples, *, heads, kind):
+    algorithm = find_algorithm(config)
+    algorithm.learn_from([Teacher(len(h.weight), h if kind == "hidden" else None) for h in heads])
+    policy.zero_grad()
+    packed = collate(
+        samples,
+        aggregation=config.aggregation,
+        scores=algorithm.score_columns,
+        scores_of_given=algorithm.scores_of_given,
+        dtype=torch.float64,
+    )
+    scored = policy(packed, temperature=1.0, chunk_size=4, terms=algorithm.terms)
+    algorithm.loss(scored, packed).loss.backward()
+    return torch.cat([p.grad.flatten().clone() for p in policy.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["hidden", "logits"])
+@pytest.mark.parametrize(
+    ("sizes", "widths"),
+    [
+        ((5, 9), (VOCAB_SIZE, VOCAB_SIZE)),
+        ((5, 5), (VOCAB_SIZE - 6, VOCAB_SIZE)),
+        ((9, 5), (VOCAB_SIZE, VOCAB_SIZE + 3)),
+    ],
+)
+def test_samples_of_two_teachers_give_the_sum_of_what_each_alone_gives(kind, sizes, widths):
+    config = make_config(
+        teacher_for="a=small,b=large",
+        gkd_coefficient=1.0,
+        reward_coefficient=0.0,
+        teacher_payload=kind,
+        ratio_mode="on_policy",
+    )
+    generator = torch.Generator().manual_seed(0)
+    heads = [
+        Head(torch.randn(width, size, generator=generator, dtype=torch.float64))
+        for width, size in zip(widths, sizes, strict=True)
+    ]
+    policy = PolicyModel(tiny_model(tied=True, dtype=torch.float64))
+    both = taught((0, 1), kind, sizes, widths)
+    alone = [taught((number,) * 2, kind, sizes, widths)[number:][:1] for number in (0, 1)]
+    options = {"heads": heads, "kind": kind}
+    total = gradient(policy, config, both, **options)
+    parts = [gradient(policy, config, samples, **options) for samples in alone]
+    assert all(part.norm() > 0 for part in parts)
+    torch.testing.assert_close(sum(parts), total, rtol=1e-10, atol=1e-13)
