@@ -34,24 +34,29 @@ class Audit:
     def trained(self, minibatch: Minibatch, packed: PackedMinibatch) -> None:
         """Add a minibatch, as it is packed for the model."""
         self._keys += [part.key for sample in minibatch.samples for part in sample.parts()]
-        self._num_samples += packed.num_samples
-        self._num_tokens += packed.target_ids.numel()
         self._weight += float(packed.weights.double().sum())
 
     def discard(self) -> None:
         """Forget the unfinished step."""
         self._keys: list[RowKey] = []
-        self._num_samples = 0
-        self._num_tokens = 0
         self._weight = 0.0
 
-    def end_step(self, end: EndOfStep, *, step: int) -> None:
-        """Compare all ranks' sums with what was sent, and forget them.
+    def end_step(
+        self,
+        end: EndOfStep,
+        *,
+        step: int,
+        backpropagated: tuple[int, int],
+        by_tokens: bool = False,
+    ) -> None:
+        """Compare all ranks' sums with what was sent and with D, and forget them.
 
+        `backpropagated`: (samples, tokens) as the gradient step itself has counted them.
+        `by_tokens`: D counts tokens.
         Raises `AuditError` on every rank, with the first rank that differs.
         """
         digest = digest_of(self._keys, incarnation=end.incarnation)
-        own = Tally(self._num_samples, self._num_tokens, digest, self._weight)
+        own = Tally(*backpropagated, digest, self._weight)
         self.discard()
         with self._collectives.agreeing():
             found = _all_ranks(own)
@@ -67,6 +72,14 @@ class Audit:
                     f"{_in_words(sent)}, but trained {_in_words(trained)}: the step is not taken; "
                     "go on from the last checkpoint, and report this error, which is a bug"
                 )
+        trained = sum(tally.num_tokens if by_tokens else tally.num_samples for tally in found)
+        divisor = end.num_tokens if by_tokens else end.num_samples
+        if trained > divisor:
+            raise AuditError(
+                f"the divisor of gradient step {step} must count all that was trained, {trained}, "
+                f"it is {divisor}: the step is not taken; go on from the last checkpoint, and "
+                "report this error, which is a bug"
+            )
 
 
 def _all_ranks(own: Tally) -> list[Tally]:

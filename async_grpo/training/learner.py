@@ -103,10 +103,15 @@ class Learner:
     def update(self, end: EndOfStep) -> StepResult:
         """Divide by D, once, and step; what made a step impossible is kept in a file.
 
-        Raises `AuditError` when a rank has trained other samples than it was sent.
+        Raises `AuditError` when a rank has trained other samples than it was sent, or more than D.
         """
         step = end.batch * self.config.steps_per_batch + end.step_in_batch + 1
-        self._audit.end_step(end, step=step)
+        self._audit.end_step(
+            end,
+            step=step,
+            backpropagated=self.step.backpropagated,
+            by_tokens=self.algorithm.aggregation == "token-mean",
+        )
         if self._peak:
             self.step.measure(peak_tflops=self._peak)
         terms, losses = self.step.terms, self.step.losses

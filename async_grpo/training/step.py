@@ -132,6 +132,12 @@ class GradientStep:
         self.losses.append(loss)
         return result
 
+    @property
+    def backpropagated(self) -> tuple[int, int]:
+        """(samples, tokens) of this rank in the current step so far."""
+        counts = self._counts
+        return int(counts.get("trained_samples", 0)), int(counts.get("trained_tokens", 0))
+
     def count(self, **amounts: int) -> None:
         """Add to the metric sums of the step."""
         _add(amounts, self._counts)

@@ -71,7 +71,33 @@ def test_a_minibatch_that_is_packed_with_other_weights_ends_the_run():
     packed = collate(PAIR, aggregation="sample-mean")
     audit.trained(minibatch, replace(packed, weights=packed.weights * (1 + 1e-5)))
     with pytest.raises(AuditError, match=r"weight 2 .* weight 2\.00002"):
-        audit.end_step(ended(PAIR), step=1)
+        audit.end_step(ended(PAIR), step=1, backpropagated=(2, 6))
+
+
+def test_a_minibatch_that_is_backpropagated_twice_ends_the_run_before_the_update(tmp_path):
+    learner, samples = make_learner(tmp_path), make_samples()
+    minibatch = Minibatch(0, tuple(samples))
+    learner.accumulate(minibatch)
+    learner.step.accumulate(collate(samples, aggregation="sample-mean"))  # behind the audit's back
+    with pytest.raises(AuditError, match=f"but trained {2 * len(samples)} samples"):
+        learner.update(ended(samples))
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "counted"), [("sample-mean", "num_samples"), ("token-mean", "num_tokens")]
+)
+def test_a_divisor_below_what_was_trained_ends_the_run_before_the_update(
+    tmp_path, aggregation, counted
+):
+    learner, samples = make_learner(tmp_path, aggregation=aggregation), make_samples()
+    before = [parameter.detach().clone() for parameter in learner.policy.parameters()]
+    learner.accumulate(Minibatch(0, tuple(samples)))
+    num_tokens = sum(sample.num_trained_tokens for sample in samples)
+    trained = len(samples) if counted == "num_samples" else num_tokens
+    end = replace(ended(samples, aggregation=aggregation), **{counted: trained - 1})
+    with pytest.raises(AuditError, match=f"step 4 must count all that was trained, {trained}, it"):
+        learner.update(end)
+    assert all(map(torch.equal, before, learner.policy.parameters()))
 
 
 def test_an_unfinished_step_that_is_discarded_is_not_counted(tmp_path):
@@ -101,9 +127,11 @@ def audit_of_a_rank(rank, *, fault):
     by_rank = [samples[:3], samples[3:]]
     trained = fault(by_rank[1]) if rank else by_rank[0]
     audit = Audit(Collectives(torch.device("cpu")))
-    audit.trained(Minibatch(0, tuple(trained)), collate(trained, aggregation="sample-mean"))
+    packed = collate(trained, aggregation="sample-mean")
+    audit.trained(Minibatch(0, tuple(trained)), packed)
     try:
-        audit.end_step(ended(*by_rank), step=3)
+        counts = packed.num_samples, packed.target_ids.numel()
+        audit.end_step(ended(*by_rank), step=3, backpropagated=counts)
     except AuditError as error:
         return str(error)
     return ""

@@ -32,8 +32,8 @@ def end(step, *minibatches, num_samples=3, num_tokens=9, aggregation="sample-mea
 
 
 def test_tokens_are_divided_by_and_samples_counted(tmp_path):
-    norms = []
-    for num_tokens in (9, 18):
+    norms, trained = [], sum(sample.num_trained_tokens for sample in GOOD.samples)
+    for num_tokens in (trained, 2 * trained):
         learner = make_learner(tmp_path, aggregation="token-mean")
         learner.accumulate(GOOD)
         result = learner.update(
