@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from async_grpo.config.train import TrainConfig
 
@@ -77,7 +78,8 @@ def learning_rate_after(
     return config.learning_rate * learning_rate_factor(
         clocks.samples if by_samples else clocks.steps,
         schedule=config.lr_scheduler,
-        num_warmup=num_warmup or math.ceil(config.warmup_ratio * num_total),
+        # As a fraction: 0.07 of 100 steps is 7, which floats make 7.000000000000001.
+        num_warmup=num_warmup or math.ceil(Fraction(str(config.warmup_ratio)) * num_total),
         num_total=num_total,
         advance=num_samples if by_samples else 1,
         smallest=config.min_learning_rate_ratio,

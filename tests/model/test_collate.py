@@ -189,6 +189,14 @@ def test_advantages_and_scores_may_be_one_a_token_over_all_rows_of_a_sample():
     assert packed.scores["math"].tolist() == [[0, 1], [6, 7], [8, 9]] * 2
 
 
+def test_a_sample_of_several_rows_is_counted_where_its_first_row_is_trained():
+    sample = sample_of_rows([make_row([1], [2, 3]), make_row([1, 4], [5]), make_row([6], [7])])
+    first, *others = sample.parts()
+    assert collate([first, *others], aggregation="sample-mean").num_samples == 1
+    assert collate(others, aggregation="sample-mean").num_samples == 0
+    assert collate([*others, make_sample([5], [6])], aggregation="sample-mean").num_samples == 1
+
+
 def test_pairs_score_every_output_token():
     prompt, output = np.array([1, 2], dtype=np.int32), np.array([3, 4, 5], dtype=np.int32)
     packed = collate_pairs([(prompt, output), (output, prompt)])

@@ -158,6 +158,19 @@ def test_a_warm_up_as_a_share_is_that_number_of_the_planned_clock(clock, number)
 
 
 @pytest.mark.parametrize(
+    ("share", "steps", "number"),
+    [(0.07, 100, 7), (0.55, 100, 55), (0.29, 100, 29), (0.25, 10, 3), (0.001, 10, 1), (1.0, 7, 7)],
+)
+def test_a_share_that_is_a_whole_number_is_that_number_and_any_other_the_next(share, steps, number):
+    common = {"lr_scheduler": "constant_with_warmup", "num_training_batches": steps}
+    by_share, by_number = Run(warmup_ratio=share, **common), Run(num_warmup_steps=number, **common)
+    for taken in range(steps):
+        for run in (by_share, by_number):
+            run.clocks = Clocks(steps=taken)
+        assert by_share.learning_rate(16) == by_number.learning_rate(16)
+
+
+@pytest.mark.parametrize(
     ("options", "length"),
     [
         ({"train_minibatch_size": 4}, Clocks(steps=10)),

@@ -91,6 +91,25 @@ def test_update_equals_clipped_adamw_on_the_oracle_gradient():
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize(("limit", "factor"), [(2.0, 1.0), (0.5, 0.5), (0.0, 1.0)])
+def test_a_gradient_is_clipped_to_the_limit_and_never_scaled_up(limit, factor):
+    """SGD, whose update is the gradient: of norm 1 after the division by D."""
+    policy = PolicyModel(tiny_model(tied=True, dtype=torch.float64))
+    step, _ = make_step(policy, make_config(max_grad_norm=limit, num_warmup_steps=0))
+    step.optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
+    step.accumulate(pack(batch(policy.model)))
+    norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()])
+    for parameter in policy.parameters():
+        parameter.grad *= 4 / norm
+    wanted = {name: p.grad / 4 * factor for name, p in policy.named_parameters()}
+    before = parameters_of(policy)
+    assert step.finish(4).grad_norm == pytest.approx(1.0)
+    for name, parameter in policy.named_parameters():
+        torch.testing.assert_close(
+            before[name] - parameter.detach(), 1e-2 * wanted[name], rtol=2e-6, atol=1e-12
+        )
+
+
 def test_metrics_do_not_depend_on_the_partition():
     model = tiny_model(tied=True, dtype=torch.float64)
     samples = batch(model, count=5)
