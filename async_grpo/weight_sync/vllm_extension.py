@@ -12,11 +12,13 @@ stands still: no second copy of the model, and no way back once it has begun.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import (
@@ -45,7 +47,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
     supports_draft_weight_update = False
     _expected: ExpectedWeights | None = None
     _num_updates = 0
-    # Parameters that vLLM holds in a form of its own, found by the first update; None before it.
+    # Parameters that vLLM holds in a form of its own, found at the first update; None before it.
     unreadable: set[str] | None = None
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
@@ -68,8 +70,24 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         self._loaded: set[str] | None = set()  # None: this model does not tell
         # Now: while weights are loaded, a tied head is a parameter of its own.
         self._parameters = {name for name, _ in self.model.named_parameters()}
+        if self.unreadable is None:
+            self.unreadable = self._own_form()
         self._num_updates += 1
         self._readback = Readback(self.model, seed=self._num_updates)
+
+    def _own_form(self) -> set[str] | None:
+        """Parameters that read back other than the files that the model was loaded from.
+
+        None where these do not hold every parameter by its published name: then the first update
+        tells, and cannot tell one that it misses.
+        """
+        reading, read = Readback(self.model, seed=0), set[str]()
+        with torch.no_grad():
+            for name, _ in reading.through(_tensors_in(self.model_config.model)):
+                read.add(name)
+            if self._expected is None or not read.issuperset(self._expected.shapes):
+                return None
+            return {*reading.differing(), *reading.unread} & self._expected.shapes.keys()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         if "path" in update_info:
@@ -143,6 +161,13 @@ class _Recorder:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         loaded = self._model.load_weights(self._readback.through(weights))
         self.loaded = self.loaded | loaded if self.loaded is not None and loaded else None
+
+
+def _tensors_in(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 (it is no mapping)
+                yield name, content.get_tensor(name)
 
 
 def _metas(tensors: list[list]) -> list[TensorMeta]:

@@ -61,7 +61,17 @@ def test_honest_updates_pass_and_one_that_was_withheld_is_told(stack):
 @pytest.mark.slow
 def test_a_bfloat16_engine_tells_too_what_its_rounding_hides(model_folder):
     with open_stack(model_folder, dtype="bfloat16") as stack:
+        check_first_update(stack)
         check_updates(stack)
+
+
+def check_first_update(stack):
+    """Of an engine that comes late too: what it misses is no form of vLLM's own."""
+    snapshot = Trainer(stack).step()
+    withhold(stack, names_in(snapshot, snapshot.buckets[1:2]))
+    with pytest.raises(EngineBrokenError, match="read back other than they were sent"):
+        stack.load(snapshot)
+    stack.run(stack.engine._llm.collective_rpc("discard_weight_update"))
 
 
 def check_updates(stack):

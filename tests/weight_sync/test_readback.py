@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from async_grpo.errors import WeightSyncError
 from async_grpo.weight_sync import readback
+from async_grpo.weight_sync.manifest import ExpectedWeights
 from async_grpo.weight_sync.readback import NUM_READ, Readback
 from async_grpo.weight_sync.vllm_extension import StagedFileEngine
 
@@ -167,3 +169,28 @@ def test_what_differs_from_the_first_update_on_is_held_otherwise_and_later_ones_
     update("packed")
     with pytest.raises(WeightSyncError, match=r"1 parameters read back .* such as 'missed'"):
         update("packed", "missed")
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_first_update_that_misses_a_parameter_is_told_where_the_folder_says_what_it_was(
+    tmp_path, has_files
+):
+    old, sent = weights(1), weights(2)
+    missed, packed = "model.attn.q_proj.weight", "model.norm.weight"
+    if has_files:
+        save_file(old, tmp_path / "model.safetensors")
+    engine = object.__new__(StagedFileEngine)
+    engine.model_config = SimpleNamespace(model=str(tmp_path))
+    engine._expected = ExpectedWeights({name: tuple(t.shape) for name, t in old.items()}, "float32")
+    engine.model = live(old | {packed: old[packed] + 1})  # vLLM's own form of it
+    engine.start_weight_update()
+    assert engine.unreadable == ({packed} if has_files else None)
+    engine._loaded = None  # a model that does not tell
+    engine._readback = Readback(live(sent | {missed: old[missed], packed: old[packed]}), seed=1)
+    list(engine._readback.through(sent.items()))
+    if has_files:
+        with pytest.raises(WeightSyncError, match=rf"1 parameters read back .* '{missed}'"):
+            engine._check_loaded()
+    else:
+        engine._check_loaded()
+        assert engine.unreadable == {missed, packed}
