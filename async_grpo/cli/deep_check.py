@@ -115,7 +115,8 @@ class Trials:
         text = f"batches {HALF + 1} to {NUM_BATCHES} again from their checkpoint"
         if first == again:
             return Finding("ok", "deep", f"{text} came to the same weights, bit for bit")
-        return Finding("warning", "deep", f"{text} came to other weights: see --use-torch-compile")
+        remedy = "a run would not go on as it was: report it, with the options of this run"
+        return Finding("error", "deep", f"{text} came to other weights: {remedy}")
 
     def _train(self, name: str, pairs: list[Any] | None, **options: Any) -> str:
         """Why a run has failed; empty when it has not."""

@@ -7,15 +7,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from async_grpo.check.facts import DataRead, Facts
 from async_grpo.cli import deep_check
+from async_grpo.cli.check import check
 from async_grpo.cli.deep_check import deep_findings
 from async_grpo.cli.local_run import read_run
 from async_grpo.config.source import DataSource
 from async_grpo.model.folder import ModelFacts
 from async_grpo.types import Question
 
+MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
+RUN = """
+[[worker]]
+mode = "generation"
+model_path = "{model}"
+max_model_len = 256
+reward_fns = "majority"
+[train]
+model_name_or_path = "{model}"
+data_path = "{folder}/data.jsonl"
+output_dir = "{folder}/run"
+batch_size = 4
+samples_per_question = 4
+max_generation_tokens = 64
+max_tokens_per_gpu = 512
+learning_rate = 1e-4
+"""
 # In the place of `async-grpo train`; `{name}` are what a test wants of the run of that name.
 TRAINER = """
 import json, pathlib, sys
@@ -93,9 +112,40 @@ def test_the_first_that_fails_is_the_last_and_says_why(asked, said, deep):
     assert last.level == "error" and said in last.text
 
 
-def test_other_weights_after_a_resume_are_warned_of(deep):
+def test_other_weights_after_a_resume_are_an_error(deep):
     *_, again = deep(again={"weights": "others"})
-    assert again.level == "warning" and "came to other weights" in again.text
+    assert again.level == "error" and "came to other weights" in again.text
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.parametrize("fault", ["", "learning rate"])
+def test_a_real_run_trains_resumes_and_exits_1_where_the_resumed_half_differs(
+    fault, tmp_path, monkeypatch
+):
+    """The command itself, whose trainers are real; the fault is one that no run should have."""
+    train = deep_check.Trials._train
+
+    def with_fault(trials, name, pairs, **options):
+        if fault and name == "again":
+            options["learning_rate"] = 2e-4
+        return train(trials, name, pairs, **options)
+
+    monkeypatch.setattr(deep_check.Trials, "_train", with_fault)
+    numbers = [(2, 9, 8, 15), (1, 2, 3, 6), (5, 4, 3, 6), (9, 1, 1, 7)]
+    lines = [
+        {"input": f"use {a} {b} {c} to make {goal}\n", "answer": str(goal), "numbers": [a, b, c]}
+        for a, b, c, goal in numbers
+    ]
+    data, file = tmp_path / "data.jsonl", tmp_path / "run.toml"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file.write_text(RUN.format(model=MODEL, folder=tmp_path))
+    result = CliRunner().invoke(check, [str(file), "--deep"])
+    assert "went forward, backward and stepped" in result.output
+    assert "the loss of one batch went from" in result.output
+    end = "came to other weights" if fault else "came to the same weights, bit for bit"
+    assert f"batches 11 to 20 again from their checkpoint {end}" in result.output
+    assert result.exit_code == bool(fault), result.output
 
 
 def test_without_a_model_it_waits(deep):
