@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,23 +23,26 @@ NO_CLUSTER = (
 )
 
 
-def private_cluster(folder: Path) -> dict[str, str]:
+@contextlib.contextmanager
+def private_cluster() -> Iterator[dict[str, str]]:
     """Variables for `ray start` and its clients: a token of its own, and loopback where Ray can.
 
-    The token lies in `folder`, for this user alone.
+    The token lies in a folder of its own, this user's alone, which goes with the `with` block:
+    Ray lets everybody write in its own folder, and confined processes see an empty one there.
     """
-    token = folder / "auth_token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "GLOO_SOCKET_IFNAME": "lo",  # engines' and trainers' groups
-        "NCCL_SOCKET_IFNAME": "lo",
-        "VLLM_HOST_IP": "127.0.0.1",
-        # Ray's default on other systems than Linux, whose name it has.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    }
+    with tempfile.TemporaryDirectory(prefix="ray-token-", ignore_cleanup_errors=True) as folder:
+        token = Path(folder, "auth_token")
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        yield {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "GLOO_SOCKET_IFNAME": "lo",  # engines' and trainers' groups
+            "NCCL_SOCKET_IFNAME": "lo",
+            "VLLM_HOST_IP": "127.0.0.1",
+            # Ray's default on other systems than Linux, whose name it has.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
 
 
 def find_head(address: str) -> str:

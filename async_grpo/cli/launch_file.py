@@ -233,9 +233,14 @@ def cluster_of(run: LocalRun) -> Iterator[dict[str, str]]:
         yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {})
         return
     port = free_port()
-    # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters.
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as session:
-        environment = common | head.private_cluster(Path(session))
+    # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters; below a
+    # folder of this user's alone, because Ray opens its own to everybody.
+    with (
+        head.private_cluster() as private,
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+    ):
+        session = f"{folder}/s"
+        environment = common | private
         environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
         environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
         command = [

@@ -34,6 +34,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 CREDENTIALS = """.ray .ssh .gnupg .aws .azure .config/gcloud .kube .docker .netrc .git-credentials
     .config/gh .pypirc .npmrc .cache/huggingface/token .cache/huggingface/stored_tokens
     .config/wandb .config/openai""".split()  # noqa: SIM905
+REPLACED = {"/dev", "/proc", "/run"}
 CREDENTIAL_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN_PATH")
 
 
@@ -138,7 +139,10 @@ def _tools() -> list[str]:
 
 
 def hidden_paths(ours: Mapping[str, str]) -> list[str]:
-    """Files and folders, of those that exist, that hold credentials or sockets of Ray."""
+    """Files and folders, of those that exist, that hold credentials or sockets of Ray.
+
+    None lies below another, nor below what is replaced as a whole: nothing can be mounted there.
+    """
     home = Path(ours.get("HOME") or Path.home())
     named = [str(home / path) for path in CREDENTIALS]
     named += [ours[name] for name in CREDENTIAL_VARIABLES if ours.get(name)]
@@ -146,7 +150,9 @@ def hidden_paths(ours: Mapping[str, str]) -> list[str]:
         named += [f"{ours['HF_HOME']}/token", f"{ours['HF_HOME']}/stored_tokens"]
     named += [f"{ours.get('RAY_TMPDIR') or '/tmp'}/ray"]
     named += [word.partition("=")[2] for word in sys.argv if word.startswith("--temp-dir=")]
-    return sorted({os.path.realpath(path) for path in named if os.path.exists(path)})
+    found = {os.path.realpath(path) for path in named if os.path.exists(path)}
+    covered = found | REPLACED
+    return sorted(path for path in found if covered.isdisjoint(map(str, Path(path).parents)))
 
 
 def environment(ours: Mapping[str, str], *, names: Sequence[str] = ()) -> dict[str, str]:

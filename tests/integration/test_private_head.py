@@ -21,14 +21,14 @@ print("in")
 
 
 @pytest.fixture(scope="module")
-def private(tmp_path_factory):
+def private():
     """(its address, the path of its token, the process that leads it)"""
-    variables = head.private_cluster(tmp_path_factory.mktemp("token"))
-    cluster = PrivateCluster(env=environment() | variables)
-    try:
-        yield cluster.address, variables["RAY_AUTH_TOKEN_PATH"], cluster._head.pid
-    finally:
-        cluster.stop()
+    with head.private_cluster() as variables:
+        cluster = PrivateCluster(env=environment() | variables)
+        try:
+            yield cluster.address, variables["RAY_AUTH_TOKEN_PATH"], cluster._head.pid
+        finally:
+            cluster.stop()
 
 
 def connect(address, folder, *, first="", **variables):
