@@ -33,6 +33,7 @@ from async_grpo.run.recruitment import Demand, check_roles, check_worker
 from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.telemetry.trackers import check_trackers
+from async_grpo.types.workers import confinement_in_words
 from async_grpo.weight_sync.routes import store_complaint
 
 STORE_SHARE, STORE_OF_SHARED = 0.3, 0.95  # of memory and of /dev/shm that Ray's store takes
@@ -172,11 +173,14 @@ def _demand(config: TrainConfig, facts: Facts) -> Demand:
 
 
 def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
-    """What each reward said of the expected answer of the first line."""
-    if isinstance(facts.trials, AsyncGrpoError):
-        yield from refused("reward", facts.trials)
+    """How rewards run, and what each said of the expected answer of the first line."""
+    if isinstance(facts.rewards, AsyncGrpoError):
+        yield from refused("reward", facts.rewards)
         return
-    for trial in facts.trials:
+    if how := facts.rewards.confinement:
+        words = confinement_in_words(how)
+        yield Finding("warning" if any(how.values()) else "ok", "confinement", words)
+    for trial in facts.rewards.trials:
         verdict, question = trial.verdict, trial.question
         if verdict is None:
             yield Finding(

@@ -24,7 +24,7 @@ from async_grpo.check.interfaces import (
     engine_option_names,
     unfit_packages,
 )
-from async_grpo.check.trial import Trial, try_here
+from async_grpo.check.trial import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
@@ -99,7 +99,7 @@ class Facts:
     data: Known[tuple[DataRead, ...]] = ()
     prompt: str = ""  # the first question as the model reads it
     begins_twice: bool = False  # that prompt, with the tokenizer's first token
-    trials: Known[tuple[Trial, ...]] = ()
+    rewards: Known[Tried] = field(default_factory=Tried)
     head: Known[str] = ""  # the address of the cluster; empty: none is needed, or one is made
     cluster: Known[ClusterResources] | None = None  # what that cluster has
     gateway: Known[str] = ""  # its address, where it is asked for
@@ -124,7 +124,7 @@ def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
         found |= {"size": weights_size(model.path), "data": reads, **_prompt(model, reads)}
     if tries_rewards and isinstance(reads, tuple):
         questions = _questions(config, reads)
-        found["trials"] = tried(lambda: try_here(setup.workers, questions, config))
+        found["rewards"] = tried(lambda: try_here(setup.workers, questions, config))
     if not setup.starts_head and not setup.learns_from_pairs:
         found["head"] = at = tried(lambda: head.locate(setup.ray_address or config.ray_address))
         if isinstance(at, str):

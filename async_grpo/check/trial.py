@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
@@ -31,32 +31,42 @@ class Trial:
     verdict: Verdict | None  # None: none came within `TRIAL_S`
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What all rewards said, and how they ran."""
+
+    trials: tuple[Trial, ...] = ()
+    confinement: Mapping[str, str] = field(default_factory=dict)  # see `types.workers`
+
+
 def try_here(
     workers: Sequence[WorkerConfig], questions: Sequence[Question], config: TrainConfig
-) -> tuple[Trial, ...]:
+) -> Tried:
     """Have the rewards of each dispatcher grade what verifiers grade of these questions.
 
     Without questions they are only loaded. Raises `ConfigError` for a reward that cannot be, or
     that no dispatcher brings.
     """
     if all(map(grades_itself, config.environments)):
-        return ()
+        return Tried()
     graded = [q for q in questions if not grades_itself(config.environment_of(q.dataset_type))]
     pools = [w for w in workers if w.role in (GENERATION, VERIFIER) and w.reward_names]
     for worker in pools:
         check_names(worker.reward_names, config)
-    return tuple(trial for worker in pools for trial in asyncio.run(_try(worker, graded, config)))
+    tried = [asyncio.run(_try(worker, graded, config)) for worker in pools]
+    return Tried(
+        tuple(trial for each in tried for trial in each.trials),
+        {what: why for each in tried for what, why in each.confinement.items()},
+    )
 
 
-async def _try(
-    worker: WorkerConfig, questions: Sequence[Question], config: TrainConfig
-) -> list[Trial]:
+async def _try(worker: WorkerConfig, questions: Sequence[Question], config: TrainConfig) -> Tried:
     found = verifier_config(worker)
     sandbox = Sandbox(found, num_processes=os.cpu_count() or 1)
     try:
         async with asyncio.timeout(found.start_timeout_s):
             await sandbox.start()
-        trials = []
+        trials: list[Trial] = []
         for question in questions:
             request = request_of(question, config)
             sample = adapter_sample(request.outputs[0])
@@ -65,7 +75,7 @@ async def _try(
                 async with asyncio.timeout(TRIAL_S):
                     verdicts = await sandbox.grade_with_each(sample, request.rewards)
             trials += [Trial(worker, question, verdict) for verdict in verdicts]
-        return trials
+        return Tried(tuple(trials), sandbox.confinement)
     except TimeoutError:
         raise ConfigError(
             f"--reward-fns {worker.reward_fns} must be imported within {found.start_timeout_s:g} "

@@ -101,6 +101,8 @@ def _workers(config: EvaluateConfig, model: str) -> tuple[WorkerConfig, ...]:
         reward_fns=config.reward_fns,
         reward_registry=config.reward_registry,
         verifier_timeout_s=config.verifier_timeout_s,
+        unconfined_rewards=config.unconfined_rewards,
+        unconfined_code=config.unconfined_code,
         dtype=config.dtype,
         num_workers=config.num_workers,
         tensor_parallel_size=config.tensor_parallel_size,
@@ -108,7 +110,8 @@ def _workers(config: EvaluateConfig, model: str) -> tuple[WorkerConfig, ...]:
         max_model_len=config.max_model_len,
     )
     is_played = config.environment not in SHIPPED
-    return (engines, WorkerConfig(mode=ENVIRONMENT)) if is_played else (engines,)
+    players = WorkerConfig(mode=ENVIRONMENT, unconfined_code=config.unconfined_code)
+    return (engines, players) if is_played else (engines,)
 
 
 def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> TrainConfig:

@@ -29,7 +29,10 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ConfigError
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
-RUN_OPTIONS = ("config", "train_options", "prepare", "num_cpus", "ray_address")  # of `launch`
+RUN_OPTIONS = (  # of `launch`
+    *("config", "train_options", "prepare", "num_cpus", "ray_address"),
+    *("unconfined_rewards", "unconfined_code"),
+)
 Values = Mapping[str, Any]
 
 
@@ -108,7 +111,7 @@ def variables_of(plot: Values) -> tuple[str, ...]:
 
 
 def options_of_run(launch_options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the command that say what the run is; others say what to do with it."""
+    """Those of `launch` that say what the run is; others say what to do with it."""
     return {name: launch_options[name] for name in RUN_OPTIONS}
 
 
@@ -127,15 +130,25 @@ def planned(**options: Any) -> LocalRun:
 
 
 def read_run(
-    *, config: str, train_options: Sequence[str], prepare: str, num_cpus: int, ray_address: str
+    *,
+    config: str,
+    train_options: Sequence[str],
+    prepare: str,
+    num_cpus: int,
+    ray_address: str,
+    **of_workers: bool,
 ) -> LocalRun:
-    """The run of a file, or without one that of the trainer's options alone."""
+    """The run of a file, or without one that of the trainer's options alone.
+
+    `of_workers`: switches that each of them gets where they are on.
+    """
+    permitted = {name: True for name, is_on in of_workers.items() if is_on}
     shared, tables = read_tables(config) if config else ({}, {})
     workers = []
     for table in tables.get("worker", []):
         values = values_of(table, command=worker, where=f"{config}: [worker]")
         options = worker.make_context("worker", flags_of(values, command=worker)).params
-        workers.append(WorkerConfig(**options))
+        workers.append(WorkerConfig(**options | permitted))
     values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
     context = train.make_context("train", [*flags_of(values, command=train), *train_options])
     trained = config_of(context)

@@ -57,6 +57,10 @@ class EvaluateConfig(Options):
     """sequences decoded together; 0: 64, on devices vLLM's own"""
     max_model_len: int = option(0)
     """longest prompt + output in tokens; 0: the model's own limit"""
+    unconfined_rewards: bool = option(False)
+    """permit that rewards grade where they cannot be confined: as `async-grpo worker` has it"""
+    unconfined_code: bool = option(False)
+    """the same of programs that the model has written"""
     reward_registry: str = option("reward_registry")
     """module or file that holds REWARD_ADAPTERS"""
     verifier_timeout_s: float = option(10.0, must=POSITIVE)

@@ -59,6 +59,10 @@ class GenerateConfig(Options):
     """sequences decoded together; 0: 64, on devices vLLM's own"""
     tensor_parallel_size: int = option(1, must=AT_LEAST_1)
     """devices that the model is sharded over"""
+    unconfined_rewards: bool = option(False)
+    """permit that rewards grade where they cannot be confined: as `async-grpo worker` has it"""
+    unconfined_code: bool = option(False)
+    """the same of programs that the model has written"""
     reward_registry: str = option("reward_registry")
     """module or file that holds REWARD_ADAPTERS"""
     verifier_timeout_s: float = option(10.0, must=POSITIVE)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from async_grpo.config.engine_options import parse_engine_options
 from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, names_in, option
 from async_grpo.deadlines import LEASE_S
+from async_grpo.errors import ConfigError
 from async_grpo.roles import (
     ENVIRONMENT,
     GENERATION,
@@ -23,6 +24,10 @@ from async_grpo.roles import (
 )
 
 DEFAULT_MAX_NUM_SEQS = 64
+SWITCHES = {  # that were: an option says the same where others see it
+    "ASYNC_GRPO_VERIFIER_NAMESPACES": "--unconfined-rewards",
+    "ASYNC_GRPO_ALLOW_UNCONFINED_CODE": "--unconfined-code",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +74,14 @@ class WorkerConfig(Options):
     keep_kv_cache: bool = option(False)
     """running sequences keep their KV cache when weights are updated, rather than compute it again:
     log-probabilities of what they sample after it are then of mixed weights"""
+    unconfined_rewards: bool = option(
+        False, group="Only with --mode generation, verifier or environment"
+    )
+    """(generation, verifier) permit that rewards grade where they cannot be confined: what they
+    run then has all the rights of your user"""
+    unconfined_code: bool = option(False)
+    """the same of programs that the model has written, which a reward or an environment runs"""
+
     reward_registry: str = option(
         "reward_registry", group="Only with --mode generation or verifier"
     )
@@ -117,6 +130,7 @@ class WorkerConfig(Options):
 
     def __post_init__(self) -> None:
         self.check_numbers()
+        refuse_switches()
         if not self.reward_names and (self.reward_fns or self.mode != GENERATION):
             raise self.refusal(
                 "reward_fns",
@@ -209,3 +223,13 @@ class WorkerConfig(Options):
     def reward_names(self) -> tuple[str, ...]:
         """The adapters that grade every sample."""
         return names_in(self.reward_fns)
+
+
+def refuse_switches() -> None:
+    """Raise `ConfigError` for a variable that once switched a confinement off."""
+    for variable, flag in SWITCHES.items():
+        if variable in os.environ:
+            raise ConfigError(
+                f"{variable} must not be set, got {os.environ[variable]!r}: unset it; {flag} "
+                "permits what it switched, where nothing can be confined"
+            )

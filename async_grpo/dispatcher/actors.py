@@ -118,12 +118,14 @@ def _start_environment_worker(
     """It learns of the environment from the run."""
     from async_grpo.environments.services import ask
     from async_grpo.environments.worker import EnvironmentWorker
+    from async_grpo.verification.jailer import allow_unconfined
 
     return _actor(EnvironmentWorker, taken).remote(
         ask,
         worker_id=worker_id,
         capacity=config.capacity,
         lease_s=config.worker_lease_s,
+        confinement=allow_unconfined if config.unconfined_code else dict,
     )
 
 

@@ -28,6 +28,7 @@ from async_grpo.errors import (
     WorkerError,
 )
 from async_grpo.log_tail import last_words
+from async_grpo.types.workers import confinement_in_words
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing, WorkerInfo
@@ -101,6 +102,8 @@ class SupervisedWorker:
                 "worker %s is ready after %.1f s%s",
                 self.worker_id, seconds, f": {parts}" if parts else "",
             )  # fmt: skip
+            if any(info.confinement.values()):
+                self._say(f"WARNING {self.worker_id}: {confinement_in_words(info.confinement)}")
             self._register(controller, now_s)
         elif not self._pid and seconds > deadlines.PLACED_S:
             raise ClusterError(

@@ -142,7 +142,7 @@ class Workers:
         self._run = run
 
     def _relay_complaint(self) -> None:
-        """Log what the verifier pool could not write, or could not confine."""
+        """Log what the verifier pool could not write."""
         if self._complaint is None:
             pools = (w.handle for w in self._workers if w.role == VERIFIER and w.worker_id)
             self._complaint = next((pool.complaint.remote() for pool in pools), None)

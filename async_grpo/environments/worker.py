@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import ray
@@ -48,13 +48,18 @@ class EnvironmentWorker:
         worker_id: str,
         capacity: int,
         lease_s: float = LEASE_S,
+        confinement: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        """`capacity` in episodes that are played at a time; `ask` is told whose a question is."""
+        """`capacity` in episodes that are played at a time; `ask` is told whose a question is.
+
+        `confinement` makes of this process what it may be, and tells of it: see `WorkerInfo`.
+        """
         gc.set_threshold(*COLLECTION)
         self._ask = ask
         self._worker_id = worker_id
         self._capacity = float(capacity)
         self._lease_s = lease_s
+        self._confinement = confinement
         self._environments: dict[UserCode, Environment] = {}
         self._playing: dict[int, tuple[GroupPlay, asyncio.Future[PlayedGroup]]] = {}  # by lease
         self._num_tokens = 0
@@ -78,6 +83,7 @@ class EnvironmentWorker:
             overhead=0.0,
             max_model_len=0,
             lease_s=self._lease_s,
+            confinement=await asyncio.to_thread(self._confinement),
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:

@@ -27,6 +27,7 @@ from async_grpo.run.recruitment import recruit
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
+from async_grpo.types.workers import confinement_in_words
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
@@ -44,7 +45,9 @@ def evaluate(config: TrainConfig) -> EvaluationResult:
     plan = plan_run(config, facts, none, none, sets=sets, num_ranks=1, resume=end)
     cluster.connect(config.ray_address, namespace=config.namespace)
     controller = find_or_make_controller()
-    recruit(controller, demand_of(config, facts, plan))
+    for worker in recruit(controller, demand_of(config, facts, plan)):
+        if any(worker.confinement.values()):
+            logger.warning("%s", confinement_in_words(worker.confinement))
     for each in plan.sets:
         try_rewards(controller, [each.questions[0]], config, found=each.config)
     recorder = start_recorder(config)  # whose end tells the controller of ours

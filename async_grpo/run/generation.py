@@ -41,8 +41,8 @@ from async_grpo.types import (
     Verdict,
     VerificationRequest,
 )
+from async_grpo.types.workers import confinement_in_words
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.confinement import why_unconfined
 from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.sources import read_sources
@@ -179,8 +179,8 @@ def _grading(config: GenerateConfig, first: Question) -> Iterator[Grade]:
         try:
             runner.run(sandbox.start())
             runner.run(_try_out(sandbox, first, config))
-            if why := why_unconfined():
-                logger.warning("rewards are graded within limits only (%s)", why)
+            if any(sandbox.confinement.values()):
+                logger.warning("%s", confinement_in_words(sandbox.confinement))
             yield lambda outputs: runner.run(
                 _grade(sandbox, outputs, num_samples=config.samples_per_question)
             )
@@ -196,6 +196,8 @@ def _verifier_config(config: GenerateConfig) -> VerifierConfig:
         timeout_s=config.verifier_timeout_s,
         search_paths=here,
         sources=read_sources(names, registry=registry, search_paths=here),
+        unconfined_rewards=config.unconfined_rewards,
+        unconfined_code=config.unconfined_code,
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -56,6 +56,7 @@ from async_grpo.types import (
     RunId,
     WeightsSnapshot,
     WeightsVersion,
+    WorkerInfo,
     canary_tokens,
 )
 from async_grpo.weight_sync.buckets import NamedTensors
@@ -82,6 +83,7 @@ class MainRank:
         demand: Demand,
         record: RunRecord,
         *,
+        workers: Sequence[WorkerInfo],
         hashes: Future[Mapping[str, str]],
         teacher_widths: Mapping[str, int],
         dtype: torch.dtype,
@@ -96,6 +98,7 @@ class MainRank:
         self.gateway: GatewayHandle | None = None  # which ends with its handle
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._demand = demand
+        self._workers = workers  # that were there at the beginning
         self._cut: ResumePoint | None = plan.resume
         self._settings = plan.settings
         self._journal = ControlJournal(Path(plan.config.output_dir), plan.pending)
@@ -130,7 +133,8 @@ class MainRank:
     ) -> AbstractContextManager[Report | Absent]:
         """Open the report of the run, in which the watcher shows what every stage does."""
         self.report = report = Report(config, start=start, gauges=RayGauges(config.shown_name))
-        self._watcher.show = report.status
+        report.workers(self._workers)
+        self._watcher.show, self._watcher.show_workers = report.status, report.workers
         if url := cluster.metrics_url():
             logger.info("metrics for Prometheus: %s", url)
         return report

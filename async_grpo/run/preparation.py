@@ -112,8 +112,9 @@ def open_run(
     widths = {name: info.vocab_size for name, info in teachers.items()}
     gateway = start_gateway(plan, controller, address) if address else None
     main = MainRank(
-        plan, demand, record, hashes=hashes, teacher_widths=widths, dtype=torch_dtype(dtype)
-    )
+        plan, demand, record, workers=workers, hashes=hashes, teacher_widths=widths,
+        dtype=torch_dtype(dtype),
+    )  # fmt: skip
     main.gateway = gateway
     record.forget()
     logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -42,7 +42,8 @@ from async_grpo.training.minibatch_log import LOG_FOLDER
 from async_grpo.training.ranks import Absent
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
 from async_grpo.training.suspects import SUSPECTS_FOLDER
-from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus
+from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus, WorkerInfo
+from async_grpo.types.workers import confinement_in_words
 from async_grpo.weight_sync.sync_report import SyncReport
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Report:
         """`start`: where the run begins; None, as by default: at its first question. `gauges` show
         its metrics to Prometheus; None: nobody does.
         """
-        folder = Path(config.output_dir)
+        self._folder = folder = Path(config.output_dir)
         _prepare(folder, config, start)
         dump = config.dump_samples_filename
         self._dump = folder / dump if dump else None  # which the batcher writes
@@ -113,8 +114,9 @@ class Report:
         self._is_bias_told = False
         if start and (changed := changed_options(start, config)):
             self._totals.parts.append({"from_batch": start.batches, "changed": changed})
-        parameters = dataclasses.asdict(config) | {"parts": self._totals.parts}
-        _write(folder / PARAMETERS_FILE, parameters)
+        self._parameters = dataclasses.asdict(config) | {"parts": self._totals.parts}
+        self._confinement: dict[str, str] = {}  # in words, by worker
+        _write(folder / PARAMETERS_FILE, self._parameters)
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
@@ -130,6 +132,18 @@ class Report:
     def _files(self) -> tuple[JsonlWriter, ...]:
         """Those that grow with the run, but for the dump, which the batcher writes."""
         return self._metrics, self._evaluations, self._alarms.file
+
+    def workers(self, workers: Sequence[WorkerInfo]) -> None:
+        """Tell of new ones whether they confine what they run, once; heard from a thread."""
+        told = {each.worker_id: each.confinement for each in workers if each.confinement}
+        new = {name: how for name, how in told.items() if name not in self._confinement}
+        for name, how in new.items():
+            self._confinement[name] = confinement_in_words(how)
+            level = logging.WARNING if any(how.values()) else logging.INFO
+            logger.log(level, "%s: %s", name, self._confinement[name])
+        if new:
+            parameters = self._parameters | {"confinement": self._confinement}
+            _write(self._folder / PARAMETERS_FILE, parameters)
 
     def status(self, status: PipelineStatus) -> None:
         """What every stage is doing, and who works; heard from a thread."""

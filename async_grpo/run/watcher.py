@@ -16,7 +16,7 @@ from async_grpo import cluster, deadlines
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.telemetry.incidents import Incidents
-from async_grpo.types import Control, PipelineStatus
+from async_grpo.types import Control, PipelineStatus, WorkerInfo
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle
@@ -33,6 +33,7 @@ class Watcher:
         """`client` gives the way to the run of this moment; `incidents` hear what goes wrong."""
         self.heard: Callable[[Sequence[Control]], None] = lambda controls: None
         self.show: Callable[[PipelineStatus], None] = lambda status: None
+        self.show_workers: Callable[[Sequence[WorkerInfo]], None] = lambda workers: None
         self._client = client
         self._incidents = incidents
         self._said: set[str] = set()
@@ -57,7 +58,7 @@ class Watcher:
                 self._take(asked)
                 asked, number = None, number + 1
                 if number % STATUSES_A_MEMBERSHIP == 0:
-                    see_members(client.controller, self._incidents)
+                    self.show_workers(see_members(client.controller, self._incidents))
         self._take(self._client().status())
 
     def _take(self, asked: Any) -> None:
@@ -75,8 +76,9 @@ class Watcher:
             self._said.add(warning)
 
 
-def see_members(controller: ControllerHandle, incidents: Incidents) -> None:
-    """Have `incidents` see who is registered; a controller that does not answer tells nothing."""
+def see_members(controller: ControllerHandle, incidents: Incidents) -> list[WorkerInfo]:
+    """Have `incidents` see who is registered, and return them all, as far as a controller tells."""
+    seen: list[WorkerInfo] = []
 
     def ask(call: Any) -> Any:
         return cluster.wait(call, timeout_s=deadlines.STATUS_S, who=WHO)
@@ -86,5 +88,7 @@ def see_members(controller: ControllerHandle, incidents: Incidents) -> None:
             members = ask(controller.members.remote(role))
             fenced = ask(controller.fenced.remote(role))
             incidents.see_members(role, members, fenced, now_s=time.time())
+            seen += members
     except AsyncGrpoError as error:
         logger.debug("nobody tells who works: %s", error)
+    return seen

@@ -34,7 +34,23 @@ class WorkerInfo:
     lease_s: float = LEASE_S  # silent for so long, it counts as lost
     startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
     rewards: Rewards | None = None  # of a verifier pool
+    confinement: Mapping[str, str] = field(default_factory=dict)  # see `confinement_in_words`
     owner: str = ""  # its dispatcher, for whoever must be stopped
+
+
+def confinement_in_words(confinement: Mapping[str, str]) -> str:
+    """Of each kind of what runs; the texts say why it is not confined, empty: it is.
+
+    >>> confinement_in_words({"shipped rewards": "", "programs of the model": ""})
+    'shipped rewards run confined; programs of the model run confined'
+    """
+    return "; ".join(
+        f"{what} run UNCONFINED, within limits but with all the rights of your user, for {why} "
+        "(docs/verification.md)"
+        if why
+        else f"{what} run confined"
+        for what, why in confinement.items()
+    )
 
 
 class RequestPulse(NamedTuple):

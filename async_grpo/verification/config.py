@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from async_grpo.types import Rewards
 
 
+SHIPPED_REWARDS, OWN_REWARDS = "shipped rewards", "own rewards"
+GENERATED_CODE = "programs of the model"
 NOBODY = 65534
 MAX_PROCESSES = 64  # of one request, itself included
 MAX_OPEN_FILES = 1024
@@ -31,6 +33,8 @@ class VerifierConfig:
     search_paths: tuple[str, ...] = ()  # folders where modules and relative paths are looked for
     sources: Mapping[str, str] = field(default_factory=dict)  # see `sources.read_sources`
     start_timeout_s: float = 60.0  # a process may take to import the adapters
+    unconfined_rewards: bool = False  # may run where they cannot be confined
+    unconfined_code: bool = False  # so may programs of the model's
 
     def rewards(self, *, num_cores: int) -> Rewards:
         """What a pool on a node of so many cores registers with."""
@@ -71,3 +75,4 @@ class Isolation:
     uid: int | None = None  # that requests change to; None: they stay what they are
     seen_as: int = NOBODY  # the user's number inside a request
     scratch_mib: int = 0  # of an own, empty /dev/shm for each request; 0: no file can be written
+    why: str = ""  # they are not confined

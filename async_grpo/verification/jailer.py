@@ -26,11 +26,10 @@ from typing import IO, Literal
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError
 from async_grpo.verification import jail, jail_calls, namespaces
-from async_grpo.verification.config import NOBODY
-from async_grpo.verification.confinement import ONE_THREAD, TOOLS, find_bwrap
+from async_grpo.verification.config import GENERATED_CODE, NOBODY
+from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, find_bwrap
 from async_grpo.verification.processes import children
 
-ALLOW_UNCONFINED = "ASYNC_GRPO_ALLOW_UNCONFINED_CODE"
 MEMORY_MIB = 1024  # address space of each process
 FILES_MIB = 16  # in all, in memory; and as much output
 PROCESSES = 16
@@ -50,6 +49,7 @@ APART = (
 )
 USERS = range(NOBODY - 999, NOBODY + 1)  # whom root's jails run as
 _NUMBERS = itertools.count(os.getpid())
+_is_unconfined_allowed = False  # by --unconfined-code
 
 Ending = Literal["ended", "failed", "too slow"]
 
@@ -69,18 +69,22 @@ class JailError(RuntimeError):
 def require_jail() -> None:
     """Raise `ConfigError` unless generated code can be confined, or the user does without."""
     missing = what_is_missing()
-    if missing and not is_unconfined_allowed():
+    if missing and not _is_unconfined_allowed:
         raise ConfigError(
             "generated code must run without network and without your files, which this system "
-            f"does not allow ({missing}): let unprivileged users make namespaces (sysctl "
-            "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0, or a "
-            f"container whose seccomp profile allows unshare and mount), or set {ALLOW_UNCONFINED}"
-            "=1 to run it with all the rights of your user"
+            f"does not allow ({missing}): {NAMESPACES}, or permit with --unconfined-code that it "
+            "has all the rights of your user"
         )
 
 
-def is_unconfined_allowed() -> bool:
-    return os.environ.get(ALLOW_UNCONFINED) == "1"
+def allow_unconfined() -> dict[str, str]:
+    """From now on, in this process and its forks, code may run where there is no jail.
+
+    Returns whether there is one, see `types.workers.confinement_in_words`.
+    """
+    global _is_unconfined_allowed
+    _is_unconfined_allowed = True
+    return {GENERATED_CODE: what_is_missing()}
 
 
 @functools.cache
@@ -94,7 +98,7 @@ def what_is_missing() -> str:
             if run.result(deadline=deadline).ending == "failed":
                 return f"{sys.base_prefix} is not readable for everybody"
     except (JailError, OSError) as error:
-        return str(error)
+        return "; ".join(str(error).split("\n")).strip("; ")
     return ""
 
 
@@ -179,7 +183,7 @@ def _jail(
 ) -> Iterator[_Jail]:
     """One jail from its start until all of it has ended."""
     if confined is None:
-        confined = not (is_unconfined_allowed() and what_is_missing())
+        confined = not (_is_unconfined_allowed and what_is_missing())
     with contextlib.ExitStack() as stack:
         program, standard_input, output, told = (
             stack.enter_context(_in_memory(content))

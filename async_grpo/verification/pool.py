@@ -26,7 +26,6 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.confinement import why_unconfined
 from async_grpo.verification.failed_samples import adapter_sample, append_failed
 from async_grpo.verification.sandbox import Sandbox
 
@@ -42,7 +41,12 @@ class PoolStatus:
     done: Mapping[str, int]  # samples, by Verdict.status
     events: Mapping[str, int]  # attempts that were accidents, and how they were mended: see Sandbox
     num_processes: int  # its share of the global number
-    is_confined: bool  # verifier processes live in namespaces of their own
+    confinement: Mapping[str, str]  # why what it runs is not confined, by kind; empty: it is
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether all that it runs has namespaces of its own."""
+        return bool(self.confinement) and not any(self.confinement.values())
 
 
 class VerifierPool:
@@ -69,13 +73,11 @@ class VerifierPool:
         self._num_told = 0  # of them, to its dispatcher
 
     async def info(self) -> WorkerInfo:
-        """Who this pool is, once it can grade; raises `ConfigError` for an unusable adapter."""
+        """Who this pool is, once it can grade.
+
+        Raises `ConfigError` for an unusable adapter, or one that must be confined and cannot be.
+        """
         await self._sandbox.start()
-        if not self._sandbox.is_confined:
-            self._complain(
-                "rewards are graded within limits only, with the user's files and network "
-                f"({why_unconfined()}): docs/verification.md says what that means"
-            )
         here = int(cluster.resources_here().get("CPU", 1))
         # Ray may be told of more cores than the machine has.
         num_cores = max(1, min(here, os.cpu_count() or 1))
@@ -91,6 +93,7 @@ class VerifierPool:
             max_model_len=0,
             lease_s=self._lease_s,
             rewards=self._config.rewards(num_cores=num_cores),
+            confinement=self._sandbox.confinement,
         )
 
     async def ping(self, after_s: float = 0.0) -> Pulse:
@@ -152,5 +155,5 @@ class VerifierPool:
             dict(self._done),
             dict(sandbox.events),
             sandbox.num_processes,
-            sandbox.is_confined,
+            sandbox.confinement,
         )

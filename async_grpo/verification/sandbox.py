@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from async_grpo.config.worker import refuse_switches
 from async_grpo.errors import ConfigError
 from async_grpo.types import Verdict
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.confinement import why_unconfined
+from async_grpo.verification.confinement import isolation
 from async_grpo.verification.server import GraderServer
 from async_grpo.verification.tasks import Outcome
 from async_grpo.verification.verdict import best_verdict, is_settled, settle
@@ -47,9 +48,15 @@ class Sandbox:
         self.events: Counter[str] = Counter()
 
     @property
+    def confinement(self) -> dict[str, str]:
+        """Why each kind of what it runs is not confined; empty texts: it is."""
+        servers = {*self._servers.values()}
+        return {what: why for each in servers for what, why in each.confinement.items()}
+
+    @property
     def is_confined(self) -> bool:
         """Whether requests run in namespaces of their own."""
-        return all(server.isolation.confined for server in self._servers.values())
+        return bool(self.confinement) and not any(self.confinement.values())
 
     @property
     def has_groupwise(self) -> bool:
@@ -57,8 +64,11 @@ class Sandbox:
         return any(server.groupwise for server in self._servers.values())
 
     async def start(self) -> None:
-        """Start the servers; raises `ConfigError` when the adapters cannot be imported."""
-        await asyncio.to_thread(why_unconfined)  # which may take a while, once
+        """Start the servers.
+
+        Raises `ConfigError` when the adapters cannot be imported, or must be confined and cannot.
+        """
+        refuse_switches()
         names = self._config.reward_names
         if of_registry := tuple(name for name in names if ":" not in name):
             await self._start_shipped(of_registry)
@@ -67,6 +77,7 @@ class Sandbox:
 
     async def _start_shipped(self, names: tuple[str, ...]) -> None:
         """Start the server of our own graders; which rewards those are, its registry says."""
+        await self._try_confinement(names, shipped=True)
         try:
             server = await self._start_server(names, shipped=True)
         except ConfigError:  # a user's registry that needs the network, or is wrong in any case
@@ -77,11 +88,17 @@ class Sandbox:
             server.close()
 
     async def _start_server(self, names: tuple[str, ...], *, shipped: bool) -> GraderServer:
-        config = replace(self._config, reward_names=names)
+        config = await self._try_confinement(names, shipped=shipped)
         server = GraderServer(config, shipped=shipped, events=self.events)
         await server.start()
         self._servers |= dict.fromkeys(names, server)
         return server
+
+    async def _try_confinement(self, names: tuple[str, ...], *, shipped: bool) -> VerifierConfig:
+        """The options of a server; raises `ConfigError` where it must be confined and cannot be."""
+        config = replace(self._config, reward_names=names)
+        await asyncio.to_thread(isolation, config, shipped=shipped)  # a while, the first time
+        return config
 
     async def resize(self, num_processes: int) -> None:
         """Grade in so many processes from now on; what runs is not disturbed."""

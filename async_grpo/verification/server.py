@@ -16,7 +16,12 @@ from typing import Any
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError, WorkerError
 from async_grpo.verification import confinement, frames
-from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.config import (
+    GENERATED_CODE,
+    OWN_REWARDS,
+    SHIPPED_REWARDS,
+    VerifierConfig,
+)
 from async_grpo.verification.frames import FrameError
 from async_grpo.verification.tasks import Outcome, encode_request, read_answers
 from async_grpo.verification.verdict import classify_end, lost
@@ -28,11 +33,11 @@ class GraderServer:
     """Serves requests side by side; used from one event loop."""
 
     def __init__(self, config: VerifierConfig, *, shipped: bool, events: Counter[str]) -> None:
+        """Raises `ConfigError` where requests must be confined and cannot be."""
         self._config = config
         self._events = events
-        self.isolation = confinement.isolation(
-            shipped=shipped, network=config.network, scratch_mib=config.file_mib
-        )
+        self._is_ours = shipped
+        self.isolation = confinement.isolation(config, shipped=shipped)
         self._extra = () if shipped else config.environment
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,6 +48,14 @@ class GraderServer:
         self._is_closed = False
         self.shipped: tuple[str, ...] = ()  # of its adapters, those that are ours
         self.groupwise: tuple[str, ...] = ()  # and those that grade a group in one call
+        self._why_no_jail: str | None = None  # of generated code; None: it runs none
+
+    @property
+    def confinement(self) -> dict[str, str]:
+        """Why what it runs is not confined, by kind; empty texts: it is."""
+        whose = SHIPPED_REWARDS if self._is_ours else OWN_REWARDS
+        code = {} if self._why_no_jail is None else {GENERATED_CODE: self._why_no_jail}
+        return {whose: self.isolation.why, **code}
 
     @property
     def is_up(self) -> bool:
@@ -158,6 +171,7 @@ class GraderServer:
         if greeting["load_error"]:
             raise ConfigError(greeting["load_error"])
         self.shipped, self.groupwise = tuple(greeting["shipped"]), tuple(greeting["groupwise"])
+        self._why_no_jail = greeting["why_no_jail"]
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """Hand out reports until the server ends; then all that wait hear of nothing."""

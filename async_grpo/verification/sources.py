@@ -9,11 +9,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.user_code import text_of
+from async_grpo.verification import graders
 from async_grpo.verification.config import VerifierConfig
+
+SHIPPED = "async_grpo.verification.graders.shipped"
+# Of reward_registry.py as it is shipped: users edit theirs.
+REGISTRY_SHA256 = "6bb7c0d5f2b242312a3bb17a6f93f911f20135ead13313b33fc38a6bf2784581"
+EXECUTE_NO_TEXT = frozenset({"mathd", "sympy", "math_verify", "countdown", "majority"})
+CODE_EXECUTION = "code_execution"
 
 
 def verifier_config(worker: WorkerConfig) -> VerifierConfig:
@@ -29,6 +37,8 @@ def verifier_config(worker: WorkerConfig) -> VerifierConfig:
         environment=worker.verifier_variables,
         search_paths=here,
         sources=read_sources(names, registry=registry, search_paths=here),
+        unconfined_rewards=worker.unconfined_rewards,
+        unconfined_code=worker.unconfined_code,
     )
 
 
@@ -39,6 +49,21 @@ def source_of(name: str, registry: str) -> str:
     ('own/mine.py', 'reward_registry')
     """
     return name.rpartition(":")[0] or registry
+
+
+def grader_of(name: str, config: VerifierConfig) -> str:
+    """The shipped grader that a reward is, by the text that is run; empty: a user's function."""
+    source = source_of(name, config.registry)
+    text = config.sources.get(source)
+    if text is None:
+        return ""
+    shipped = Path(graders.__file__).with_name("shipped.py")
+    known = _sha256(text_of(str(shipped))) if source == SHIPPED else REGISTRY_SHA256
+    return name.rpartition(":")[2] if _sha256(text) == known else ""
+
+
+def _sha256(text: str) -> str:
+    return sha256(text.encode()).hexdigest()
 
 
 def read_sources(

@@ -22,12 +22,13 @@ from async_grpo.verification.adapters import Adapter, load_adapters
 from async_grpo.verification.config import MAX_OPEN_FILES, MAX_PROCESSES, VerifierConfig
 from async_grpo.verification.graders import UnscorableError
 from async_grpo.verification.namespaces import limit
+from async_grpo.verification.sources import SHIPPED
 from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, Outcome, encode_answer, overrun
 
 if TYPE_CHECKING:  # a fork server holds no arrays: a fork costs what its parent holds
     from async_grpo.types import FailureCause
 
-SHIPPED = "async_grpo.verification.graders.shipped"
+JAILER = "async_grpo.verification.jailer"
 MAX_LOAD_ERROR_CHARACTERS = 4000
 NUM_REHEARSALS = 50  # Python makes code faster that has run so often: no child must do so again
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
@@ -52,6 +53,10 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # two for each child at a time
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.environ[TIMEOUT_VARIABLE] = f"{config.timeout_s:g}"
+    if config.unconfined_code:
+        from async_grpo.verification.jailer import allow_unconfined
+
+        allow_unconfined()
     try:
         adapters = load_adapters(config)
     except ConfigError as error:
@@ -63,7 +68,14 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
     ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
     shipped = [name for name, adapter in adapters.items() if adapter in ours]
     groupwise = [name for name, adapter in adapters.items() if is_groupwise(adapter)]
-    return adapters, {"load_error": "", "shipped": shipped, "groupwise": groupwise}
+    jailer = sys.modules.get(JAILER)
+    greeting = {
+        "load_error": "",
+        "shipped": shipped,
+        "groupwise": groupwise,
+        "why_no_jail": jailer and jailer.what_is_missing(),
+    }
+    return adapters, greeting
 
 
 def is_groupwise(adapter: Adapter) -> bool:

@@ -298,9 +298,11 @@ def test_a_builtin_is_the_programs_only_where_the_question_asks_for_it():
 
 def test_without_a_jail_generated_code_is_refused_unless_the_user_does_without(monkeypatch):
     monkeypatch.setattr(jailer, "what_is_missing", lambda: "unshare: Operation not permitted")
-    with pytest.raises(ConfigError, match=r"does not allow \(unshare: Oper.*UNCONFINED_CODE=1"):
+    monkeypatch.setattr(jailer, "_is_unconfined_allowed", False)  # and put back afterwards
+    with pytest.raises(ConfigError, match=r"does not allow \(unshare: Oper.* --unconfined-code"):
         jailer.require_jail()
-    monkeypatch.setenv(jailer.ALLOW_UNCONFINED, "1")
+    why = {"programs of the model": "unshare: Operation not permitted"}
+    assert jailer.allow_unconfined() == why
     jailer.require_jail()
     assert run("import os; print(os.path.exists('/proc/self'))").output == b"True\n"
 

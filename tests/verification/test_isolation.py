@@ -11,7 +11,17 @@ from pathlib import Path
 
 import effort
 import pytest
-from verifier_processes import REPOSITORY, Grader, all_below, are_gone, processes, verdict_of
+from verifier_processes import (
+    REPOSITORY,
+    Grader,
+    all_below,
+    are_gone,
+    processes,
+    refusing_bwrap,
+    verdict_of,
+)
+
+from async_grpo.verification import confinement
 
 pytestmark = pytest.mark.integration
 
@@ -162,14 +172,16 @@ def secret_home(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=["namespaces", "none"])
-def grader(request, hostile, secret_home):
+def grader(request, hostile, secret_home, tmp_path_factory):
     """With and without what the system may not allow: namespaces."""
     patch = pytest.MonkeyPatch()
     patch.setenv("HOME", str(secret_home))
     patch.setenv("RAY_AUTH_TOKEN", "hush")
     patch.setenv("MY_PASS", "hush")
-    patch.setenv("ASYNC_GRPO_VERIFIER_NAMESPACES", "1" if request.param == "namespaces" else "0")
-    grader = Grader(hostile, file_mib=16, timeout_s=1.5)
+    if request.param == "none":
+        folder = refusing_bwrap(tmp_path_factory.mktemp("bin"))
+        patch.setattr(confinement, "find_bwrap", lambda: f"{folder}/bwrap")
+    grader = Grader(hostile, file_mib=16, timeout_s=1.5, unconfined_rewards=True)
     patch.undo()
     if request.param == "namespaces" and not grader.box.is_confined:
         grader.close()
@@ -363,7 +375,7 @@ sys.path.insert(0, sys.argv[1])
 from verifier_processes import sandbox
 
 async def main():
-    async with sandbox(sys.argv[2], timeout_s=60.0) as box:
+    async with sandbox(sys.argv[2], timeout_s=60.0, unconfined_rewards=True) as box:
         print("ready", flush=True)
         await box.grade([{"kind": "escape", "nap": "3210"}])
 
@@ -371,13 +383,12 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("namespaces", ["1", "0"])
-def test_nothing_outlives_a_pool_that_is_killed(hostile, namespaces):
+@pytest.mark.parametrize("has_namespaces", [True, False])
+def test_nothing_outlives_a_pool_that_is_killed(hostile, has_namespaces, tmp_path):
     here = str(Path(__file__).parent)
-    environment = os.environ | {
-        "ASYNC_GRPO_VERIFIER_NAMESPACES": namespaces,
-        "PYTHONPATH": REPOSITORY,
-    }
+    environment = os.environ | {"PYTHONPATH": REPOSITORY}
+    if not has_namespaces:
+        environment["PATH"] = f"{refusing_bwrap(tmp_path)}:{environment['PATH']}"
     command = [sys.executable, "-c", POOL, here, hostile]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as pool:
         try:

@@ -13,7 +13,6 @@ import pytest
 from verifier_processes import REPOSITORY, sandbox
 
 from async_grpo.verification.config import NOBODY
-from async_grpo.verification.confinement import why_unconfined
 
 pytestmark = pytest.mark.integration
 
@@ -129,6 +128,4 @@ def test_the_registrys_rewards_are_shipped_and_a_file_is_a_users(tmp_path):
         async with sandbox("countdown", f"{path}:mine") as box:
             return [server.isolation.network for server in box._servers.values()]
 
-    if why_unconfined():
-        pytest.skip(why_unconfined())
     assert asyncio.run(networks()) == [False, True]

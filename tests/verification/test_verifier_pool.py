@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from verifier_processes import all_below, are_gone
+from verifier_processes import REFUSAL, REPOSITORY, all_below, are_gone, refusing_bwrap
 
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
@@ -14,8 +14,6 @@ from async_grpo.types import GradingRequest, Pulse, Question, Turn, Verification
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.pool import VerifierPool
-
-REPOSITORY = str(Path(__file__).parents[2])
 
 
 def request(output, *, ordinal=0, columns=None):
@@ -124,15 +122,20 @@ def test_a_file_that_cannot_be_written_ends_nothing_and_is_complained_of_once(ra
 
 
 @pytest.mark.integration
-def test_a_pool_that_cannot_confine_tells_its_dispatcher_why_and_once(ray):
-    config = VerifierConfig(reward_names=("countdown",), search_paths=(REPOSITORY,))
-    without = {"env_vars": {"ASYNC_GRPO_VERIFIER_NAMESPACES": "0"}}
-    actor = ray.remote(VerifierPool).options(num_cpus=0, runtime_env=without)
+def test_a_pool_that_may_grade_unconfined_says_so_and_why(ray, unlucky):
+    config = VerifierConfig(
+        reward_names=("countdown", "mine.py:grade"),
+        search_paths=(REPOSITORY, str(unlucky)),
+        sources={"reward_registry": Path(REPOSITORY, "reward_registry.py").read_text()},
+        unconfined_rewards=True,
+    )
+    path = f"{refusing_bwrap(unlucky)}:{os.environ['PATH']}"
+    actor = ray.remote(VerifierPool).options(num_cpus=0, runtime_env={"env_vars": {"PATH": path}})
     pool = actor.remote(config, worker_id="verifier-1")
-    ray.get(pool.info.remote(), timeout=60)
-    told = ray.get(pool.complaint.remote(), timeout=60)
-    assert "(ASYNC_GRPO_VERIFIER_NAMESPACES=0 is set)" in told
-    assert ray.get(pool.complaint.remote(), timeout=60) == ""
+    info = ray.get(pool.info.remote(), timeout=60)
+    status = ray.get(pool.status.remote(), timeout=60)
+    assert info.confinement == {"shipped rewards": REFUSAL, "own rewards": REFUSAL}
+    assert (status.confinement, status.is_confined) == (info.confinement, False)
 
 
 @pytest.mark.integration
