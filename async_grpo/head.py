@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +29,9 @@ def private_cluster() -> Iterator[dict[str, str]]:
     """Variables for `ray start` and its clients: a token of its own, and loopback where Ray can.
 
     The token lies in a folder of its own, this user's alone, which goes with the `with` block:
-    Ray lets everybody write in its own folder, and confined processes see an empty one there.
+    Ray lets everybody write in its own folder.
     """
-    with tempfile.TemporaryDirectory(prefix="ray-token-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(dir=tokens_folder(), ignore_cleanup_errors=True) as folder:
         token = Path(folder, "auth_token")
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
@@ -43,6 +44,19 @@ def private_cluster() -> Iterator[dict[str, str]]:
             # Ray's default on other systems than Linux, whose name it has.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
+
+
+def tokens_folder() -> str | None:
+    """Where the tokens of all private clusters of this user lie, which no reward sees.
+
+    None where somebody else has a folder of that name.
+    """
+    folder = Path(tempfile.gettempdir(), f"ray-tokens-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return str(folder) if is_own and not found.st_mode & 0o077 else None
 
 
 def find_head(address: str) -> str:

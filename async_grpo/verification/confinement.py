@@ -23,7 +23,9 @@ from pathlib import Path
 
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError
+from async_grpo.head import tokens_folder
 from async_grpo.verification.config import NOBODY, Isolation, VerifierConfig
+from async_grpo.verification.namespaces import has_user
 from async_grpo.verification.sources import CODE_EXECUTION, EXECUTE_NO_TEXT, grader_of
 
 TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
@@ -74,12 +76,13 @@ def isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
 def wanted_isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
     """The confinement of shipped graders, or of a user's functions.
 
-    Root's shipped graders become nobody: they need no file once they are imported. A user's
-    function stays who it is, because it may read any file of its user while it works.
+    Root's shipped graders become nobody, where there is one: they need no file once they are
+    imported. A user's function stays who it is, because it may read any file of its user while it
+    works.
     """
     if shipped:
-        is_root = os.geteuid() == 0
-        return Isolation(confined=True, network=False, uid=NOBODY if is_root else None)
+        becomes_nobody = os.geteuid() == 0 and has_user(NOBODY)
+        return Isolation(confined=True, network=False, uid=NOBODY if becomes_nobody else None)
     return Isolation(
         confined=True,
         network=config.network,
@@ -192,7 +195,7 @@ def hidden_paths(ours: Mapping[str, str]) -> list[str]:
     named += [ours[name] for name in CREDENTIAL_VARIABLES if ours.get(name)]
     if "HF_HOME" in ours:
         named += [f"{ours['HF_HOME']}/token", f"{ours['HF_HOME']}/stored_tokens"]
-    named += [f"{ours.get('RAY_TMPDIR') or '/tmp'}/ray"]
+    named += [f"{ours.get('RAY_TMPDIR') or '/tmp'}/ray", tokens_folder() or ""]
     named += [word.partition("=")[2] for word in sys.argv if word.startswith("--temp-dir=")]
     found = {os.path.realpath(path) for path in named if os.path.exists(path)}
     covered = found | REPLACED

@@ -57,6 +57,17 @@ def enter_user_namespace(*, seen_as: int) -> None:
             file.write(text)
 
 
+def has_user(number: int) -> bool:
+    """Whether a process of this user namespace can be that user: some containers have root alone.
+
+    >>> has_user(os.geteuid())
+    True
+    """
+    with open("/proc/self/uid_map") as file:
+        spans = [tuple(map(int, line.split())) for line in file]
+    return any(first <= number < first + count for first, _, count in spans)
+
+
 def drop_capabilities() -> None:
     """Give up all rights of this process' user namespace."""
     header = (ctypes.c_uint32 * 2)(CAPABILITIES_V3, 0)

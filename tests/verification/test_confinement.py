@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,23 @@ def test_a_private_clusters_token_lies_in_a_folder_of_its_users_alone():
         assert os.listdir(folder) == ["auth_token"]
         with open(token) as file:
             assert len(file.read()) == 64
+        assert seen_of(token) == ""  # nor does a reward of another run see it
     assert not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("kind", ["open", "link", "file"])
+def test_a_folder_of_tokens_that_is_not_ones_own_is_left_alone(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"ray-tokens-{os.geteuid()}"
+    if kind == "open":
+        folder.mkdir()
+        folder.chmod(0o755)
+    elif kind == "link":
+        folder.symlink_to(tmp_path)
+    else:
+        folder.touch()
+    with head.private_cluster() as variables:
+        assert Path(variables["RAY_AUTH_TOKEN_PATH"]).parents[1] == tmp_path
 
 
 def config_of(*names, registry="reward_registry.py", **options):
