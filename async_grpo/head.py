@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import NamedTuple
 
 from async_grpo import deadlines
 from async_grpo.errors import ClusterError
+from async_grpo.files import tokens_folder
 from async_grpo.ray_token import check_token, refused, settle_authentication
 
 logger = logging.getLogger(__name__)
@@ -44,19 +44,6 @@ def private_cluster() -> Iterator[dict[str, str]]:
             # Ray's default on other systems than Linux, whose name it has.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         }
-
-
-def tokens_folder() -> str | None:
-    """Where the tokens of all private clusters of this user lie, which no reward sees.
-
-    None where somebody else has a folder of that name.
-    """
-    folder = Path(tempfile.gettempdir(), f"ray-tokens-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-    return str(folder) if is_own and not found.st_mode & 0o077 else None
 
 
 def find_head(address: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError
-from async_grpo.head import tokens_folder
+from async_grpo.files import tokens_folder
 from async_grpo.verification.config import NOBODY, Isolation, VerifierConfig
 from async_grpo.verification.namespaces import has_user
 from async_grpo.verification.sources import CODE_EXECUTION, EXECUTE_NO_TEXT, grader_of
