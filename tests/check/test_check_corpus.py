@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from no_namespaces import REFUSAL, refusing_bwrap
 
 from async_grpo.check import facts, trial
 from async_grpo.check.facts import Setup
 from async_grpo.cli.check import check, findings_of
 from async_grpo.cli.local_run import as_toml
 from async_grpo.config.train import TrainConfig
+from async_grpo.verification import confinement
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "sample-data"
@@ -362,6 +364,20 @@ def test_a_good_run_is_left_alone(case):
 
 def test_a_good_run_with_its_rewards_is_left_alone():
     assert look(tries_rewards=True) == []
+
+
+def test_rewards_that_cannot_be_confined_are_told_as_a_run_would_take_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(confinement, "find_bwrap", lambda: f"{refusing_bwrap(tmp_path)}/bwrap")
+    [line] = look(tries_rewards=True)  # graders that execute no text
+    assert line.startswith("warning  confinement ") and REFUSAL in line
+    write("own.py", "def grade(sample):\n    return 1.0\n")
+    own = {"reward_fns": "own.py:grade"}
+    [line] = look(tries_rewards=True, worker=own)
+    assert line.startswith("error    reward ") and "--unconfined-rewards" in line
+    for permitted in ({"launch": {"unconfined_rewards": True}}, {"typed": "--unconfined-rewards"}):
+        typed = [permitted.pop("typed")] if "typed" in permitted else []
+        [line] = look(*typed, tries_rewards=True, worker=own, **permitted)
+        assert line.startswith("warning  confinement own rewards run UNCONFINED")
 
 
 def test_a_supervised_run_needs_neither_workers_nor_cluster():

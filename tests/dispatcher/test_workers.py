@@ -81,6 +81,7 @@ class Scene:
         self.answers = {}  # of workers that are started from now on
         self.first_answers = {}  # of the very first
         self.brings_pool = False
+        self.confinement = {}  # of workers that are started from now on
 
     def kinds(self, config):
         pool = (WorkerKind(VERIFIER, 1, {}, self.start),) if self.brings_pool else ()
@@ -90,7 +91,7 @@ class Scene:
         answers = self.answers if self.workers else self.first_answers or self.answers
         info = WorkerInfo(
             name, name.split("-")[0], "node", 7, "model", 8, 4.0, 0.0, 8,
-            startup=(("importing", 8.25),),
+            startup=(("importing", 8.25),), confinement=self.confinement,
         )  # fmt: skip
         self.workers[name] = FakeActor(**{"info": info, **answers})
         return self.workers[name]
@@ -173,6 +174,20 @@ def test_how_long_a_worker_took_and_for_what_is_told(scene, caplog):
         scene.pass_time(workers, 4)
         (name,) = scene.names
     assert f"worker {name} is ready after 1.0 s: 8.2 s importing" in caplog.messages
+
+
+def test_each_start_of_what_is_not_confined_is_said_with_its_reason(scene):
+    scene.confinement = {"own rewards": "bwrap: no", "shipped rewards": ""}
+    with make_workers(scene, logging_level="CRITICAL") as workers:
+        scene.pass_time(workers, 4)
+        scene.controller.excluded[scene.names[0]] = "killed"
+        scene.pass_time(workers, 30)
+        assert len(scene.names) == 2
+    warnings = [line for line in scene.said if line.startswith("WARNING")]
+    assert [line.split()[1] for line in warnings] == [f"{name}:" for name in scene.names]
+    for line in warnings:
+        assert "own rewards run UNCONFINED" in line and "for bwrap: no (docs/" in line
+        assert "shipped rewards run confined" in line
 
 
 def test_a_worker_that_loads_holds_up_no_other(scene):

@@ -23,7 +23,9 @@ from async_grpo.types import (
     PipelineStatus,
     QuestionOutcome,
     WeightsVersion,
+    WorkerInfo,
 )
+from async_grpo.types.workers import confinement_in_words
 
 RESULT = StepResult("", 1.0, 1e-3, 2, Clocks(1, 4), {"loss_sum": 6.0, "trained_tokens": 8.0})
 
@@ -110,6 +112,32 @@ def test_alarms_are_counted_over_the_parts_of_a_run_and_shown(tmp_path, clock):
         (1, 1),
     ]
     assert [line["alarm"] for line in rows_of(tmp_path, ALARMS_FILE)] == ["not_finite"]
+
+
+def test_the_first_lines_and_the_parameters_say_of_each_pool_whether_it_confines(tmp_path, caplog):
+    caplog.set_level("INFO", "async_grpo")
+    first, second, engine = (
+        WorkerInfo(name, role, "node", 7, "", 0, 1.0, 0.0, 0, confinement=how)
+        for name, role, how in (
+            ("v1", "verifier", {"shipped rewards": "", "own rewards": ""}),
+            ("v2", "verifier", {"own rewards": "bwrap: no"}),
+            ("g", "generation", {}),
+        )
+    )
+    config = make_config(tmp_path)
+    with Report(config) as report:
+        report.workers([first, engine])
+        report.workers([first, second])
+        report.workers([second])
+    told = json.loads((tmp_path / PARAMETERS_FILE).read_text())
+    assert told.pop("confinement") == {
+        "v1": "shipped rewards run confined; own rewards run confined",
+        "v2": confinement_in_words(second.confinement),
+    }
+    assert told["output_dir"] == config.output_dir
+    said = [(r.levelname, r.message) for r in caplog.records if r.message.startswith("v")]
+    assert [level for level, _ in said] == ["INFO", "WARNING"]
+    assert "v2: own rewards run UNCONFINED" in said[1][1] and "bwrap: no" in said[1][1]
 
 
 def test_the_parameters_keep_what_earlier_parts_were_trained_with(tmp_path, clock):

@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from verifier_processes import REFUSAL, REPOSITORY, refusing_bwrap
+from no_namespaces import REFUSAL, refusing_bwrap
+from verifier_processes import REPOSITORY
 
 from async_grpo import deadlines, head
 from async_grpo.config.worker import WorkerConfig

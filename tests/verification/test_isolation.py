@@ -11,13 +11,13 @@ from pathlib import Path
 
 import effort
 import pytest
+from no_namespaces import refusing_bwrap
 from verifier_processes import (
     REPOSITORY,
     Grader,
     all_below,
     are_gone,
     processes,
-    refusing_bwrap,
     verdict_of,
 )
 

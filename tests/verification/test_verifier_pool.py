@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from verifier_processes import REFUSAL, REPOSITORY, all_below, are_gone, refusing_bwrap
+from no_namespaces import REFUSAL, refusing_bwrap
+from verifier_processes import REPOSITORY, all_below, are_gone
 
 from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER

@@ -14,17 +14,6 @@ from async_grpo.verification.sandbox import Sandbox
 REPOSITORY = str(Path(__file__).parents[2])
 
 
-REFUSAL = "bwrap: No permissions to create new namespace"
-
-
-def refusing_bwrap(folder):
-    """A folder to begin PATH with, whose bwrap fails as in a container without namespaces."""
-    program = Path(folder, "bwrap")
-    program.write_text(f"#!/bin/sh\necho '{REFUSAL}' >&2\nexit 1\n")
-    program.chmod(0o755)
-    return str(folder)
-
-
 @dataclass(frozen=True)
 class Processes:
     outer: list[int]  # bwrap where the system allows it
