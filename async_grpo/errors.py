@@ -112,3 +112,7 @@ class SnapshotLostError(WeightSyncError):
 
 class StaleAnswerError(AsyncGrpoError, RuntimeError):
     """An answer whose lease was revoked, or whose weights are not the ones asked for."""
+
+
+class ServerAway(AsyncGrpoError, ConnectionError):
+    """A server elsewhere could not be asked: what it was to do it has not done."""

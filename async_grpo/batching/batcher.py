@@ -37,7 +37,7 @@ from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.statistics import StepSums, num_taught
 from async_grpo.batching.step_groups import StepGroups
 from async_grpo.batching.teachers import Teachers
-from async_grpo.errors import ProcessLostError, WorkerError
+from async_grpo.errors import DeadlineError, ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION, judge, named
 from async_grpo.types import (
     Control,
@@ -47,6 +47,7 @@ from async_grpo.types import (
     JudgeAnswer,
     JudgeRequest,
     Minibatch,
+    OutageRequest,
     PipelineStatus,
     Question,
     ResumePoint,
@@ -194,6 +195,15 @@ class ExperienceBatcher:
         rewards = lane.rewards if lane else ()
         return await self._pipeline.grading.verdicts(outputs, rewards=rewards)
 
+    async def outage(self, request: OutageRequest, lane: Lane | None) -> None:
+        """An episode waits for a server, until this is cancelled; too long a wait ends the run."""
+        try:
+            await self._pipeline.outages.last(request)
+        except DeadlineError as error:
+            if lane is None:
+                self._outbox.fail(WorkerError(str(error)))
+            raise
+
     def judged(self, request: JudgeRequest, answer: JudgeAnswer) -> None:
         """An environment has asked a judge."""
         self._pipeline.judged.update(
@@ -219,7 +229,7 @@ class ExperienceBatcher:
             workers={role: len(each.members) for role, each in registries.items()},
             worker_tokens=sum(each.num_tokens for each in registries.values()),
             problem=self._pipeline.progress.problem,
-            warnings=self._pipeline.grading.warnings,
+            warnings=self._pipeline.grading.warnings + self._pipeline.outages.warnings,
             controls=self.controls.asked,
         )
 
@@ -262,19 +272,22 @@ class ExperienceBatcher:
             if index in self._quarantine:
                 raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
             question, request = self._plan.draw(ordinal, attempt=attempt)
+            books = SlotBooks(self._ledger, ordinal)
             try:
                 group = await self._pipeline.run(
                     question,
                     request,
                     oldest=oldest,
                     reference=reference,
-                    books=SlotBooks(self._ledger, ordinal),
+                    books=books,
                     join_step=partial(self._step_groups.join, step),
                 )
             except SlotFailed as failure:
                 if failure.stage == QUARANTINE:
                     self._exclude(index, question, failure)
                 raise
+            finally:
+                self._pipeline.sampled(books)
             self._receive(group, step)
             if not group.is_replaced:
                 return group

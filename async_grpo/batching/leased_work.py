@@ -13,6 +13,7 @@ from async_grpo.errors import (
     StaleAnswerError,
     WorkerError,
 )
+from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import Problem
 
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
@@ -42,6 +43,11 @@ class Progress:
         self.answers = 0  # good ones, of workers
         self.problem: Problem | None = None  # why work is being tried again; empty when all is well
 
+    @property
+    def reason(self) -> str:
+        """Of the problem, for people."""
+        return self.problem.reason if self.problem else ""
+
     def moved(self) -> None:
         self.answers += 1
         self.problem = None
@@ -65,7 +71,7 @@ class Attempts:
         """
         reason = _reason(error)
         if reason == "worker died" and self._quarantine is not None:
-            if self._quarantine.died(self._slot):
+            if self._quarantine.died(self._slot, weight=2 if self._stage == ENVIRONMENT else 1):
                 raise SlotFailed(QUARANTINE, f"workers keep dying of it: {error}")
             return reason, AFTER_LOSS_S
         is_loss = reason in ("worker died", "lease revoked")

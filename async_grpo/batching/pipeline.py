@@ -13,19 +13,21 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.batching.answers import check_completions, check_episodes
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require_graded
 from async_grpo.batching.lanes import Lane
-from async_grpo.batching.leased_work import Attempts, Progress, Reason, SlotFailed
+from async_grpo.batching.leased_work import AFTER_LOSS_S, Attempts, Progress, SlotFailed
+from async_grpo.batching.outages import Outages
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.scoring import Scoring
 from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.stages import StageClock
-from async_grpo.environments.base import EpisodeFailed
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Cause, Next, decide
 from async_grpo.errors import AsyncGrpoError, ConfigError, DeadlineError, NoWorkerError
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.types import (
@@ -34,6 +36,7 @@ from async_grpo.types import (
     GenerationRequest,
     GradingRequest,
     Group,
+    OutageRequest,
     PlayedGroup,
     Problem,
     Question,
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 STAGES = {role: role for role in (ENVIRONMENT, GENERATION, REFERENCE)} | {VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
-OnDiscard = Callable[[Reason], None]  # hears why work is done again
+OnDiscard = Callable[[str], None]  # hears why work is done again
 Received = Callable[[Sequence[Turn]], None]  # hears of the turns that an engine answers
 MakeRequest = Callable[..., EpisodesRequest | None]  # see `BatcherPlan.episodes_request`
 Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
@@ -87,9 +90,11 @@ class SlotPipeline:
         self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
         self.progress = Progress()
         self.judged = Counter[str]()  # what judges have said since it was taken
+        self._sampled = Counter[str]()  # groups, and those that were sampled again
         self.grading = Grading(
             self._verify, timeout_s=config.stall_timeout_s, progress=self.progress
         )
+        self.outages = Outages(timeout_s=config.stall_timeout_s, progress=self.progress)
         self.stages = StageClock(time.monotonic())
         self.scoring = Scoring(
             self._leased, self._in_stage, config=config, needs=rules.needs, teachers=teachers
@@ -98,8 +103,16 @@ class SlotPipeline:
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and what was done again in that time."""
         judged, self.judged = self.judged, Counter()
+        sampled, self._sampled = self._sampled, Counter()
         lost = self._registry_of(GENERATION).take_lost()
-        return self.stages.take(time.monotonic()) | self.scoring.take_clock() | judged | lost
+        return (
+            self.stages.take(time.monotonic()) | self.scoring.take_clock() | judged | lost | sampled
+        )
+
+    def sampled(self, books: SlotBooks) -> None:
+        """A group was sampled, or given up."""
+        again = [f"resampled_groups_{why}" for why in books.resampled]
+        self._sampled.update(["sampled_groups", *again, *["resampled_groups"] * bool(again)])
 
     async def run(
         self,
@@ -194,24 +207,46 @@ class SlotPipeline:
             books.played(played)
             check_episodes(request, played.episodes)
 
-        with self._in_stage("generating", request.num_samples):
-            try:
-                played: PlayedGroup = await self._leased(
-                    ENVIRONMENT,
-                    "play",
-                    request,
-                    check=check,
-                    # The worker has played it again already; or no worker can make the environment.
-                    gives_up=(EpisodeFailed, ConfigError),
-                    cost=request.num_samples,
-                    slot=slot,
-                    on_retry=books.sampled_again,
-                    received=books.received,
-                    lane=lane,
-                )
-            except EpisodeFailed as error:
-                books.played_again(error.again)
-                raise SlotFailed(f"{ENVIRONMENT}: {error.failure}", str(error)) from error
+        def again(failed: EpisodeFailed, *, stage: str, reason: str, has_sampled: bool) -> None:
+            num_tries = books.resampled.total() + 1
+            follows = decide(failed.cause, has_sampled=has_sampled, num_tries=num_tries)
+            if follows not in (Next.GROUP, Next.MEMBER):
+                raise SlotFailed(stage, str(failed)) from failed
+            books.sampled_again(reason)
+
+        def worker_lost(reason: str) -> None:
+            why = EpisodeFailed(FailureClass.ENVIRONMENT, self.progress.reason, cause=Cause.STATE)
+            again(why, stage=ENVIRONMENT, reason=reason, has_sampled=books.has_sampled)
+
+        kind = request.question.dataset_type
+        with self._in_stage("generating", request.num_samples), ExitStack() as outages:
+            gate: str | None = kind
+            while True:
+                try:
+                    played: PlayedGroup = await self._leased(
+                        ENVIRONMENT,
+                        "play",
+                        request,
+                        check=check,
+                        gives_up=(EpisodeFailed, ConfigError),  # no worker can make the environment
+                        cost=request.num_samples,
+                        slot=slot,
+                        on_retry=worker_lost,
+                        received=books.received,
+                        lane=lane,
+                        kind=gate,
+                    )
+                    break
+                except EpisodeFailed as error:
+                    books.played_again(error.again)
+                    stage = f"{ENVIRONMENT}: {error.failure}"
+                    again(error, stage=stage, reason=stage, has_sampled=True)
+                    if error.cause is Cause.SERVER and gate is not None:
+                        # Played through the gate that it closes, lest two such wait for each other.
+                        outages.enter_context(self.outages.opened(OutageRequest(kind, str(error))))
+                        gate = None
+                await asyncio.sleep(AFTER_LOSS_S)
+        await self.outages.over(kind)
         if played.num_judged:
             self.judged.update(
                 judge_comparisons=played.num_judged, judge_disagreements=played.num_disagreed
@@ -283,6 +318,7 @@ class SlotPipeline:
         received: Received = lambda turns: None,
         num_objects: int = 0,
         lane: Lane | None = None,
+        kind: str | None = None,
     ) -> Any:
         """A good answer to `method(request)`, of another worker when the first could not give one.
 
@@ -290,6 +326,7 @@ class SlotPipeline:
         `check` raises what is wrong with an answer, which may take `timeout_s`; an error of the
         kinds `gives_up` is not tried again. `received` gets the turns that the worker asks for. The
         deaths of workers count against `slot`, until its work is done. `lane`: of an evaluation.
+        `kind`: its type of question, of which nothing starts while a server of it is away.
         Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
         `NoWorkerError` when nothing moves.
         """
@@ -298,11 +335,15 @@ class SlotPipeline:
         attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
         try:
             while True:
+                if kind is not None:
+                    await self.outages.over(kind)
                 asked = ""  # the worker, once there is one
                 turn = self._probation if self._quarantine.is_on_probation(slot) else nullcontext()
                 lease = self._lease(role, cost, version=version, lane=lane)
                 try:
                     async with turn, lease as worker:
+                        if kind is not None and self.outages.is_open(kind):
+                            continue  # since it stood in line
                         asked, worker.received, worker.lane = worker.worker_id, received, lane
                         answer = await (
                             worker.call_for(method, request, num_objects=num_objects)

@@ -34,8 +34,11 @@ class Quarantine:
         """Indices of the questions that are not asked any more, in order."""
         return tuple(sorted(self._questions))
 
-    def died(self, slot: Hashable) -> bool:
+    def died(self, slot: Hashable, *, weight: int = 1) -> bool:
         """A worker died while it had `slot`'s request; whether that was once too often.
+
+        `weight`: 2 for episodes, which are played again once: alone, so that a neighbour's death
+        is not theirs.
 
         >>> quarantine = Quarantine()
         >>> quarantine.died("a"), quarantine.is_on_probation("a")
@@ -45,7 +48,7 @@ class Quarantine:
         >>> quarantine.died("a")
         True
         """
-        self._deaths[slot] = self._deaths.get(slot, 0) + 1
+        self._deaths[slot] = self._deaths.get(slot, 0) + weight
         return self._deaths[slot] >= QUARANTINE_DEATHS
 
     def is_on_probation(self, slot: Hashable) -> bool:

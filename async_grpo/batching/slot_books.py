@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from async_grpo.batching.ledger import Ledger
 from async_grpo.errors import WorkerError
@@ -18,6 +19,7 @@ class SlotBooks:
 
     ledger: Ledger
     ordinal: int
+    resampled: Counter[str] = field(default_factory=Counter)  # times, by reason: the whole group
 
     def received(self, turns: Sequence[Turn]) -> None:
         """An engine has answered."""
@@ -25,7 +27,13 @@ class SlotBooks:
 
     def sampled_again(self, reason: str) -> None:
         """All that is in flight is lost."""
+        self.resampled[reason] += 1
         self.ledger.reissue(self.ordinal, fate="discarded", reason=reason)
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether an engine has answered since the group was begun."""
+        return self.ledger.tokens_in_flight(self.ordinal) > 0
 
     def played_again(self, again: Mapping[str, tuple[int, int]]) -> None:
         """Episodes that an environment worker has played again, see `PlayedGroup`."""

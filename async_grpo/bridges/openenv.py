@@ -31,6 +31,7 @@ from async_grpo.environments.base import (
     Policy,
     Services,
 )
+from async_grpo.environments.causes import Cause, cause_of
 from async_grpo.environments.episode import NoRoom
 from async_grpo.tools.base import ToolMistake
 from async_grpo.tools.toolbox import Toolbox
@@ -131,9 +132,10 @@ class Session:
         rewards = [float(reward) for reward in self._rewards if reward is not None]
         if not self._rewards:
             return Verdict("unscorable", 0.0, None, "openenv", "no action", 0.0)
-        if not rewards or not math.isfinite(sum(rewards)):
+        if not math.isfinite(sum(rewards)):
             raise self._failed(f"must give finite rewards, it gave {self._rewards}")
-        return Verdict("scored", sum(rewards), None, "openenv", "", 0.0)
+        why = "" if rewards else "no action was rewarded"
+        return Verdict("scored", sum(rewards), None, "openenv", why, 0.0)
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """The server's answer; raises `ToolMistake` for an action that is none."""
@@ -145,7 +147,7 @@ class Session:
                 answer = json.loads(await self._socket.recv())
             found: Mapping[str, Any] = answer["data"]
         except (OSError, TimeoutError, ValueError, KeyError, WebSocketException) as error:
-            raise self._failed(f"failed at {kind}: {error!r}") from error
+            raise self._failed(f"failed at {kind}: {error!r}", cause=cause_of(error)) from error
         if answer.get("type") != "error":
             return found
         if found.get("code") == "CAPACITY_REACHED":
@@ -158,8 +160,9 @@ class Session:
         self.is_done = bool(answer.get("done"))
         self.seen = shown(answer.get("observation") or {})
 
-    def _failed(self, what: str) -> EpisodeFailed:
-        return EpisodeFailed(FailureClass.ENVIRONMENT, f"OpenEnv server {self._url} {what}")
+    def _failed(self, what: str, *, cause: Cause = Cause.UNKNOWN) -> EpisodeFailed:
+        what = f"OpenEnv server {self._url} {what}"
+        return EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause)
 
 
 class ServerTool:
@@ -219,7 +222,7 @@ async def action_schema(url: str) -> Mapping[str, Any]:
             return cast("Mapping[str, Any]", answer.raise_for_status().json()["action"])
     except (httpx2.HTTPError, ValueError, KeyError) as error:
         what = f"OpenEnv server {url} has no schema of its actions: {error!r}"
-        raise EpisodeFailed(FailureClass.ENVIRONMENT, what) from error
+        raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause_of(error)) from error
 
 
 @asynccontextmanager
@@ -235,7 +238,7 @@ async def _connected(url: str) -> AsyncIterator[Any]:
         )
     except (OSError, TimeoutError, ValueError, WebSocketException) as error:
         what = f"OpenEnv server {url} cannot be reached: {error!r}"
-        raise EpisodeFailed(FailureClass.ENVIRONMENT, what) from error
+        raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause_of(error)) from error
     async with socket:
         yield socket
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from async_grpo.deadlines import AGENT_SAID_S, BRIDGE_READY_S
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Cause
 from async_grpo.gateway.process import Said
 
 MAX_BYTES = 16 << 20  # of one answer
@@ -114,7 +115,8 @@ class _Running:
 
     def failed(self, how: str) -> EpisodeFailed:
         said = self._said.text[-KEPT:] or "it has said nothing"
-        return EpisodeFailed(FailureClass.ENVIRONMENT, f"{self._who} {how}: {said}")
+        what = f"{self._who} {how}: {said}"
+        return EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=Cause.STATE)
 
     async def _listen(self) -> None:
         assert self._process.stdout, "it is a pipe"

@@ -18,6 +18,7 @@ from typing import Any
 from async_grpo.bridges import verifiers_bridge
 from async_grpo.bridges.process import Bridge
 from async_grpo.environments.base import EpisodeFailed, FailureClass, Policy, Services
+from async_grpo.environments.causes import Cause
 from async_grpo.gateway.hosted import Address, HostedEnvironment, process_variables
 from async_grpo.types import Episode, Question, Verdict
 
@@ -63,12 +64,14 @@ class VerifiersEnvironment(HostedEnvironment):
             return await self._bridge.ask({"task": task, **where})
 
         answer, sampler = await self.hosted(policy, services, ask)
-        verdict = verdict_of(answer, is_full=sampler.is_full)
+        verdict = verdict_of(answer, is_full=sampler.is_full, mistake=sampler.mistake)
         return replace(policy.episode(is_cut=sampler.is_full), verdict=verdict)
 
 
-def verdict_of(answer: Mapping[str, Any], *, is_full: bool) -> Verdict:
+def verdict_of(answer: Mapping[str, Any], *, is_full: bool, mistake: str = "") -> Verdict:
     """The bridge's answer as a verdict; raises `EpisodeFailed` for errors that made none.
+
+    `mistake`: of the model in its last turn, on which a harness may end.
 
     >>> verdict_of({"reward": 0.5}, is_full=False).reward
     0.5
@@ -79,5 +82,8 @@ def verdict_of(answer: Mapping[str, Any], *, is_full: bool) -> Verdict:
     kind, message = errors[-1]
     if is_full and kind in WITHOUT_ROOM:
         return Verdict("unscorable", 0.0, None, "verifiers", "no room for another turn", 0.0)
+    if mistake and kind == "HarnessError":
+        return Verdict("unscorable", 0.0, None, "verifiers", f"the last turn {mistake}", 0.0)
     failure = FAILURES.get(kind, FailureClass.ENVIRONMENT)
-    raise EpisodeFailed(failure, f"verifiers: {kind}: {message}")
+    cause = Cause.STATE if kind == "SandboxError" else None
+    raise EpisodeFailed(failure, f"verifiers: {kind}: {message}", cause=cause)

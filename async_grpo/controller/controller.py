@@ -30,7 +30,7 @@ from async_grpo.controller.live_control import check_folder, registry_with, run_
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.controller.verifiers import VerifierTerms
 from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
-from async_grpo.roles import GENERATION, VERIFIER, role_of
+from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
 from async_grpo.types import (
     AT_ONCE,
     Control,
@@ -314,6 +314,8 @@ class Controller:
         async def answer() -> Any:
             if role == VERIFIER:  # as for any sample: a connection that fails is asked again
                 return await self._current(run).batcher.verdicts(request.outputs, lane)
+            if role == ENVIRONMENT:  # an episode waits for a server of its own
+                return await self._current(run).batcher.outage(request, lane)
             is_turn = role == GENERATION and lane is not None
             asked = replace(request, priority=LAST) if is_turn else request
             lease = self.registry_of(role).lease(

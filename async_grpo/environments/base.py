@@ -13,7 +13,7 @@ What the model samples is trained; what `history` holds beside is only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +21,8 @@ from numpy.typing import ArrayLike
 
 from async_grpo.chat.base import Message, ToolSpec
 from async_grpo.chat.dialogue import Dialogue
+from async_grpo.environments.causes import Cause
+from async_grpo.environments.causes import ModelError as ModelError  # authors find it here
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.errors import WorkerError
 from async_grpo.types import Episode, Question, Turn, Verdict
@@ -39,6 +41,13 @@ class FailureClass(StrEnum):
     TIMEOUT = "timeout"  # of --turn-timeout-s or --episode-timeout-s: it is not played again
 
 
+CAUSES = {  # of a part that has failed, where nobody says more; of others it is unknown
+    FailureClass.ENGINE: Cause.STATE,
+    FailureClass.TOOL: Cause.STATE,
+    FailureClass.TIMEOUT: Cause.LIMIT,
+}
+
+
 class EpisodeFailed(WorkerError):
     """An episode that could not be played, or graded: an error, never a reward of 0."""
 
@@ -47,14 +56,20 @@ class EpisodeFailed(WorkerError):
         failure: FailureClass,
         message: str,
         again: Mapping[str, tuple[int, int]] | None = None,
+        *,
+        cause: Cause | None = None,
     ) -> None:
-        """`again`: of the group that is lost with it, see `PlayedGroup`."""
+        """`cause` decides what follows, see there; None: that of `CAUSES`.
+
+        `again`: of the group that is lost with it, see `PlayedGroup`.
+        """
         super().__init__(message)
         self.failure = failure
         self.again = again or {}
+        self.cause = cause or CAUSES.get(failure, Cause.UNKNOWN)
 
-    def __reduce__(self) -> tuple[type[EpisodeFailed], tuple[Any, ...]]:
-        return type(self), (self.failure, str(self), self.again)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.failure, str(self), self.again), {"cause": self.cause}
 
 
 class Policy(Protocol):
@@ -92,6 +107,12 @@ class Services(Protocol):
     async def ask(self, role: str, method: str, request: Any, *, cost: float = 1.0) -> Any:
         """The answer of a worker of `role`."""
 
+    async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:
+        """What `send` gives, a request to a server of yours: sent again while that is away.
+
+        One that may have arrived is sent again only if it may arrive twice: `is_idempotent`.
+        """
+
     async def judge(
         self,
         names: Sequence[str],
@@ -126,8 +147,9 @@ class Environment:
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
         """One episode, which ends with `return policy.episode()`.
 
-        What a tool says of a mistake of the model is something that the model reads. An exception
-        fails the episode; `EpisodeFailed` says which part did.
+        What a tool says of a mistake of the model is something that the model reads. `ModelError`
+        ends the episode, graded as it stands, for what the model wrote; any other exception fails
+        its whole group; `EpisodeFailed` says which part did.
         """
         raise NotImplementedError(f"{type(self).__name__} must say how it plays")
 

@@ -9,6 +9,7 @@ unblocked by: their answers; an environment that asks for nothing for too long
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -23,9 +24,11 @@ from numpy.typing import NDArray
 from async_grpo.chat.base import Message, Renderer, ToolSpec
 from async_grpo.chat.dialogue import Dialogue
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Cause, ModelError, Next, cause_of, decide
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
-from async_grpo.errors import AsyncGrpoError, DeadlineError
+from async_grpo.environments.reach import TELL, Outage, Tell, reach
+from async_grpo.errors import AsyncGrpoError, DeadlineError, ServerAway
 from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.together import together
 from async_grpo.types import (
@@ -36,6 +39,7 @@ from async_grpo.types import (
     GradingRequest,
     JudgeAnswer,
     JudgeRequest,
+    OutageRequest,
     PlayedGroup,
     Question,
     RequestPulse,
@@ -53,7 +57,7 @@ Ask = Callable[..., Awaitable[Any]]  # role, method, request, *, cost: the answe
 FindRenderer = Callable[[str, str], Renderer]  # of a model, and a name of --renderer
 LOOK_INTERVAL_S = 1.0  # at environments that ask for nothing
 AFTER_LOSS_S = 1.0
-TRIES = 3  # of a turn whose engine was lost, and of an episode that failed
+TRIES = 3  # of a turn whose engine was lost, and of a judge that gave no verdict
 MAX_REASON_CHARACTERS = 500
 
 
@@ -67,6 +71,7 @@ class GroupPlay:
         self._policies: list[EpisodePolicy] = []
         self._members: list[_Member] = []
         self._again: dict[str, tuple[int, int]] = {}
+        self._stopped: dict[int, Verdict] = {}  # by what the model did, where nobody else grades
         self._pings = 0
 
     def pulse(self, *, is_held: bool = False) -> RequestPulse:
@@ -83,7 +88,8 @@ class GroupPlay:
         """Play and grade; the first failure that stays ends the group."""
         work = (self._episode(environment, index) for index in range(self.request.num_samples))
         try:
-            episodes = tuple(await together(work, name=f"episode-{self.request.ordinal}"))
+            played = await together(work, name=f"episode-{self.request.ordinal}")
+            episodes = self._all_with_verdicts(played)
             verdicts = await self._verdicts(environment, episodes)
         except EpisodeFailed as error:
             error.again = self._again
@@ -93,19 +99,29 @@ class GroupPlay:
         return PlayedGroup(episodes, verdicts, len(judged), disagreed, self._again)
 
     async def _episode(self, environment: Environment, index: int) -> Episode:
-        """One episode; what failed is played again, from its question."""
-        for _ in range(TRIES - 1):
-            member = self._joined(index)
-            try:
-                return await self._played(environment, member)
-            except EpisodeFailed as error:
-                if error.failure is FailureClass.TIMEOUT:
-                    raise
-                logger.warning("an episode of question %d: %s", self.request.ordinal, error)
-                reason = f"{ENVIRONMENT}: {error.failure}"
-                number, num_tokens = self._again.get(reason, (0, 0))
-                self._again[reason] = number + 1, num_tokens + member.num_tokens
-        return await self._played(environment, self._joined(index))
+        """One episode; what fails before the policy is asked for anything is begun again."""
+        outage: Outage | None = None
+        try:
+            for number in itertools.count(1):
+                member = self._joined(index, outage)
+                try:
+                    return await self._played(environment, member)
+                except EpisodeFailed as error:
+                    has_sampled = member.num_turns > 0
+                    follows = decide(error.cause, has_sampled=has_sampled, num_tries=number)
+                    if follows is not Next.MEMBER:
+                        raise
+                    logger.warning("an episode of question %d: %s", self.request.ordinal, error)
+                    reason = f"{ENVIRONMENT}: {error.failure}"
+                    self._again[reason] = self._again.get(reason, (0, 0))[0] + 1, 0
+                    if error.cause is Cause.SERVER:
+                        outage = outage or Outage(member.tell(str(error)))
+                if outage:
+                    await outage.pause()
+        finally:
+            if outage:
+                outage.close()
+        raise AssertionError("tries are counted without end")
 
     async def _played(self, environment: Environment, member: _Member) -> Episode:
         request = self.request
@@ -124,6 +140,15 @@ class GroupPlay:
             if not episode.turns:
                 raise self._failed(FailureClass.ENVIRONMENT, f"has no room: {error}") from error
             return episode
+        except ModelError as error:
+            episode = policy.episode()
+            if not episode.turns:
+                raise self._classified(FailureClass.ENVIRONMENT, error) from error
+            logger.info("an episode of question %d has ended: %s", request.ordinal, error)
+            why = str(error)[:MAX_REASON_CHARACTERS]
+            ungraded = Verdict("unscorable", 0.0, None, "", why, 0.0)
+            self._stopped[member.index] = _plain(error.verdict or ungraded)
+            return episode if not error.verdict else replace(episode, verdict=error.verdict)
         except Exception as error:  # the user's own code may raise anything
             if limit.expired():
                 what = f"took longer than --episode-timeout-s {request.episode_timeout_s:g}"
@@ -139,27 +164,42 @@ class GroupPlay:
             raise self._failed(FailureClass.ENVIRONMENT, what)
         return policy.masked_as(returned)
 
+    def _all_with_verdicts(self, episodes: Sequence[Episode]) -> tuple[Episode, ...]:
+        """Where episodes have their own, one that the model's doing has stopped has one too."""
+        if not any(episode.verdict for episode in episodes):
+            return tuple(episodes)
+        return tuple(
+            replace(episode, verdict=episode.verdict or self._stopped.get(index))
+            for index, episode in enumerate(episodes)
+        )
+
     async def _verdicts(
         self, environment: Environment, episodes: tuple[Episode, ...]
     ) -> tuple[Verdict, ...]:
         member = self._joined()
-        grade = environment.grade(self.request.question, episodes, member)
-        try:
-            verdicts = tuple(map(_plain, await self._unless_idle(grade, member)))
+
+        async def graded() -> tuple[Verdict, ...]:
+            grade = environment.grade(self.request.question, episodes, member)
+            return tuple(map(_plain, await self._unless_idle(grade, member)))
+
+        try:  # no token is sampled here: what failed for a server is asked again, and nothing else
+            verdicts = await member.reach(graded, is_idempotent=True)
         except Exception as error:  # the user's own code may raise anything
-            raise self._classified(FailureClass.JUDGE, error) from error
+            failed = self._classified(FailureClass.JUDGE, error)
+            failed.cause = Cause.UNKNOWN
+            raise failed from error
         if len(verdicts) != len(episodes):
             what = f"must return {len(episodes)} verdicts, it returned {verdicts!r}"
             raise self._failed(FailureClass.JUDGE, what)
         return verdicts
 
-    def _joined(self, index: int = 0) -> _Member:
-        self._members.append(_Member(self.request, self._ask, self._find_renderer, index))
+    def _joined(self, index: int = 0, outage: Outage | None = None) -> _Member:
+        self._members.append(_Member(self.request, self._ask, self._find_renderer, index, outage))
         return self._members[-1]
 
     async def _unless_idle(self, work: Coroutine[Any, Any, T], member: _Member) -> T:
         """What the user's `work` returns, however long it takes, while it asks for anything."""
-        task = asyncio.create_task(_never_exiting(work))
+        task = asyncio.create_task(_never_exiting(work, member.tell))
         try:
             while not (await asyncio.wait({task}, timeout=LOOK_INTERVAL_S))[0]:
                 if member.idle_s > self.request.idle_timeout_s:
@@ -179,14 +219,16 @@ class GroupPlay:
         if isinstance(error, EpisodeFailed):  # or the user's own kind of it, of any class
             known = error.failure in list(FailureClass)
             failure = FailureClass(error.failure) if known else failure
-            return EpisodeFailed(failure, str(error)[:MAX_REASON_CHARACTERS])
+            return EpisodeFailed(failure, str(error)[:MAX_REASON_CHARACTERS], cause=error.cause)
         line = self.request.environment.line_in(traceback.extract_tb(error.__traceback__))
-        return self._failed(failure, f"raised {error!r} at {line}")
+        return self._failed(failure, f"raised {error!r} at {line}", cause=cause_of(error))
 
-    def _failed(self, failure: FailureClass, what: str) -> EpisodeFailed:
+    def _failed(
+        self, failure: FailureClass, what: str, *, cause: Cause | None = None
+    ) -> EpisodeFailed:
         what = what[:MAX_REASON_CHARACTERS]
         who = f"{self.request.environment.name} of question {self.request.ordinal}"
-        return EpisodeFailed(failure, f"environment {who} {what}")
+        return EpisodeFailed(failure, f"environment {who} {what}", cause=cause)
 
 
 def _plain(verdict: object) -> Verdict:
@@ -210,8 +252,9 @@ def _plain(verdict: object) -> Verdict:
     )
 
 
-async def _never_exiting(work: Coroutine[Any, Any, T]) -> T:
+async def _never_exiting(work: Coroutine[Any, Any, T], tell: Tell) -> T:
     """These two of a task would end the loop of all episodes."""
+    TELL.set(tell)  # of this task, and of those that it starts
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -222,13 +265,20 @@ class _Member:
     """The services as one episode, or the grading, sees them; knows when it waits for none."""
 
     def __init__(
-        self, request: EpisodesRequest, ask: Ask, find_renderer: FindRenderer, index: int
+        self,
+        request: EpisodesRequest,
+        ask: Ask,
+        find_renderer: FindRenderer,
+        index: int,
+        outage: Outage | None,
     ) -> None:
+        """`outage`: that kept the try before from a first turn."""
+        self._outage = outage
         self._request = request
         self._ask = ask
         self._find_renderer = find_renderer
-        self._index = index  # of the episode in its group
-        self._num_turns = 0
+        self.index = index  # of the episode in its group
+        self.num_turns = 0  # asked for
         self.asks = 0  # unanswered
         self.num_tokens = 0  # of the turns that have come
         self._idle_since_s = time.monotonic()
@@ -253,6 +303,15 @@ class _Member:
         finally:
             self.asks -= 1
             self._idle_since_s = time.monotonic()
+
+    async def tell(self, why: str) -> None:
+        """That this waits for a server, until it is cancelled; raises when it may no longer."""
+        kind = self._request.question.dataset_type
+        await self.ask(ENVIRONMENT, "outage", OutageRequest(kind, why[:MAX_REASON_CHARACTERS]))
+
+    async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:
+        """See `Services`."""
+        return await reach(send, is_idempotent=is_idempotent, tell=self.tell)
 
     async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
         """See `Services`."""
@@ -280,9 +339,11 @@ class _Member:
         request = self._request
         seed = None
         if request.seed is not None:  # numpy's own way from several numbers to one
-            words = np.random.SeedSequence((request.seed, self._index, self._num_turns))
+            words = np.random.SeedSequence((request.seed, self.index, self.num_turns))
             seed = int(words.generate_state(1, np.uint64)[0]) >> 1
-        self._num_turns += 1
+        self.num_turns += 1
+        if self._outage:
+            self._outage.close()
         asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling, seed)
         try:
             async with asyncio.timeout(request.turn_timeout_s or None):
@@ -349,7 +410,9 @@ class _Member:
             message = f"judge {name!r} must be one of --judges {','.join(known)!r}: name it there"
             raise EpisodeFailed(FailureClass.ENVIRONMENT, message)
         try:
-            answer: JudgeAnswer = await self._asked_again(judge(name), "judge", request)
+            answer: JudgeAnswer = await self.reach(
+                lambda: self._asked_again(judge(name), "judge", request), is_idempotent=True
+            )
         except AsyncGrpoError as error:
             message = f"judge {name} failed {TRIES} times, the last time: {error}"
             raise EpisodeFailed(FailureClass.JUDGE, message) from error
@@ -360,6 +423,8 @@ class _Member:
         for _ in range(TRIES - 1):
             try:
                 return await self.ask(role, method, request, **where)
+            except ServerAway:
+                raise
             except AsyncGrpoError as error:
                 logger.warning("another %s worker is asked: %s", role, error)
             await asyncio.sleep(AFTER_LOSS_S)

@@ -13,10 +13,12 @@ the command, and what is graded:
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 
 from async_grpo.environments.base import EpisodeFailed, FailureClass, Policy, Services
+from async_grpo.environments.causes import Cause, ModelError
 from async_grpo.gateway.hosted import Address, HostedEnvironment, process_variables
 from async_grpo.gateway.process import run_process
 from async_grpo.types import Episode, Question
@@ -37,7 +39,7 @@ class AgentEnvironment(HostedEnvironment):
 
     async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
         """The agent's requests, until it exits."""
-        (code, said), _ = await self.hosted(
+        (code, said), sampler = await self.hosted(
             policy,
             services,
             lambda address: run_process(
@@ -47,10 +49,13 @@ class AgentEnvironment(HostedEnvironment):
         episode = policy.episode()
         if code or not episode.turns:
             what = f"exited with {code}" if code else "ended without a request to OPENAI_BASE_URL"
-            said = said or "it has said nothing"
-            raise EpisodeFailed(
-                FailureClass.ENVIRONMENT, f"agent {' '.join(self.command)} {what}: {said}"
-            )
+            what = f"agent {' '.join(self.command)} {what}: {said or 'it has said nothing'}"
+            if episode.turns and (sampler.mistake or code == os.EX_DATAERR):
+                raise ModelError(
+                    f"the model's last turn {sampler.mistake or 'was refused'}; {what}"
+                )
+            cause = Cause.STATE if code < 0 else None  # a signal: it was ended from outside
+            raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause)
         return episode
 
 

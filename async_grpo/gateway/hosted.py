@@ -75,6 +75,7 @@ class HostedEnvironment(Environment):
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if sampler.end.done():
                 sampler.end.result()  # raises what has ended the episode
+            sampler.mistake = session.mistake
             return playing.result(), sampler
         finally:
             self._sessions.close(name)
@@ -93,6 +94,9 @@ class EpisodeSampler:
     def __init__(self, policy: Policy, *, max_turns: int, ends_full: bool) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_full = False  # there was no room for the last turn that was asked for
+        self.mistake = (
+            ""  # of the model in its last turn, see `Session`; once the episode has ended
+        )
         self._policy = policy
         self._turns_left = max_turns
         self._ends_full = ends_full

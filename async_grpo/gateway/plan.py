@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from async_grpo.chat.base import Reply
+import jsonschema
+
+from async_grpo.chat.base import Reply, ToolSpec
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.gateway import replies
 from async_grpo.gateway.base import Ask, Refused
@@ -57,9 +60,11 @@ async def chat_plan(session: Session, asked: ChatRequest) -> Plan:
 
     def hear(turn: Turn) -> Reply:
         sampled_ids = turn.token_ids.tolist()
-        return dialogue.heard(
+        reply = dialogue.heard(
             asked.messages, prompt_ids=prompt_ids, sampled_ids=sampled_ids, shown=stop.until
         )
+        session.mistake = session.mistake or mistake_in(reply, asked.offered_tools)
+        return reply
 
     ask = _ask(asked, prompt_ids, stop, max_tokens=asked.longest, stop_ids=dialogue.stop_token_ids)
     session.check(ask)
@@ -71,6 +76,28 @@ async def chat_plan(session: Session, asked: ChatRequest) -> Plan:
         (lambda turn: replies.chat_logprobs(turn, decode)) if asked.logprobs else None,
         (lambda ids: _settled(dialogue.text(ids), stop)) if dialogue.is_plain else None,
     )
+
+
+def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
+    """What is wrong with the calls of a turn, by what their tools declare; empty: nothing.
+
+    >>> from async_grpo.chat.base import ToolCall
+    >>> mistake_in(Reply("", (ToolCall("look", {}),)), [])
+    "calls 'look', which is no tool"
+    """
+    offered = {tool["function"]["name"]: tool["function"] for tool in tools}
+    for call in reply.tool_calls:
+        if call.problem:
+            return f"has a broken call: {call.problem}"
+        if call.name not in offered:
+            return f"calls {call.name!r}, which is no tool"
+        schema = offered[call.name].get("parameters") or {}
+        with suppress(jsonschema.SchemaError):  # the agent's own
+            if error := jsonschema.exceptions.best_match(
+                jsonschema.Draft202012Validator(schema).iter_errors(call.arguments)
+            ):
+                return f"calls {call.name!r} with wrong arguments: {error.message}"
+    return ""
 
 
 def completion_plan(session: Session, asked: CompletionRequest) -> Plan:

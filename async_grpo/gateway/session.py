@@ -34,6 +34,7 @@ class Session:
         """`tokenizer` is Hugging Face's."""
         self.sampler = sampler
         self.turns: list[Heard] = []
+        self.mistake = ""  # of the model, in its last turn: why whoever reads it may fail
         self._tokenizer = tokenizer
         self._make_dialogue = make_dialogue
         self._dialogues: dict[str, Dialogue] = {}  # by their tools
@@ -91,6 +92,7 @@ class Session:
         if whole is None or whole.finish_reason == "abort":
             raise Refused("the engine has ended the turn: ask again", status=503)
         self.turns.append(Heard(ask.prompt_ids, whole))
+        self.mistake = "is cut" if whole.finish_reason == "length" else ""
         yield whole
 
 

@@ -14,13 +14,14 @@ import os
 from typing import Any
 
 import ray
-from openai import AsyncOpenAI, OpenAIError
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.deadlines import JUDGE_ANSWER_S
-from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.errors import ServerAway, WorkerError
 from async_grpo.types import JudgeAnswer, JudgeRequest, Pulse, WorkerInfo
 
+AWAY = (429, 502, 503, 504)  # of HTTP: what has not answered may answer later
 TRIES_AGAIN = 3  # after a rate limit, an error of the service, a lost connection
 
 
@@ -71,7 +72,7 @@ class RemoteJudge:
             asking.cancel()
 
     async def judge(self, request: JudgeRequest) -> JudgeAnswer:
-        """One answer; raises `WorkerError`, or `DeadlineError` where there is none in time."""
+        """One answer; raises `WorkerError`, or `ServerAway` where there is none in time."""
         asking = asyncio.create_task(self._ask(request), name="ask-the-service")
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
@@ -79,7 +80,7 @@ class RemoteJudge:
             return await asyncio.wait_for(asking, self._timeout_s)
         except TimeoutError:
             who = f"the judge at {self._config.judge_url}"
-            raise DeadlineError(f"{who} gave no answer within {self._timeout_s:g} s") from None
+            raise ServerAway(f"{who} gave no answer within {self._timeout_s:g} s") from None
 
     async def _ask(self, request: JudgeRequest) -> JudgeAnswer:
         messages: Any = list(request.messages)
@@ -91,6 +92,10 @@ class RemoteJudge:
                 max_completion_tokens=request.max_tokens,
             )
         except OpenAIError as error:
-            raise WorkerError(f"the judge at {self._config.judge_url}: {error}") from error
+            is_away = isinstance(error, APIConnectionError) or (
+                isinstance(error, APIStatusError) and error.status_code in AWAY
+            )
+            kind = ServerAway if is_away else WorkerError
+            raise kind(f"the judge at {self._config.judge_url}: {error}") from error
         text = answer.choices[0].message.content if answer.choices else None
         return JudgeAnswer(text or "", answer.usage.total_tokens if answer.usage else 0)

@@ -12,7 +12,7 @@ GROUPS = (  # the first pattern that a name begins with
     ("length", r"avg_(output|prompt)_tokens|perc_truncated|perc_masked"),
     (
         "ledger",
-        r"\w*fate_|lost_|failed_|discarded_|num_replacements|replaced_|\w+_(retries|restarts)",
+        r"\w*fate_|perc_resampled|lost_|failed_|discarded_|num_replacements|replaced_|\w+_(retries|restarts)",
     ),
     ("lag", r"lag_|avg_lag|avg_token_lag|max_lag"),
     ("engine", r"mismatch_|effective_|corrected_|canary_"),

@@ -46,7 +46,7 @@ def metrics_row(
     row: Row = {metric.name: _value(metric, known) for metric in (*METRICS, *declared)}
     row |= _of_types(sums) | _of_ranks(sums)
     row |= _counts("fate_", fates) | _counts("", reasons) | _counts("token_fate_", tokens)
-    return row | _found_counts(sums)
+    return row | _found_counts(sums) | _resampled(sums)
 
 
 def _of_types(sums: Sums) -> Row:
@@ -107,6 +107,18 @@ def _found_counts(sums: Sums) -> dict[str, int]:
     """
     found = {key: int(value or 0) for key, value in sums.items() if COUNTS.fullmatch(key)}
     return _counts("", found)
+
+
+def _resampled(sums: Sums) -> Row:
+    """Shares of the groups that were sampled again, by why.
+
+    >>> _resampled({"sampled_groups": 8.0, "resampled_groups_worker died": 2.0})
+    {'perc_resampled_groups_worker_died': 0.25}
+    """
+    found = [name for name in sums if name.startswith("resampled_groups_")]
+    shares = ((sums[name] or 0) / (sums["sampled_groups"] or 1) for name in found)
+    names = ("perc_" + re.sub(r"\W+", "_", name) for name in found)
+    return dict(zip(names, shares, strict=True))
 
 
 def _counts(start: str, counts: Mapping[str, int]) -> dict[str, int]:

@@ -152,6 +152,12 @@ class Pipeline:
     )
     """share (0 to 1) of samples that were dropped with their group, as it could not be sampled,
     graded or scored, of these and the samples that count"""
+    perc_resampled_groups = quotient(
+        "resampled_groups", "sampled_groups", "fraction", "Groups sampled again"
+    )
+    """share (0 to 1) of groups that were sampled again, whole, as what sampled them was lost: a
+    selection, for what had been sampled before is not trained; by cause as
+    `perc_resampled_groups_<why>`"""
     avg_lag = quotient("lag_sum", "sampled_samples", "batches", "Mean lag")
     """age of a sample's oldest token, in versions of the weights"""
     avg_token_lag = quotient("token_lag_sum", "output_tokens", "batches", "Mean lag of a token")

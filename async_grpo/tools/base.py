@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.chat.base import ToolSpec
+from async_grpo.environments.base import ModelError
 
 
-class ToolMistake(ValueError):
+class ToolMistake(ModelError, ValueError):
     """What the model wrote cannot be done; the message says why, in words for the model."""
 
 
@@ -26,7 +27,9 @@ class Tool(Protocol):
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """What the model reads.
 
-        Raises `ToolMistake` for the model's own mistakes; anything else fails the episode.
+        Raises `ToolMistake`, or any `ModelError`, for the model's own mistakes. A connection that
+        fails is made again while its server is away; anything else fails the episode's group. A
+        tool whose `is_idempotent` is true may be called twice for one call of the model's.
         """
 
 

@@ -37,6 +37,8 @@ class PythonTool:
     Raises `ConfigError` where programs cannot be confined.
     """
 
+    is_idempotent = True  # nothing is kept between two programs
+
     def __init__(self, *, max_seconds: float = MAX_SECONDS) -> None:
         require_jail()
         self._max_seconds = max_seconds

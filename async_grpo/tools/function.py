@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NotRequired, get_type_hints
+from typing import Any, NotRequired, get_type_hints, overload
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -28,8 +28,14 @@ from async_grpo.tools.base import ToolMistake
 MAX_THREADS = 32  # of one tool; calls that never return keep theirs
 
 
-def tool(function: Callable[..., Any]) -> FunctionTool:
-    """The decorator of a function that a model may call."""
+@overload
+def tool(function: Callable[..., Any]) -> FunctionTool: ...
+@overload
+def tool(*, is_idempotent: bool) -> Callable[[Callable[..., Any]], FunctionTool]: ...
+def tool(function: Callable[..., Any] | None = None, *, is_idempotent: bool = False) -> Any:
+    """The decorator of a function that a model may call; `is_idempotent`: see `base.Tool`."""
+    if function is None:
+        return partial(FunctionTool, is_idempotent=is_idempotent)
     return FunctionTool(function)
 
 
@@ -39,7 +45,8 @@ class FunctionTool:
     Raises `ConfigError` for a function whose arguments have no types, or no names.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, is_idempotent: bool = False) -> None:
+        self.is_idempotent = is_idempotent
         self._function = function
         self._arguments = _arguments_of(function)
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=function.__name__)

@@ -29,6 +29,7 @@ from mcp.shared.message import SessionMessage
 
 from async_grpo.chat.base import ToolSpec
 from async_grpo.deadlines import TOOL_SERVER_S
+from async_grpo.errors import ServerAway
 from async_grpo.tools.base import ToolMistake
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class McpServer:
         self._serving: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._answered_s = 0.0
+        self._unsent: list[Any] = []  # of this connection: calls that did not reach the server
 
     async def tools(self) -> tuple[McpTool, ...]:
         """What the server offers; raises whatever keeps it from saying so."""
@@ -70,6 +72,11 @@ class McpServer:
             if error.code == types.INVALID_PARAMS:
                 raise ToolMistake(error.message) from error
             self._lose(client)
+            if any((call.get("name"), call.get("arguments")) == (name, arguments)
+                   for call in self._unsent):  # fmt: skip
+                raise ServerAway(f"{self._server} has not got the call: {error}") from error
+            if error.code == types.CONNECTION_CLOSED:
+                raise ConnectionError(f"{self._server}: {error}") from error
             raise
         except BaseException:  # also of a call that is given up: did others get answers meanwhile?
             if self._answered_s < asked_s:
@@ -101,7 +108,7 @@ class McpServer:
                 try:
                     self._client = await asyncio.wait_for(made, TOOL_SERVER_S)
                 except TimeoutError as error:
-                    raise ConnectionError(f"no tools of {self._server} in time") from error
+                    raise ServerAway(f"no tools of {self._server} in time") from error
                 finally:
                     if not made.done() or made.cancelled() or made.exception():
                         self._serving.cancel()
@@ -117,11 +124,12 @@ class McpServer:
             if made.done():
                 logger.warning("the tools of %s have been lost: %r", self._server, error)
             else:
-                made.set_exception(ConnectionError(f"no tools of {self._server}: {error!r}"))
+                made.set_exception(ServerAway(f"no tools of {self._server}: {error!r}"))
 
     def _transport(self) -> AbstractAsyncContextManager[Streams]:
         if isinstance(self._server, str):
-            return _over_http(self._server)
+            self._unsent = []
+            return _over_http(self._server, self._unsent)
         return _over_pipes(self._server, get_default_environment() | self._environment)
 
 
@@ -131,6 +139,8 @@ class McpTool:
     def __init__(self, server: McpServer, tool: types.Tool) -> None:
         self._server = server
         self._name = tool.name
+        hints = tool.annotations or types.ToolAnnotations()
+        self.is_idempotent = bool(hints.idempotent_hint or hints.read_only_hint)
         self.spec: ToolSpec = {
             "type": "function",
             "function": {
@@ -203,11 +213,13 @@ async def _speak(stdin: asyncio.StreamWriter, said: Any, heard: Any) -> None:
 
 
 @asynccontextmanager
-async def _over_http(url: str) -> AsyncIterator[Streams]:
+async def _over_http(url: str, unsent: list[Any]) -> AsyncIterator[Streams]:
     timeout = httpx2.Timeout(TOOL_SERVER_S, read=None)  # a call has its own deadline
     async with (
         httpx2.AsyncClient(
-            transport=_BoundedAnswers(), timeout=timeout, headers={"Accept-Encoding": "identity"}
+            transport=_BoundedAnswers(unsent),
+            timeout=timeout,
+            headers={"Accept-Encoding": "identity"},
         ) as http,
         streamable_http_client(url, http_client=http, max_sse_event_size=MAX_BYTES) as streams,
     ):
@@ -217,8 +229,17 @@ async def _over_http(url: str) -> AsyncIterator[Streams]:
 class _BoundedAnswers(httpx2.AsyncHTTPTransport):
     """Refuses what is longer than an answer may be; streams of events have a bound of their own."""
 
+    def __init__(self, unsent: list[Any]) -> None:
+        super().__init__()
+        self._unsent = unsent
+
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        response = await super().handle_async_request(request)
+        try:
+            response = await super().handle_async_request(request)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            if request.method == "POST":
+                self._unsent.append(json.loads(request.content).get("params") or {})
+            raise
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             return response
         if "content-encoding" in response.headers:  # few bytes of which may be many

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from async_grpo.chat.base import ToolCall, ToolSpec
 from async_grpo.deadlines import TOOL_S
-from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.base import EpisodeFailed, FailureClass, ModelError
+from async_grpo.environments.causes import TRIES, cause_of
+from async_grpo.environments.reach import reach
 from async_grpo.errors import ConfigError
 from async_grpo.tools.base import Tool, ToolMistake, ToolResult
 
@@ -32,6 +36,7 @@ class Toolbox:
             names = ", ".join(sorted(str(tool.spec["function"]["name"]) for tool in tools))
             raise ConfigError(f"the names of tools must differ, got {names}: rename one of them")
         self._timeout_s = timeout_s
+        self._answered = Counter[str]()  # calls, by tool
         self._max_characters = max_characters
 
     @property
@@ -52,7 +57,7 @@ class Toolbox:
     async def _answer(self, call: ToolCall) -> ToolResult:
         try:
             return ToolResult(call.id, call.name, self._cut(await self._called(call)))
-        except ToolMistake as mistake:
+        except ModelError as mistake:
             return ToolResult(call.id, call.name, self._cut(str(mistake)), is_mistake=True)
 
     async def _called(self, call: ToolCall) -> str:
@@ -60,7 +65,30 @@ class Toolbox:
             raise ToolMistake(call.problem)
         if call.name not in self._by_name:
             raise ToolMistake(f"there is no tool {call.name!r}: call {', '.join(self._by_name)}")
-        task = asyncio.ensure_future(self._by_name[call.name].call(call.arguments))
+        tool, before = self._by_name[call.name], self._answered[call.name]
+
+        def check(error: Exception) -> None:
+            """A server that answers all others is not away: it is these arguments that fail."""
+            if self._answered[call.name] - before >= TRIES:
+                raise ToolMistake(f"{call.name} failed: {error!r}") from error
+
+        try:
+            text = await reach(
+                lambda: self._asked(tool, call.arguments),
+                is_idempotent=getattr(tool, "is_idempotent", False),
+                who=f"tool {call.name}: ",
+                check=check,
+            )
+            self._answered[call.name] += 1
+            return text
+        except (ModelError, EpisodeFailed):  # a tool may ask a judge, whose failure is its own
+            raise
+        except Exception as error:  # tools are the user's code, and may raise anything
+            failed = f"tool {call.name} failed: {error!r}"[:MAX_CHARACTERS]
+            raise EpisodeFailed(FailureClass.TOOL, failed, cause=cause_of(error)) from error
+
+    async def _asked(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        task = asyncio.ensure_future(tool.call(arguments))
         try:
             # `wait_for` would wait for a tool that does not let itself be cancelled.
             if not (await asyncio.wait({task}, timeout=self._timeout_s))[0]:
@@ -71,11 +99,6 @@ class Toolbox:
             if not isinstance(text, str):
                 raise TypeError(f"an answer must be text, got {type(text).__name__}")
             return text
-        except (ToolMistake, EpisodeFailed):  # a tool may ask a judge, whose failure is its own
-            raise
-        except Exception as error:  # tools are the user's code, and may raise anything
-            failed = f"tool {call.name} failed: {error!r}"
-            raise EpisodeFailed(FailureClass.TOOL, failed[:MAX_CHARACTERS]) from error
         finally:
             task.cancel()
 

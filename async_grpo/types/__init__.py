@@ -20,6 +20,7 @@ from async_grpo.types.requests import (
     JudgeAnswer,
     JudgeRequest,
     LogprobRequest,
+    OutageRequest,
     PlayedGroup,
     VerificationRequest,
 )

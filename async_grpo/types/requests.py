@@ -114,6 +114,14 @@ class PlayedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class OutageRequest(Message):
+    """To the controller: an episode waits for a server, for as long as this is unanswered."""
+
+    dataset_type: str  # nothing of it starts or is trained meanwhile
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class JudgeRequest:
     """Messages, as OpenAI's, to a worker of a judge."""
 

@@ -148,13 +148,16 @@ def breaking(tmp_path):
     return write
 
 
-def test_an_episode_that_is_played_again_is_counted_with_the_tokens_of_its_turns(breaking):
+def test_a_group_of_which_a_state_is_lost_is_played_again_whole_and_counted_with_its_tokens(
+    breaking,
+):
     books = make_books(REQUEST)
-    run_slot(Engine([4, 4], [4, 4], [4, 4], [4, 4]), breaking(2), books)
+    run_slot(Engine([4, 4], [4, 4], [4, 4], [4, 4]), breaking(1), books)
     fates = books.ledger.fates
-    assert fates.reasons == {"discarded: environment: tool infrastructure": 2}
+    assert fates.reasons == {"discarded: environment: tool infrastructure": 2}  # the whole group
     assert fates.token_reasons == {"discarded: environment: tool infrastructure": 4}
     assert books.ledger.tokens_in_flight(REQUEST.ordinal) == 4
+    assert books.resampled == {"environment: tool infrastructure": 1}
 
 
 def test_the_tokens_of_a_worker_that_dies_are_discarded_and_sampled_again(monkeypatch):
@@ -170,11 +173,12 @@ def test_the_tokens_of_a_worker_that_dies_are_discarded_and_sampled_again(monkey
     assert books.ledger.output_tokens == kept + 5
 
 
-def test_a_group_that_fails_has_tried_before_what_it_has_tried(breaking):
+def test_a_group_whose_state_is_lost_twice_fails_whole(breaking):
     books = make_books(REQUEST)
-    with pytest.raises(SlotFailed):
+    with pytest.raises(SlotFailed) as caught:
         run_slot(Engine(*[[4]] * 9), breaking(9), books)
-    assert sum(books.ledger.fates.samples.values()) in (2, 3, 4)  # until one has failed 3 times
+    assert caught.value.stage == "environment: tool infrastructure"
+    assert books.ledger.fates.samples == {"discarded": 2}  # of the first time
     books.ledger.settle(REQUEST.ordinal, fate="failed", reason="tool")
     books.ledger.check()
     assert not books.ledger.open_slots

@@ -1,7 +1,8 @@
 """A tenth of all groups fails by each class of error: the others have not one other bit.
 
 The whole way from admission to the trainer's minibatches is real, on a clock that jumps; engines,
-judge and verifiers are played. Half of the errors pass, and their episodes are played again.
+judge and verifiers are played. Half of the errors pass. Then a request is sent again, or the whole
+group is played again, but what nobody has classified fails its group at once.
 """
 
 import functools
@@ -57,8 +58,9 @@ BOX = Toolbox([look])
 class Tried(Environment):
     """Two turns and a tool between them; the judge says what it is worth, and it is never 0."""
 
-    def __init__(self, failure, *, times):
+    def __init__(self, failure, times):
         self.failure, self.times = failure, times
+        self.num_plays = 0
 
     def fails(self, failure):
         """Whether it does now, which it does so many times."""
@@ -67,6 +69,7 @@ class Tried(Environment):
         return now
 
     async def play(self, question, policy, services):
+        self.num_plays += 1
         first = await policy.sample(question.input_token_ids)
         if self.fails(FailureClass.ENVIRONMENT):
             raise KeyError("a mistake of its author")
@@ -97,6 +100,7 @@ class InjectedRun(Run):
         self.rate = rate
         self.cluster.play = self.play
         self.asked = Counter()
+        self.played = {}  # by ordinal: the environment, and how often its group was asked for
 
     def failure(self, ordinal):
         """The class that befalls a group, or none, and how often."""
@@ -105,8 +109,9 @@ class InjectedRun(Run):
         return (CLASSES[number], 99 if is_for_ever else 1) if number < len(CLASSES) else (None, 0)
 
     async def play(self, request):
-        failure, times = self.failure(request.ordinal)
-        environment = Tried(failure, times=times)
+        environment, number = self.played.get(request.ordinal, (None, 0))
+        environment = environment or Tried(*self.failure(request.ordinal))
+        self.played[request.ordinal] = environment, number + 1
         group = GroupPlay(request, functools.partial(self.ask, environment, request.lease_id), None)
         return await group.run(environment)
 
@@ -141,6 +146,15 @@ def outcome(rate):
     return running, trained, reasons
 
 
+ENGINE_AWAY = (FailureClass.ENGINE, 99)
+
+
+def is_lost(running, ordinal):
+    """Whether its group fails: for an error that stays, or that nobody has classified."""
+    failure, times = running.failure(ordinal)
+    return times > 1 or failure is FailureClass.ENVIRONMENT
+
+
 def groups_of(running):
     return range(BATCH * NUM_BATCHES)
 
@@ -161,7 +175,7 @@ def test_groups_without_an_injected_error_have_the_same_bits_as_without_any():
 
 def test_no_error_becomes_a_reward_and_each_is_counted_by_its_class():
     running, trained, reasons = outcome(RATE)
-    lost = [n for n in groups_of(running) if running.failure(n)[1] > 1]
+    lost = [n for n in groups_of(running) if is_lost(running, n)]
     expected = Counter(running.failure(ordinal)[0] for ordinal in lost)
     assert set(expected) == set(CLASSES)
     failed = {reason: n for reason, n in reasons.items() if reason.startswith("failed")}
@@ -173,8 +187,17 @@ def test_no_error_becomes_a_reward_and_each_is_counted_by_its_class():
 
 def test_what_passes_is_done_again_and_its_group_is_trained():
     running, trained, _ = outcome(RATE)
-    passing = {running.failure(n)[0] for n in groups_of(running) if running.failure(n)[1] == 1}
-    assert passing == set(CLASSES)
-    for ordinal in groups_of(running):
-        if running.failure(ordinal)[1] == 1:
-            assert all((ordinal, index) in trained for index in range(GROUP))
+    passing = [n for n in groups_of(running) if running.failure(n)[1] and not is_lost(running, n)]
+    assert {running.failure(n)[0] for n in passing} == set(CLASSES) - {FailureClass.ENVIRONMENT}
+    assert all((ordinal, index) in trained for ordinal in passing for index in range(GROUP))
+
+
+def test_no_member_is_ever_played_again_alone():
+    running, _, _ = outcome(RATE)
+    again = Counter()
+    for ordinal, (environment, number) in running.played.items():
+        assert environment.num_plays == GROUP * number  # one play of each member, each time
+        again[running.failure(ordinal)] += number - 1
+    tool = (FailureClass.TOOL, 1), (FailureClass.TOOL, 99)
+    assert {failure for failure, number in again.items() if number} == {*tool, ENGINE_AWAY}
+    assert max(number for _, number in running.played.values()) == 2

@@ -1,0 +1,70 @@
+"""Requests to servers that an episode needs: while one is away they are sent again.
+
+consumes:     requests, as functions that send them
+produces:     their answers
+waits for:    a server that is away; the controller is told, which has the type of questions stand
+              still (`batching.outages`)
+unblocked by: an answer, or the end of what the controller lets it wait
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from async_grpo.environments.causes import is_repeatable
+
+T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
+Tell = Callable[[str], Coroutine[Any, Any, None]]  # of an outage, for as long as it is awaited
+TELL: ContextVar[Tell | None] = ContextVar("tell", default=None)  # of the episode that is played
+
+
+class Outage:
+    """A server is away, which everybody knows until `close`."""
+
+    def __init__(self, telling: Coroutine[Any, Any, None]) -> None:
+        self._told = asyncio.create_task(telling, name="outage")
+        self._pause_s = FIRST_PAUSE_S
+
+    async def pause(self) -> None:
+        """Before the next try; raises when nobody may wait any longer."""
+        await asyncio.wait({self._told}, timeout=self._pause_s)
+        if self._told.done():
+            self._told.result()
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        """It is back, or nobody waits for it any more."""
+        self._told.cancel()
+
+
+async def reach(
+    send: Callable[[], Awaitable[T]],
+    *,
+    is_idempotent: bool = False,
+    who: str = "",
+    tell: Tell | None = None,
+    check: Callable[[Exception], None] = lambda error: None,
+) -> T:
+    """What `send` gives, which is called again while its server is away.
+
+    Raises the first error that is another one, any where no episode is played, and what `check`
+    raises of one before it is sent again.
+    """
+    tell, outage = tell or TELL.get(), None
+    try:
+        while True:
+            try:
+                return await send()
+            except Exception as error:  # of the user's code
+                if not tell or not is_repeatable(error, is_idempotent=is_idempotent):
+                    raise
+                check(error)
+                outage = outage or Outage(tell(f"{who}{error!r}"))
+            await outage.pause()
+    finally:
+        if outage:
+            outage.close()
