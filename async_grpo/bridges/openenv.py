@@ -17,7 +17,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -139,11 +139,12 @@ class Session:
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """The server's answer; raises `ToolMistake` for an action that is none."""
-        from websockets.exceptions import WebSocketException
+        from websockets.exceptions import ConnectionClosed, WebSocketException
 
         try:
             async with asyncio.timeout(OPENENV_ANSWER_S):
-                await self._socket.send(json.dumps({"type": kind, "data": data}))
+                with suppress(ConnectionClosed):  # by who has said already that all is taken
+                    await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self._socket.recv())
             found: Mapping[str, Any] = answer["data"]
         except (OSError, TimeoutError, ValueError, KeyError, WebSocketException) as error:

@@ -307,7 +307,11 @@ class _Member:
     async def tell(self, why: str) -> None:
         """That this waits for a server, until it is cancelled; raises when it may no longer."""
         kind = self._request.question.dataset_type
-        await self.ask(ENVIRONMENT, "outage", OutageRequest(kind, why[:MAX_REASON_CHARACTERS]))
+        request = OutageRequest(kind, why[:MAX_REASON_CHARACTERS])
+        try:
+            await self.ask(ENVIRONMENT, "outage", request)
+        except AsyncGrpoError as error:
+            raise EpisodeFailed(FailureClass.DEADLINE, str(error)) from error
 
     async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:
         """See `Services`."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -14,6 +15,7 @@ from websockets.asyncio.server import serve
 from async_grpo.bridges import openenv
 from async_grpo.bridges.openenv import OpenEnvEnvironment
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
 from async_grpo.types import Question
 
@@ -152,24 +154,37 @@ def test_members_wait_for_the_sessions_of_a_server(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "sentence"),
+    ("answer", "sentence", "cause"),
     [
-        (None, "failed at step: ConnectionClosed"),
-        (failed("EXECUTION_ERROR"), "failed at step: not so"),
-        ({"type": "observation"}, "failed at step: KeyError"),
-        (observed({"text": "Yes."}, reward=None, done=True), "must give finite rewards"),
+        (None, "failed at step: ConnectionClosed", Cause.SERVER),
+        (failed("EXECUTION_ERROR"), "failed at step: not so", Cause.UNKNOWN),
+        ({"type": "observation"}, "failed at step: KeyError", Cause.UNKNOWN),
+        (observed({"text": "Yes."}, reward=math.nan), "must give finite rewards", Cause.UNKNOWN),
     ],
 )
-def test_a_server_that_fails_is_an_error_and_no_reward(answer, sentence):
+def test_a_server_that_fails_is_an_error_and_no_reward(answer, sentence, cause):
     with pytest.raises(EpisodeFailed, match=sentence) as caught:
-        played(TEXT, [said("4")] * 3, answer)
+        played(TEXT, [said("4")] * 3, answer, observed({"text": "Yes."}, done=True))
     assert caught.value.failure == FailureClass.ENVIRONMENT
+    assert caught.value.cause is cause and not caught.value.again
+
+
+def test_an_episode_whose_actions_the_server_rewards_with_nothing_is_graded_as_it_stands():
+    """Else the try would be kept in which the model does not act."""
+    answers = [observed({"tools": [ADD]}), observed({"tool_name": "add", "result": 5}, reward=None)]
+    turns = [call("add", a=2, b=3), said("It is five.")]
+    group, asked, _ = played(CALLS, turns, *answers)
+    assert len(asked) == len(group.episodes[0].turns) == 2
+    (verdict,) = group.verdicts
+    assert (verdict.status, verdict.reward) == ("scored", 0.0)
+    assert verdict.reason == "no action was rewarded"
 
 
 def test_a_server_that_is_not_there_is_named():
     environment = OpenEnvEnvironment(["http://127.0.0.1:9"])
-    with pytest.raises(EpisodeFailed, match="has no schema of its actions"):
+    with pytest.raises(EpisodeFailed, match="has no schema of its actions") as caught:
         asyncio.run(play(environment, Scripted(), make_request(), RENDERER))
+    assert caught.value.failure is FailureClass.DEADLINE  # it has been waited for
 
 
 @pytest.mark.integration

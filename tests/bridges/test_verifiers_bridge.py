@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 from gateways import RENDERER, TOKEN, TOKENIZER, listening, said
 from gateways import Scripted as ServedUser
-from players import Scripted, make_request, play
+from players import Scripted, make_request, make_turn, play
 
 from async_grpo.bridges import verifiers, verifiers_bridge
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import grades_itself, make_environment, users_environment
 from async_grpo.gateway import hosted
 from async_grpo.types import Question
@@ -34,8 +35,8 @@ def _surroundings(monkeypatch):
     monkeypatch.setenv("USER_TOKEN", TOKEN)
 
 
-def played(environment, tasks, *turns, **fields):
-    """Groups of one, each of a task, one after another."""
+def played(environment, tasks, *turns, failures=None, **fields):
+    """Groups of one, each of a task, one after another; those that fail go to `failures`."""
     ask = Scripted(*turns)
 
     async def run():
@@ -44,7 +45,13 @@ def played(environment, tasks, *turns, **fields):
             question = Question([5], task["prompt"], None, {"task": task})
             given = {"num_samples": 1, "max_row_tokens": 4000, "question": question}
             given["idle_timeout_s"] = 300.0
-            groups.append(await play(environment, ask, make_request(**given | fields), RENDERER))
+            try:
+                request = make_request(**given | fields)
+                groups.append(await play(environment, ask, request, RENDERER))
+            except EpisodeFailed as error:
+                if failures is None:
+                    raise
+                failures.append(error)
         return groups
 
     groups = asyncio.run(run())
@@ -71,18 +78,17 @@ def test_an_episode_is_what_was_sampled_and_its_reward_the_bridges(stand_in):
     assert stand_in._bridge._running is not None
 
 
-def test_a_bridge_that_dies_costs_a_try_of_its_episodes_and_is_started_again(stand_in, tmp_path):
+def test_a_bridge_that_dies_takes_the_state_of_its_episodes_along_and_is_started_again(
+    stand_in, tmp_path
+):
     task = TASK | {"grave": str(tmp_path / "died"), "deaths": 1}
-    ((episode, verdict),), _ = played(stand_in, [task], said("4"), said("5"))
+    failures = []
+    ((_, verdict),), _ = played(stand_in, [task] * 2, said("4"), said("5"), failures=failures)
+    (failed,) = failures
+    assert "ended with 3: " in str(failed) and "no memory left" in str(failed)
+    assert (failed.failure, failed.cause) == (FailureClass.ENVIRONMENT, Cause.STATE)
+    assert not failed.again  # it is the whole group's to be played again
     assert verdict.reward == 1
-    assert [row.token_ids.tolist() for row in episode.rows] == [said("5")]
-
-
-def test_a_bridge_that_dies_each_time_is_an_error_with_its_last_words(stand_in, tmp_path):
-    task = TASK | {"grave": str(tmp_path / "died"), "deaths": 9}
-    with pytest.raises(EpisodeFailed, match=r"ended with 3: .*no memory left") as caught:
-        played(stand_in, [task], *[said("4")] * 3)
-    assert caught.value.failure == FailureClass.ENVIRONMENT
 
 
 @pytest.mark.parametrize(
@@ -92,12 +98,21 @@ def test_a_bridge_that_dies_each_time_is_an_error_with_its_last_words(stand_in, 
         ("ToolsetError", FailureClass.TOOL),
         ("TaskError", FailureClass.JUDGE),
         ("TimeoutError", FailureClass.DEADLINE),
+        ("HarnessError", FailureClass.ENVIRONMENT),
     ],
 )
 def test_an_error_of_verifiers_is_one_of_ours_and_no_reward(stand_in, error, failure):
     with pytest.raises(EpisodeFailed, match=f"{error}: as was asked") as caught:
         played(stand_in, [TASK | {"error": error}], *[said("5")] * 3)
     assert caught.value.failure == failure
+    is_state = error in ("SandboxError", "ToolsetError")
+    assert caught.value.cause is (Cause.STATE if is_state else Cause.UNKNOWN)
+
+
+def test_a_harness_that_ends_on_a_cut_turn_ends_the_episode_without_an_answer(stand_in):
+    turn = make_turn(said("a long sto", ends=False), finish_reason="length")
+    ((_, verdict),), _ = played(stand_in, [TASK | {"error": "HarnessError"}], turn)
+    assert (verdict.status, verdict.reason) == ("unscorable", "the last turn is cut")
 
 
 def test_an_engine_that_fails_is_none_of_the_bridges(stand_in):

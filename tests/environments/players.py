@@ -5,7 +5,8 @@ import torch
 from oracle import make_sample, oracle_logprobs
 
 from async_grpo.environments.play import GroupPlay
-from async_grpo.roles import GENERATION
+from async_grpo.errors import DeadlineError
+from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     EpisodesRequest,
     Question,
@@ -44,18 +45,22 @@ async def play(environment, ask, request=None, renderer=None):
 
 
 class Scripted:
-    """Answers turns by a script: token lists, or errors to be raised."""
+    """Answers turns by a script: token lists, whole turns, or errors to be raised."""
 
     def __init__(self, *answers):
         self._answers = list(answers)
         self.asked = []  # (history, sampling, preferred worker)
 
-    async def __call__(self, role, method, request, *, prefer, **_):
+    async def __call__(self, role, method, request, *, prefer=None, **_):
+        if role == ENVIRONMENT:  # nobody may wait here for a server that is away
+            raise DeadlineError(request.why)
         assert (role, method) == (GENERATION, "generate")
         self.asked.append((request.input_token_ids.tolist(), request.sampling, prefer))
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, Turn):
+            return [answer]
         return [make_turn(answer, worker_id=f"w{len(self.asked)}")]
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from gateways import RENDERER, TOKENIZER, said
-from players import Scripted, make_request, play
+from players import Scripted, make_request, make_turn, play
 
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
 from async_grpo.errors import ConfigError
 from async_grpo.gateway import agent, hosted
@@ -120,6 +121,55 @@ def test_an_agent_that_fails_is_an_error_and_no_reward(played, text, sentence):
     with pytest.raises(EpisodeFailed, match=sentence) as caught:
         played(text, *[said("a")] * 3)
     assert caught.value.failure == FailureClass.ENVIRONMENT
+
+
+LOOK = """
+tool = {"type": "function", "function": {"name": "look", "parameters": {
+    "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}}}
+first = chat(task, tools=[tool])
+json.loads(first["tool_calls"][0]["function"]["arguments"])["place"]
+"""
+
+
+def called(name, arguments):
+    call = f'{{"name": "{name}", "arguments": {arguments}}}'
+    return said(f"<tool_call>\n{call}\n</tool_call>")
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        make_turn(said("a long story", ends=False), finish_reason="length"),
+        make_turn(called("look", '{"where": "here"}')),
+        make_turn(called("look", '{"place": 7')),
+        make_turn(called("jump", '{"place": "here"}')),
+    ],
+    ids=["cut", "arguments", "no JSON", "no tool"],
+)
+def test_an_agent_that_crashes_on_what_the_model_wrote_ends_its_episode_which_is_graded(
+    played, turn
+):
+    (episode,), asked = played(LOOK + "1 / 0", turn, said("a"))
+    assert len(asked) == len(episode.turns) == 1
+    assert episode.rows[0].token_ids.tolist() == turn.token_ids.tolist()
+
+
+def test_an_agent_may_say_that_it_was_the_model_s_doing(played):
+    (episode,), _ = played("chat(task); sys.exit(os.EX_DATAERR)", said("a"))
+    assert len(episode.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "turn", "cause"),
+    [
+        (LOOK + "1 / 0", called("look", '{"place": "here"}'), Cause.UNKNOWN),
+        ("chat(task); os.kill(os.getpid(), 9)", said("a"), Cause.STATE),
+    ],
+)
+def test_an_agent_that_fails_otherwise_is_not_begun_again_alone(played, text, turn, cause):
+    with pytest.raises(EpisodeFailed) as caught:
+        played(text, turn, said("b"), said("c"))
+    assert caught.value.cause is cause and not caught.value.again
 
 
 def test_an_engine_that_fails_is_none_of_the_agent_s(played):

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from async_grpo.chat.base import ToolCall
+from async_grpo.environments import reach
 from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Cause
 from async_grpo.tools import mcp as tools_mcp
 from async_grpo.tools.mcp import McpServer
 from async_grpo.tools.toolbox import Toolbox
@@ -122,3 +124,47 @@ def test_an_answer_without_end_is_not_taken_in(by, monkeypatch):
 def test_a_server_that_is_none_is_named(server, named):
     with pytest.raises(ConnectionError, match=re.escape(named)):
         asyncio.run(McpServer(server).tools())
+
+
+def test_a_call_that_finds_its_server_down_is_made_again_when_it_is_up():
+    told, is_told, port = [], asyncio.Event(), free_port()
+
+    def start():
+        process = subprocess.Popen([*SERVER, "http", str(port)])
+        while not is_up(port):
+            time.sleep(0.1)
+        return process
+
+    async def tell(why):
+        told.append(why)
+        is_told.set()
+        await asyncio.sleep(600)
+
+    async def scenario():
+        process = start()
+        server = McpServer(f"http://127.0.0.1:{port}/mcp")
+        try:
+            box = Toolbox(await server.tools())
+            reach.TELL.set(tell)
+            with pytest.raises(EpisodeFailed) as caught:  # it may have been carried out
+                await box.answer(call("die"))
+            assert caught.value.cause is Cause.SERVER and not told
+            process.wait()
+            asking = asyncio.create_task(box.answer(call("add", a=2, b=3)))
+            await is_told.wait()
+            process = await asyncio.to_thread(start)
+            (good,) = await asking
+            process.kill()
+            process.wait()
+            again = asyncio.create_task(box.answer(call("add", a=3, b=3)))
+            is_told.clear()  # on a connection that was a good one
+            await is_told.wait()
+            process = await asyncio.to_thread(start)
+            (other,) = await again
+            return good.text, other.text
+        finally:
+            process.kill()
+            process.wait()
+            await server.close()
+
+    assert asyncio.run(scenario()) == ("5", "6")

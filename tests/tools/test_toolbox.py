@@ -7,7 +7,9 @@ import time
 import pytest
 
 from async_grpo.chat.base import ToolCall
-from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments import reach
+from async_grpo.environments.base import EpisodeFailed, FailureClass, ModelError
+from async_grpo.environments.causes import Cause
 from async_grpo.errors import ConfigError
 from async_grpo.tools.base import ToolMistake
 from async_grpo.tools.function import tool
@@ -43,6 +45,11 @@ def refuse() -> str:
 
 
 @tool
+def fly() -> str:
+    raise ModelError("nobody flies")
+
+
+@tool
 def crash() -> str:
     raise ConnectionError("the database is away")
 
@@ -61,7 +68,7 @@ class Liar:
 
 
 BOX = Toolbox(
-    [flood, hang, ignore_the_end, refuse, crash, ask_a_judge, Liar()],
+    [flood, hang, ignore_the_end, refuse, fly, crash, ask_a_judge, Liar()],
     timeout_s=0.2,
     max_characters=100,
 )
@@ -81,6 +88,7 @@ def answer(*calls):
     ("call", "said"),
     [
         (ToolCall("refuse", {}), "not like this"),
+        (ToolCall("fly", {}), "nobody flies"),
         (ToolCall("nobody", {}), "there is no tool 'nobody': call flood"),
         (ToolCall("flood", {"size": "many"}), "arguments are wrong"),
         (ToolCall("flood", {}, "this call is no JSON", "{"), "this call is no JSON"),
@@ -125,3 +133,70 @@ def test_no_turn_calls_without_end():
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="names of tools must differ, got crash, crash, flood"):
         Toolbox([crash, flood, crash])
+
+
+class Index:
+    """A server that is away for its first `times` requests, or for those that ask for nothing."""
+
+    def __init__(self, error, times):
+        self.error, self.times, self.asked = error, times, []
+
+    def look(self, word: str) -> str:
+        """What it holds."""
+        self.asked.append(word)
+        if not word or len(self.asked) <= self.times:
+            raise self.error
+        return f"found {word}"
+
+
+def answered_by(index, *words, is_idempotent=False):
+    """(the results, what was told of outages) of calls that an episode makes side by side."""
+    told = []
+
+    async def tell(why):
+        told.append(why)
+        await asyncio.sleep(60)
+
+    async def scenario():
+        reach.TELL.set(tell)
+        box = Toolbox([tool(is_idempotent=is_idempotent)(index.look)])
+        calls = [[ToolCall("look", {"word": word})] for word in words]
+        return [text for (text,) in await asyncio.gather(*map(box.answer, calls))]
+
+    return asyncio.run(scenario()), told
+
+
+@pytest.fixture
+def _at_once(monkeypatch):
+    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 0.01)
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("error", "is_idempotent"), [(ConnectionRefusedError(), False), (ConnectionResetError(), True)]
+)
+def test_a_call_whose_server_is_away_is_made_again_with_the_same_arguments(error, is_idempotent):
+    index = Index(error, times=3)
+    (result,), told = answered_by(index, "owl", is_idempotent=is_idempotent)
+    assert (result.text, result.is_mistake) == ("found owl", False)
+    assert index.asked == ["owl"] * 4
+    assert told == [f"tool look: {error!r}"]
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(ConnectionResetError(), Cause.SERVER), (RuntimeError("no idea"), Cause.UNKNOWN)],
+)
+def test_a_call_that_may_have_arrived_is_not_made_twice(error, cause):
+    index = Index(error, times=1)
+    with pytest.raises(EpisodeFailed, match="tool look failed") as caught:
+        answered_by(index, "owl")
+    assert (index.asked, caught.value.cause) == (["owl"], cause)
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_a_server_that_answers_all_others_is_not_away_for_the_arguments_of_one():
+    results, _ = answered_by(Index(ConnectionRefusedError(), times=0), "", "owl", "fox", "elk")
+    assert [result.is_mistake for result in results] == [True, False, False, False]
+    assert "ConnectionRefusedError" in results[0].text
