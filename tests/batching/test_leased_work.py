@@ -8,11 +8,17 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.leased_work import AFTER_LOSS_S, QUARANTINE, SlotFailed
+from async_grpo.batching.leased_work import AFTER_LOSS_S, QUARANTINE, Attempts, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
-from async_grpo.errors import LossCause, ProcessLostError, StaleAnswerError, WorkerError
-from async_grpo.roles import GENERATION
+from async_grpo.errors import (
+    LeaseLost,
+    LossCause,
+    ProcessLostError,
+    StaleAnswerError,
+    WorkerError,
+)
+from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import WeightsVersion
 
 VERSION = WeightsVersion(0, 0)
@@ -167,3 +173,14 @@ def test_a_slot_that_is_cancelled_gives_its_lease_back_and_ends_the_work():
     run(scenario())
     assert not desk.registry.open
     assert desk.registry.workers[0].cancelled == 1
+
+
+def test_a_group_of_episodes_is_played_again_once_after_a_death_and_alone_then():
+    """A neighbour that kills its worker again is not there."""
+    quarantine, lost = Quarantine(), LeaseLost(LossCause.DIED, "killed")
+    attempts = Attempts(ENVIRONMENT, "slot", quarantine)
+    assert attempts.pause_after(lost)[0] == "worker died"
+    assert quarantine.is_on_probation("slot")
+    with pytest.raises(SlotFailed) as caught:
+        attempts.pause_after(lost)
+    assert caught.value.stage == QUARANTINE

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.errors import ServerAway, WorkerError
+from async_grpo.rollout import remote_judge
 from async_grpo.rollout.remote_judge import RemoteJudge
 from async_grpo.types import JudgeRequest
 
@@ -96,6 +97,21 @@ def test_an_overloaded_service_is_asked_again_and_one_that_refuses_is_an_error(s
 def test_a_service_that_hangs_ends_with_the_deadline(service):
     service.answers = [(200, {"after_s": 1.0})]
     started = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"gave no answer within 0.2 s"):
+    with pytest.raises(ServerAway, match=r"gave no answer within 0.2 s"):
         ask(service, timeout_s=0.2)
     assert time.monotonic() - started < 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [((503, {}), ServerAway), ((429, {}), ServerAway), ((400, {}), WorkerError)],
+)
+def test_a_service_that_is_away_is_told_from_one_that_refuses(service, monkeypatch, answer, error):
+    monkeypatch.setattr(remote_judge, "TRIES_AGAIN", 0)
+    service.answers = [answer]
+    with pytest.raises(error) as caught:
+        ask(service)
+    assert type(caught.value) is error
+    service.server_port = 1  # nobody listens there
+    with pytest.raises(ServerAway, match="Connection error"):
+        ask(service)
