@@ -15,6 +15,7 @@ import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
+from async_grpo.cli.local_plan import placed_on
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.errors import AsyncGrpoError, ConfigError, ModelError
@@ -80,7 +81,8 @@ def plan_of(
     from async_grpo.planning.planner import Known, lengths_of, work_of
     from async_grpo.planning.search import search
 
-    asked = asked_of(run, _fleet(devices), shape_of=shape_of)
+    fleet = _fleet(devices)
+    asked = asked_of(_placed(run, fleet), fleet, shape_of=shape_of)
     check_fits(asked)
     known = Known(
         runs=tuple(_earlier(name, asked, shape_of) for name in from_run), given=_tables(rates),
@@ -133,6 +135,15 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
     )
 
 
+def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
+    """With whole devices for all; where they are too few, with shares as `launch` gives them."""
+    if fleet.num_devices < 1 + sum(each.num_devices for each in run.workers):
+        return placed_on(run, fleet.nodes)
+    workers = tuple(dataclasses.replace(each, gpus_per_worker=1.0) for each in run.workers)
+    train = dataclasses.replace(run.train, gpus_per_rank=1.0)
+    return dataclasses.replace(run, train=train, workers=workers)
+
+
 def _prompt_of_data(run: LocalRun) -> int:
     """Mean tokens of its questions; 0 where they or the model's tokenizer are not here."""
     from async_grpo.check.facts import Setup, read_data, read_model, tried
@@ -150,7 +161,13 @@ def _prompt_of_data(run: LocalRun) -> int:
 
 def as_text(found: Plan) -> str:
     """The plan for machines."""
-    from async_grpo.planning.page import assumptions, phases, settings, what_bounds
+    from async_grpo.planning.page import (
+        assumptions,
+        phases,
+        settings,
+        unused_devices,
+        what_bounds,
+    )
 
     rates = dataclasses.asdict(found.rates)
     content = {
@@ -169,6 +186,7 @@ def as_text(found: Plan) -> str:
         "staleness": [dataclasses.asdict(each) for each in found.found.curve],
         "splits": [dataclasses.asdict(each) for each in found.found.tried],
         "settings": settings(found),
+        "unused_devices": unused_devices(found),
         "rates": rates,
         "assumptions": [*assumptions(found)],
     }  # fmt: skip
@@ -182,6 +200,7 @@ def _read(file: str, options: Sequence[str]) -> LocalRun:
 
 def _fleet(text: str) -> Fleet:
     """What was typed, or this machine's devices, or its cores."""
+    from async_grpo.devices.cores import num_threads, read_speed
     from async_grpo.devices.inventory import read_inventory
     from async_grpo.planning.kinds import CPU, KINDS, Fleet, fleet_of
 
@@ -191,7 +210,12 @@ def _fleet(text: str) -> Fleet:
     kind = next((kind for kind in KINDS if any(kind in name for name in names)), "")
     if names:
         return fleet_of(f"{len(names)}", kind=kind)
-    return Fleet((), CPU, num_cores=len(os.sched_getaffinity(0)))
+    threads = num_threads()
+    speed = read_speed(threads=threads)
+    core = dataclasses.replace(
+        CPU, flops=speed.flops, bytes_per_s=speed.bytes_per_s, source="measured on these cores"
+    )
+    return Fleet((), core, num_cores=len(os.sched_getaffinity(0)), threads=threads)
 
 
 def _tables(file: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
 from async_grpo.errors import ConfigError
 from async_grpo.planning.kinds import Fleet
-from async_grpo.roles import GENERATION, LOGPROB, REFERENCE, TEACHER
+from async_grpo.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
 
 BF16 = 2
 
@@ -84,12 +84,26 @@ class Asked:
         """Ranks that share a copy of the model."""
         asked = self.train.shard_ranks
         if asked is None:
-            return min(num_ranks, self.fleet.of_a_node)
+            machines = 1 if self.on_cpu else -(-num_ranks // self.fleet.of_a_node)
+            return num_ranks // machines
         return asked or num_ranks
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several of its processes have one device."""
+        shares = [each.gpus_per_worker for each in self.workers if each.num_devices]
+        return not self.on_cpu and min(self.train.gpus_per_rank, *shares) < 1
+
+    @property
+    def judge_devices(self) -> int:
+        """That the file's judges take, whatever the split."""
+        judges = [each for each in self.workers if each.mode == JUDGE]
+        return sum(each.num_workers * each.num_devices for each in judges)
 
     def devices_of(self, split: Split) -> int:
         """That all of them take."""
-        return split.ranks + split.engines * self.engine_devices + sum(split.scorers)
+        others = sum(split.scorers) + self.judge_devices
+        return split.ranks + split.engines * self.engine_devices + others
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,19 +55,25 @@ class RoleBill:
 
 def bills_of(asked: Asked, split: Split) -> tuple[RoleBill, ...]:
     """Of all roles; `fits.check_fits` says whether they fit."""
-    device = int(asked.fleet.kind.memory_bytes)
+    device = asked.fleet.kind.memory_bytes
     engine, number = engine_of(asked, asked.generation), asked.generation
+
+    def room(number: int) -> int:
+        return int(device * (asked.workers[number].memory_share or 1))
+
     found = [
-        RoleBill("trainer rank", split.ranks, rank_bill_of(asked, split.ranks), device),
-        RoleBill("generation worker", split.engines, _engine_bill(asked, number, engine), device),
-    ]
+        RoleBill("trainer rank", split.ranks, rank_bill_of(asked, split.ranks),
+                 int(device * asked.train.gpus_per_rank)),
+        RoleBill("generation worker", split.engines, _engine_bill(asked, number, engine),
+                 room(number)),
+    ]  # fmt: skip
     for count, scorer in zip(split.scorers, asked.scorers, strict=True):
         role = f"{asked.workers[scorer].role} worker"
-        found.append(RoleBill(role, count, scorer_bill_of(asked, scorer), device))
+        found.append(RoleBill(role, count, scorer_bill_of(asked, scorer), room(scorer)))
     for judge, config in enumerate(asked.workers):
         if config.mode == JUDGE and judge in asked.worker_models:
             bill = _engine_bill(asked, judge, engine_of(asked, judge))
-            found.append(RoleBill(f"{config.role} worker", config.num_workers, bill, device))
+            found.append(RoleBill(f"{config.role} worker", config.num_workers, bill, room(judge)))
     found += _hosts(asked, split)
     return tuple(found)
 

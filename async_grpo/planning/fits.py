@@ -24,8 +24,10 @@ def check_fits(asked: Asked) -> None:
     if asked.on_cpu:
         _check_machine(asked, bills_of(asked, asked.own_split))
         return
-    if not fewest_ranks(asked, most=asked.fleet.num_devices):
-        raise _rank_refusal(asked, min(asked.num_ranks, asked.fleet.num_devices))
+    ranks = min(asked.num_ranks, asked.fleet.num_devices)
+    most = 1 if asked.is_shared else asked.fleet.num_devices
+    if not rank_fits(asked, ranks) and not fewest_ranks(asked, most=most):
+        raise _rank_refusal(asked, ranks)
     for number, config in enumerate(asked.workers):
         if config.mode in (GENERATION, JUDGE) and number in asked.worker_models:
             _check_engine(asked, number)
@@ -46,63 +48,76 @@ def _check_machine(asked: Asked, bills: Sequence[RoleBill]) -> None:
 
 
 def _rank_refusal(asked: Asked, num_ranks: int) -> ConfigError:
-    bill, room = rank_bill_of(asked, num_ranks), int(asked.fleet.kind.memory_bytes)
+    total, room = rank_bill_of(asked, num_ranks).total, _rank_room(asked)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    found = remedies(asked, lambda changed: rank_fits(changed, num_ranks))
+    more = fewest_ranks(asked, first=num_ranks + 1)
+    found += [f"train on {more} ranks or more (--nproc-per-node)"] if more else []
     return ConfigError(
         f"--max-tokens-per-gpu {asked.train.max_tokens_per_gpu} does not fit on {ranks}: a rank "
-        f"needs {bill.total / GIB:.1f} GiB and {_has(asked, room)}, "
-        f"{(bill.total - room) / GIB:.1f} GiB too much: {_remedies(asked, num_ranks)}"
+        f"needs {total / GIB:.1f} GiB and {_has(asked, asked.train.gpus_per_rank)}, "
+        f"{(total - room) / GIB:.1f} GiB too much: "
+        f"{', or '.join(found) or 'take a device with more memory, or a smaller model'}"
     )
 
 
-def _has(asked: Asked, room: int) -> str:
-    return f"{asked.fleet.kind.name} has {room / GIB:.1f} GiB"
+def _has(asked: Asked, share: float) -> str:
+    kind, of_it = asked.fleet.kind, "" if share == 1 else f"{share:.0%} of "
+    return f"{of_it}{kind.name} has {share * kind.memory_bytes / GIB:.1f} GiB"
 
 
-def _remedies(asked: Asked, num_ranks: int) -> str:
-    """What would make a rank fit, each by itself."""
+def remedies(asked: Asked, is_enough: Callable[[Asked], bool]) -> list[str]:
+    """What to change of the options, each by itself enough, in words."""
 
-    def fits(ranks: int = num_ranks, **options: object) -> bool:
-        changed = replace(asked, train=replace(asked.train, **options))  # type: ignore[arg-type]
-        return rank_bill_of(changed, ranks).total <= asked.fleet.kind.memory_bytes
-
-    def tried(test: Callable[[], bool]) -> bool:
+    def helps(**options: object) -> bool:
         try:
-            return test()
+            return is_enough(replace(asked, train=replace(asked.train, **options)))  # type: ignore[arg-type]
         except ConfigError:  # such options are refused for another reason
             return False
 
-    found = []
-    tokens = asked.train.max_tokens_per_gpu // 2
-    while tokens > asked.train.max_generation_tokens:
-        if tried(lambda n=tokens: fits(max_tokens_per_gpu=n)):  # type: ignore[misc]
-            found.append(f"lower it to {tokens}")
-            break
-        tokens //= 2
-    more = fewest_ranks(asked, first=num_ranks + 1)
-    found += [f"train on {more} ranks or more (--nproc-per-node)"] if more else []
-    for offload in ("optimizer", "parameters"):
-        if tried(lambda what=offload: fits(offload=what)):  # type: ignore[misc]
-            found.append(f"give --offload {offload}")
-            break
-    return ", or ".join(found) or "take a device with more memory, or a smaller model"
+    def divides(parts: int) -> bool:
+        own = replace(asked.workers[asked.generation], tensor_parallel_size=parts)
+        others = asked.workers[asked.generation + 1 :]
+        changed = replace(asked, workers=(*asked.workers[: asked.generation], own, *others))
+        engine = engine_of(changed, asked.generation)
+        return is_enough(changed) and not missing_bytes(asked.model, engine)
+
+    tokens, parts = asked.train.max_tokens_per_gpu, asked.engine_devices
+    fewer = [n for n in _halves(tokens) if n > asked.train.max_generation_tokens]
+    lower = next((n for n in fewer if helps(max_tokens_per_gpu=n)), 0)
+    offload = next((each for each in ("optimizer", "parameters") if helps(offload=each)), "")
+    smaller = next((n for n in (16, 8, 4, 2, 1) if n < parts and divides(n)), 0)
+    found = [f"lower --max-tokens-per-gpu to {lower}"] if lower else []
+    found += [f"give --offload {offload}"] if offload else []
+    return found + ([f"lower --tensor-parallel-size to {smaller}"] if smaller else [])
+
+
+def _halves(tokens: int) -> list[int]:
+    """
+    >>> _halves(2048)[:3]
+    [1024, 512, 256]
+    """
+    return [tokens // 2**n for n in range(1, tokens.bit_length())]
 
 
 def fewest_ranks(asked: Asked, *, first: int = 1, most: int = 4096) -> int:
     """Of which each fits its device, from `first` on; 0: no number up to `most` does."""
-    room = asked.fleet.kind.memory_bytes * asked.train.gpus_per_rank
     if asked.on_cpu:
         return first
-    tried = [first, *(2**power for power in range(13) if first < 2**power <= most)]
-    fitting = next((n for n in tried if rank_bill_of(asked, n).total <= room), 0)
-    below = max((n for n in tried if n < fitting), default=0)
-    return next(
-        (n for n in range(below + 1, fitting) if n >= first and _fits(asked, n, room)), fitting
-    )
+    powers = (2**power for power in range(13))
+    tried = [first, *(n for n in powers if first < n < most), *[most] * (most > first)]
+    fitting = next((n for n in tried if rank_fits(asked, n)), 0)
+    below = max((n for n in tried if n < fitting), default=first - 1)
+    return next((n for n in range(below + 1, fitting) if rank_fits(asked, n)), fitting)
 
 
-def _fits(asked: Asked, num_ranks: int, room: float) -> bool:
-    return rank_bill_of(asked, num_ranks).total <= room
+def rank_fits(asked: Asked, num_ranks: int) -> bool:
+    """Whether each of so many ranks fits its device, or its share of one."""
+    return rank_bill_of(asked, num_ranks).total <= _rank_room(asked)
+
+
+def _rank_room(asked: Asked) -> float:
+    return asked.fleet.kind.memory_bytes * asked.train.gpus_per_rank
 
 
 def _check_engine(asked: Asked, number: int) -> None:
@@ -129,23 +144,24 @@ def _check_engine(asked: Asked, number: int) -> None:
 
 
 def _check_scorer(asked: Asked, number: int) -> None:
-    config, room = asked.workers[number], int(asked.fleet.kind.memory_bytes)
+    config = asked.workers[number]
+    share = config.memory_share or 1.0
+    room = asked.fleet.kind.memory_bytes * share
     total = scorer_bill_of(asked, number).total
     if total <= room:
         return
-    smaller = config
-    while smaller.max_tokens_per_gpu > 512:
-        smaller = replace(smaller, max_tokens_per_gpu=smaller.max_tokens_per_gpu // 2)
-        changed = (*asked.workers[:number], smaller, *asked.workers[number + 1 :])
-        if scorer_bill_of(replace(asked, workers=changed), number).total <= room:
-            break
-    else:
-        smaller = config
-    remedy = f"lower it to {smaller.max_tokens_per_gpu}" if smaller is not config else (
-        "take a device with more memory, or a smaller model"
-    )  # fmt: skip
+
+    def fits(tokens: int) -> bool:
+        own = replace(config, max_tokens_per_gpu=tokens)
+        changed = (*asked.workers[:number], own, *asked.workers[number + 1 :])
+        return scorer_bill_of(replace(asked, workers=changed), number).total <= room
+
+    lower = next((n for n in _halves(config.max_tokens_per_gpu) if n >= 256 and fits(n)), 0)
+    remedy = (
+        f"lower it to {lower}" if lower else "take a device with more memory, or a smaller model"
+    )
     raise ConfigError(
         f"--max-tokens-per-gpu {config.max_tokens_per_gpu} of the {config.role} worker does not "
-        f"fit: it needs {total / GIB:.1f} GiB and {_has(asked, room)}, "
+        f"fit: it needs {total / GIB:.1f} GiB and {_has(asked, share)}, "
         f"{(total - room) / GIB:.1f} GiB too much: {remedy}"
     )

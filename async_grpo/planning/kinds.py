@@ -26,6 +26,7 @@ class Kind:
     host_bytes_per_s: float = 64e9  # PCIe Gen5 x16
     is_cpu: bool = False
     has_large_batches: bool = True  # of vLLM's defaults by device
+    source: str = ""  # who says so; empty: its maker
 
 
 H100 = Kind(name="H100", flops=989e12, bytes_per_s=3.35e12, memory_bytes=80e9,
@@ -36,7 +37,7 @@ A100 = Kind(name="A100", flops=312e12, bytes_per_s=2.04e12, memory_bytes=80e9,
 L40S = Kind(name="L40S", flops=362e12, bytes_per_s=0.864e12, memory_bytes=48e9,
             link_bytes_per_s=32e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9,
             has_large_batches=False)  # fmt: skip
-CPU = Kind(name="CPU", flops=30e9, bytes_per_s=8e9, memory_bytes=0, link_bytes_per_s=2e9,
+CPU = Kind(name="CPU", flops=18e9, bytes_per_s=8e9, memory_bytes=0, link_bytes_per_s=2e9,
            network_bytes_per_s=1e9, host_bytes_per_s=8e9, is_cpu=True)  # fmt: skip
 KINDS = {
     each.name: each
@@ -62,6 +63,7 @@ class Fleet:
     nodes: tuple[int, ...]
     kind: Kind
     num_cores: int = 0  # that everything shares; 0: devices do the work
+    threads: int = 1  # of each process that computes on them
 
     @property
     def num_devices(self) -> int:

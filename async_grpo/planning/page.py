@@ -12,7 +12,6 @@ from async_grpo.planning.lengths import Lengths
 from async_grpo.planning.prediction import Prediction
 from async_grpo.planning.rates import Rates
 from async_grpo.planning.search import Found
-from async_grpo.roles import GENERATION
 
 LITTLE = 0.05  # of a step, that is worth no word
 
@@ -47,12 +46,13 @@ class Phase:
 def in_words(plan: Plan) -> str:
     """The whole page."""
     blocks = [
-        _head(plan),
+        "\n".join(
+            [_head(plan), "to set in the file:", *(f"    {line}" for line in settings(plan))]
+        ),
+        what_bounds(plan),
         "\n".join(["memory, each:", *(_bill(each) for each in plan.bills)]),
         "\n".join(["a gradient step:", *_phases(plan)]),
-        what_bounds(plan),
         "\n".join(_curve(plan.found.curve)),
-        "\n".join(["to set in the file:", *(f"    {line}" for line in settings(plan))]),
         "\n".join(["what this rests on:", *(f"  - {line}" for line in assumptions(plan))]),
     ]
     return "\n\n".join(blocks)
@@ -72,7 +72,19 @@ def _head(plan: Plan) -> str:
             f"as the file has it ({_split_in_words(plan, own)}, staleness {own.max_staleness}): "
             f"{own.samples_per_s:,.3g} samples/s, {duration(own.step_s)}"
         )
+    if unused := unused_devices(plan):
+        lines.append(
+            f"{_count(unused, 'device')} of {asked.fleet.num_devices:,} would stand unused: ranks "
+            "are as many on each of their machines, and an engine's devices stand in one"
+        )
     return "\n".join(lines)
+
+
+def unused_devices(plan: Plan) -> int:
+    """That the recommended split leaves over."""
+    if plan.asked.on_cpu or plan.asked.is_shared:
+        return 0
+    return plan.asked.fleet.num_devices - plan.asked.devices_of(plan.best.split)
 
 
 def _split_in_words(plan: Plan, found: Prediction) -> str:
@@ -125,7 +137,7 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
         Phase("weights leave the ranks", best.gathering_s, False, "e P / ranks",
               rates.source("sync")),
         Phase("weights on their way", sync.transfer_s / train.steps_per_batch, True,
-              "e P to all machines of engines", rates.source("sync")),
+              _way(plan), rates.source("sync")),
         Phase("engines load", sync.load_s / train.steps_per_batch, True,
               "e P / D; and what runs is read again", rates.source("sync")),
     ]  # fmt: skip
@@ -134,6 +146,11 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
                               f"a worker scores {rates.scorer.cost_per_second:,.0f} tokens/s",
                               rates.source("scorer")))  # fmt: skip
     return tuple(found)
+
+
+def _way(plan: Plan) -> str:
+    is_one = len(plan.asked.fleet.nodes) < 2
+    return "through the machine's memory" if is_one else "e P to all machines of engines"
 
 
 def _verifiers(plan: Plan) -> int:
@@ -210,12 +227,29 @@ def settings(plan: Plan) -> tuple[str, ...]:
     if machines > 1:
         lines[1] += f"  # on each of {machines:,} machines: docs/cluster.md"
     lines.append(f"max_staleness = {best.max_staleness}")
-    lines += [f'[[worker]]  # mode = "{GENERATION}"', f"num_workers = {best.split.engines}"]
-    for number, count in zip(asked.scorers, best.split.scorers, strict=True):
+    if asked.is_shared:
+        lines.append(f"gpus_per_rank = {asked.train.gpus_per_rank:g}")
+    counts = (best.split.engines, *best.split.scorers)
+    for number, count in zip((asked.generation, *asked.scorers), counts, strict=True):
         config = asked.workers[number]
         name = f', name = "{config.name}"' if config.name else ""
         lines += [f'[[worker]]  # mode = "{config.mode}"{name}', f"num_workers = {count}"]
+        if asked.is_shared:
+            lines.append(f"gpus_per_worker = {config.gpus_per_worker:g}")
     return tuple(lines)
+
+
+def threads_in_words(plan: Plan) -> str:
+    """How many cores the processes of the recommended split can use."""
+    split, fleet = plan.best.split, plan.asked.fleet
+    computing = split.ranks + split.engines + sum(split.scorers)
+    text = (
+        f"each of {computing} processes that compute has {_count(fleet.threads, 'thread')} "
+        f"(OMP_NUM_THREADS) on {_count(fleet.num_cores, 'core')}"
+    )
+    if (fitting := fleet.num_cores // computing) > fleet.threads:
+        return f"{text}: {fitting} would leave none idle"
+    return text if fitting else f"{text}: fewer trainer ranks would not wait for each other"
 
 
 def assumptions(plan: Plan) -> Iterator[str]:
@@ -235,9 +269,10 @@ def assumptions(plan: Plan) -> Iterator[str]:
     if best.thin > 1:
         yield (f"batches of one in {best.thin} questions were simulated, with as small a part of "
                "what a batch costs once")  # fmt: skip
+    if asked.on_cpu:
+        yield threads_in_words(plan)
     if best.slowed > 1:
-        cores = asked.fleet.num_cores
-        yield f"processes share {cores} cores: each is slowed {best.slowed:.2f} times"
+        yield f"processes share {asked.fleet}: each is slowed {best.slowed:.2f} times"
     if asked.train.environments != {"single_turn"}:
         yield "episodes of several turns count as one: without --from-run their length is a guess"
     yield "not modelled: failures, evaluation, checkpoints, preemption in engines"

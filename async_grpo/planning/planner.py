@@ -30,11 +30,12 @@ class Known:
 def layout_of(asked: Asked, split: Split) -> Layout:
     """How a split lies on the machines: ranks fill them from the first, engines the others."""
     a_node = asked.fleet.of_a_node
+    is_one = asked.on_cpu or len(asked.fleet.nodes) == 1
     return Layout(
         engine_devices=asked.engine_devices,
         num_ranks=split.ranks,
         shard_ranks=asked.shard_ranks(split.ranks),
-        engine_nodes=-(-split.engines * asked.engine_devices // a_node),
+        engine_nodes=0 if is_one else -(-split.engines * asked.engine_devices // a_node),
         train_nodes=-(-split.ranks // a_node) if not asked.on_cpu else 1,
         train_bytes=asked.train_bytes,
         engine_bytes=asked.worker_bytes(asked.generation),

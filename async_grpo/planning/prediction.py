@@ -29,7 +29,7 @@ MEASURED_SAMPLES, MEASURED = 8_000, (3, 12)  # about so many samples, in so many
 LOOKS, POLL_S = 200, 0.02  # of the batcher for a round: in a batch, and in truth
 PLACES_HELD = 0.45  # share of an engine's places that hold a sequence, for an even flow
 LEAST_ENGINES = 8  # of a part
-CPU_SHARES = 6  # times that speeds of shared cores are looked for
+SHARES = 6  # times that speeds of shared cores or devices are looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +73,19 @@ class Prediction:
 
 
 def predict(work: Work, split: Split, *, max_staleness: int) -> Prediction:
-    """The run on the virtual clock; on CPUs with all processes slowed as their cores are shared."""
-    slowed, cores = 1.0, work.asked.fleet.num_cores
+    """The run on the virtual clock; all processes are slowed as they share cores, or devices."""
+    asked, fleet, slowed = work.asked, work.asked.fleet, 1.0
+    places = fleet.num_cores / fleet.threads or fleet.num_devices * asked.is_shared
     found = _predict(work, split, max_staleness, slowed)
-    for _ in range(CPU_SHARES if work.asked.on_cpu and cores else 0):
+    for _ in range(SHARES if places else 0):
         busy = (
             found.generating_s * split.engines
             + found.scoring_s * sum(split.scorers)
             + (found.training_s + found.optimizer_s) * split.ranks
-            + found.control_s
+            + found.control_s * asked.on_cpu / fleet.threads
         )
-        # So many run at a time, on average: each has the rest of the cores' time.
-        wanted = max(1.0, busy / (cores * found.step_s))
+        # So many run at a time, on average: each has the rest of the places' time.
+        wanted = max(1.0, busy / (places * found.step_s))
         if abs(wanted - slowed) < 0.01 * slowed:
             break
         slowed = (wanted + slowed) / 2

@@ -40,7 +40,6 @@ CONTROL = ControlCosts(group_s=2e-3, sample_s=0.5e-3, item_s=0.5e-3, ping_s=0.6e
                        verification_s=1.6e-3)  # fmt: skip
 # Of a CPU core: vLLM's scheduler and Python between two steps, PyTorch's between two minibatches.
 CPU_STEP_S, CPU_ROUND_S = 4e-3, 30e-3
-CPU_SHARE = 0.6  # of a core's peak, for any product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ class Layout:
     engine_devices: int = 1  # of one engine: its tensor parallel size
     num_ranks: int = 1
     shard_ranks: int = 1
-    engine_nodes: int = 1
+    engine_nodes: int = 1  # to which weights travel; 0: engines stand where the ranks are
     train_nodes: int = 1
     train_bytes: int = 2  # of a number of the compute type
     engine_bytes: int = 2
@@ -76,7 +75,7 @@ class Layout:
 
 def from_peaks(model: ModelShape, kind: Kind, layout: Layout) -> Rates:
     """Of data sheets and published shares of them."""
-    said = f"of {kind.name}'s peaks"
+    said = kind.source or f"of {kind.name}'s peaks"
     names = ("engine", "trainer", "scorer", "sync")
     return Rates(
         engine=engine_rates(model, kind, devices=layout.engine_devices, size=layout.engine_bytes),
@@ -134,7 +133,8 @@ def sync_rates(model: ModelShape, kind: Kind, layout: Layout) -> SyncRates:
     hops = log2(1 + layout.engine_nodes) / log2(1 + BROADCAST_NODES)
     transfer_s = size * BROADCAST_S_PER_BYTE / BROADCAST_SPEED_UP * hops
     if not layout.by_store:
-        transfer_s = size / (kind.network_bytes_per_s * NETWORK_SHARE)
+        way = kind.network_bytes_per_s if layout.engine_nodes else kind.link_bytes_per_s
+        transfer_s = size / (way * NETWORK_SHARE)
     return SyncRates(
         gather_s=gather_s,
         transfer_s=transfer_s + own / PACK_BYTES_PER_S,
@@ -177,7 +177,7 @@ def _unknown(what: str, name: str, known: list[str], who: str) -> str:
 
 
 def _share(kind: Kind, share: float) -> float:
-    return CPU_SHARE if kind.is_cpu else share
+    return 1.0 if kind.is_cpu else share  # which a core's measured speed has in it
 
 
 def _products_per_s(model: ModelShape, kind: Kind, share: float) -> float:

@@ -6,12 +6,13 @@ best and its neighbours. Scoring workers are as many as keep pace with the rest.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_grpo.errors import ConfigError
 from async_grpo.planning.asked import Asked, Split
-from async_grpo.planning.fits import fewest_ranks
+from async_grpo.planning.fits import fewest_ranks, rank_fits, remedies
 from async_grpo.planning.prediction import (
     LEAST_ENGINES,
     Prediction,
@@ -24,6 +25,7 @@ from async_grpo.planning.prediction import (
 BOUNDS = (0, 1, 2, 4)
 COARSE = (0.5, 0.75, 1.0, 1.35, 1.8)  # of the engines of the even flow
 FINE_ROUNDS = 2
+MORE_DEVICES = 64  # among which the fewest that would do are looked for
 ENOUGH = 0.95  # of the best samples a second: the smallest staleness, or fewest engines, of these
 
 
@@ -42,7 +44,7 @@ def search(
 ) -> Found:
     """`work` has the rates of a split. Raises `ConfigError` where devices are too few.
 
-    On CPUs the file's split is the only one.
+    On CPUs, and on devices that several share, the file's split is the only one.
     """
     known: dict[tuple[Split, int], Prediction] = {}
 
@@ -53,7 +55,7 @@ def search(
         return known[key]
 
     own, asked_bound = asked.own_split, asked.train.max_staleness
-    if asked.on_cpu:
+    if asked.on_cpu or asked.is_shared:
         curve = tuple(at(own, bound) for bound in sorted({*bounds, asked_bound}))
         best = next(each for each in curve if each.max_staleness == asked_bound)
         return Found(best, curve, (best,), best)
@@ -63,8 +65,7 @@ def search(
     curve = tuple(at(chosen.split, bound) for bound in sorted({*bounds, asked_bound}))
     fastest = max(each.samples_per_s for each in curve)
     best = next(each for each in curve if each.samples_per_s >= ENOUGH * fastest)
-    fits = asked.devices_of(own) <= asked.fleet.num_devices and own.ranks >= fewest_ranks(asked)
-    as_asked = at(own, asked_bound) if fits else None
+    as_asked = at(own, asked_bound) if _is_held(asked, own) else None
     tried = sorted(known[key].split.engines for key in known if key[1] == middle)
     splits = tuple(
         known[key] for n in tried for key in known if key[1] == middle and key[0].engines == n
@@ -75,18 +76,9 @@ def search(
 def _best_split(
     work: Callable[[Split], Work], asked: Asked, at: Callable[[Split], Prediction]
 ) -> Prediction:
-    least = fewest_ranks(asked)
-    num_scorers = len(asked.scorers)
-    most = (asked.fleet.num_devices - least - num_scorers) // asked.engine_devices
-    if not least or most < 1:
-        needed = least + num_scorers + asked.engine_devices
-        raise ConfigError(
-            f"--devices {asked.fleet.num_devices} are too few for {least} trainer rank(s), "
-            f"{num_scorers} scoring worker(s) and an engine of {asked.engine_devices} with a "
-            f"device each: give {needed}, or see how they share one with `async-grpo launch FILE "
-            "--plan-for`"
-        )
-    most = max(1, most if asked.engine_devices == 1 else _engines_of_nodes(asked, least))
+    most = most_engines(asked)
+    if not most:
+        raise _too_few(asked)
     fewest, most = _worth_a_try(asked, most)
     flow = min(
         range(fewest, most + 1, max(1, most // 500)),
@@ -107,18 +99,60 @@ def _best_split(
     return found[best]
 
 
+def _too_few(asked: Asked) -> ConfigError:
+    """With the fewest devices that hold one of each role, and the options that make do with these.
+
+    Of one engine with one worker of each role that scores.
+    """
+    fleet, size = asked.fleet, asked.engine_devices
+
+    def on(num_devices: int) -> Asked:
+        whole, rest = divmod(num_devices, fleet.of_a_node)
+        nodes = (fleet.of_a_node,) * whole + (rest,) * (rest > 0)
+        return replace(asked, fleet=replace(fleet, nodes=nodes))
+
+    more = range(fleet.num_devices + 1, 2 * fleet.num_devices + MORE_DEVICES)
+    enough = next((n for n in more if most_engines(on(n))), 0)
+    found = [f"give {enough}"] if enough else []
+    found += remedies(asked, lambda changed: most_engines(changed) > 0)
+    least, scorers = fewest_ranks(asked), len(asked.scorers)
+    return ConfigError(
+        f"--devices {fleet.num_devices} are too few for {least} trainer rank(s), {scorers} scoring "
+        f"worker(s) and an engine of {size} with a device each, ranks as many on each of their "
+        f"machines: {', or '.join(found) or 'train a smaller model'}"
+    )
+
+
+def most_engines(asked: Asked) -> int:
+    """Beside the fewest ranks that fit and one worker of each role that scores; 0: devices are few.
+
+    Fewer engines leave at least as much room.
+    """
+    least = fewest_ranks(asked, most=asked.fleet.num_devices)
+    if not least:
+        return 0
+    numbers = range(1, asked.fleet.num_devices // asked.engine_devices + 1)
+    roles = len(asked.scorers)
+    return bisect_left(numbers, True, key=lambda n: not _ranks_beside(asked, n, roles, least))
+
+
 def _split(work: Callable[[Split], Work], asked: Asked, engines: int) -> Split:
     """So many engines; of the rest as few score as keep pace, and all others train."""
-    left = asked.fleet.num_devices - engines * asked.engine_devices
-    roles = len(asked.scorers)
-    least = fewest_ranks(asked)
-    split = Split(engines, _whole(asked, left - roles), (1,) * roles)
-    for each in range(1, (left - least) // roles + 1 if roles else 0):
-        split = Split(engines, _whole(asked, left - each * roles), (each,) * roles)
-        generating, training, scoring = even_flow(work(split), split)
-        if scoring <= max(generating, training):
-            break
-    return split
+    roles, least = len(asked.scorers), fewest_ranks(asked)
+
+    def split(each: int) -> Split:
+        ranks = _ranks_beside(asked, engines, each * roles, least)
+        return Split(engines, ranks, (each,) * roles)
+
+    def is_enough(each: int) -> bool:
+        generating, training, scoring = even_flow(work(split(each)), split(each))
+        return scoring <= max(generating, training)
+
+    if not roles:
+        return split(1)
+    left = (asked.fleet.num_devices - engines * asked.engine_devices - least) // roles
+    most = bisect_left(range(1, left + 1), True, key=lambda each: not split(each).ranks)
+    return split(min(most, 1 + bisect_left(range(1, most + 1), True, key=is_enough)))
 
 
 def _worth_a_try(asked: Asked, most: int) -> tuple[int, int]:
@@ -129,27 +163,42 @@ def _worth_a_try(asked: Asked, most: int) -> tuple[int, int]:
     return max(1, several), min(most, (asked.fleet.num_devices - several) // asked.engine_devices)
 
 
-def _engines_of_nodes(asked: Asked, ranks: int) -> int:
-    """That have all their devices in one machine, beside so few ranks."""
-    left, taken = [], ranks + len(asked.scorers)
-    for devices in asked.fleet.nodes:
-        here = min(taken, devices)
-        left.append(devices - here)
-        taken -= here
-    return sum(each // asked.engine_devices for each in left)
+def _ranks_beside(asked: Asked, engines: int, scorers: int, least: int) -> int:
+    """The most ranks that fit beside these, no fewer than `least`; 0: there is no such number."""
+    most = asked.fleet.num_devices - engines * asked.engine_devices - scorers
+    tried = (Split(engines, ranks, (scorers,)) for ranks in range(most, least - 1, -1))
+    return next((split.ranks for split in tried if _is_held(asked, split)), 0)
 
 
-def _whole(asked: Asked, ranks: int) -> int:
-    """At most so many ranks: those of several machines are as many on each, whole groups of shards.
+def _is_held(asked: Asked, split: Split) -> bool:
+    """Whether the devices have room for all of it."""
+    others = sum(split.scorers) + asked.judge_devices
+    beside = _engines_beside(asked, split.ranks, others)
+    return beside >= split.engines and rank_fits(asked, split.ranks)
+
+
+def _engines_beside(asked: Asked, ranks: int, others: int) -> int:
+    """That have all their devices in one machine, beside ranks that are as many on each of theirs.
+
+    Ranks fill machines from the largest on; `others` take a device each, those first that no engine
+    can use. -1: ranks do not divide so, or into whole groups of shards.
 
     >>> from types import SimpleNamespace as It
-    >>> [_whole(It(fleet=It(of_a_node=8), shard_ranks=lambda n: n), n) for n in (5, 8, 21)]
-    [5, 8, 16]
+    >>> def run(n, *nodes): return It(engine_devices=2, shard_ranks=lambda ranks: n,
+    ...     fleet=It(nodes=nodes, of_a_node=8))
+    >>> [_engines_beside(run(1, 8, 8), ranks, 0) for ranks in (8, 9, 10, 12, 14)]
+    [4, -1, 2, 2, 0]
+    >>> _engines_beside(run(1, 8, 8), 10, 2), _engines_beside(run(4, 8, 8), 10, 0)
+    (2, -1)
     """
-    a_node = asked.fleet.of_a_node
-    whole = ranks if ranks < a_node else ranks // a_node * a_node
-    group = min(asked.shard_ranks(whole), whole) or 1
-    return whole // group * group
+    nodes, size = sorted(asked.fleet.nodes, reverse=True), asked.engine_devices
+    machines = -(-ranks // asked.fleet.of_a_node)
+    each = ranks // machines
+    if ranks % machines or ranks % asked.shard_ranks(ranks) or each > nodes[machines - 1]:
+        return -1
+    left = [node - each * (number < machines) for number, node in enumerate(nodes)]
+    spare = sum(node % size for node in left)
+    return sum(node // size for node in left) - -(-max(0, others - spare) // size)
 
 
 def _even_flow(work: Callable[[Split], Work], asked: Asked, engines: int) -> tuple[float, ...]:

@@ -51,6 +51,7 @@ PUBLISHED = {
     "llama-3.2-3b": _config("llama", 3072, 8192, 28, 24, 8, 128256, head=128, tied=True),
     "llama-3.1-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256),
     "llama-3.1-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.3-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256),
 }
 ENDINGS = ("-instruct", "-base", "-chat")
 

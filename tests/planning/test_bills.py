@@ -68,7 +68,7 @@ def refusal(run):
 def test_too_many_tokens_are_refused_with_what_would_fit():
     run = asked(devices="4", max_tokens_per_gpu=1 << 20, activation_checkpointing="on")
     said = refusal(run)
-    lower = int(said.partition("lower it to ")[2].partition(",")[0])
+    lower = int(said.partition("--max-tokens-per-gpu to ")[2].partition(",")[0])
     assert said.startswith("--max-tokens-per-gpu 1048576 does not fit on 2 ranks: a rank needs")
     assert "GiB too much" in said
     fitting = with_train(run, max_tokens_per_gpu=lower)

@@ -8,6 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.main import main
+from async_grpo.devices import cores
+from async_grpo.devices.cores import Speed
 from async_grpo.planning import prediction, search
 from async_grpo.planning.kinds import fleet_of
 from async_grpo.planning.rates import Rates
@@ -15,7 +17,7 @@ from async_grpo.planning.rates import Rates
 EXAMPLES = sorted(Path("examples").glob("*.toml"))
 QWEN = "examples/qwen_7b.toml"
 TINY = "sample-data/tiny-countdown"
-DEVICES = {"qwen_7b": "8", "deepscaler": "8,8", "one_gpu": "2"}
+DEVICES = {"qwen_7b": "8", "deepscaler": "8,8", "one_gpu": "1"}
 
 
 @pytest.fixture
@@ -24,6 +26,13 @@ def quick(monkeypatch):
     monkeypatch.setattr(prediction, "MEASURED_SAMPLES", 0)
     monkeypatch.setattr(search, "COARSE", (1.0,))
     monkeypatch.setattr(search, "FINE_ROUNDS", 0)
+
+
+@pytest.fixture(autouse=True)
+def these_cores(monkeypatch, tmp_path):
+    """Nothing is measured, and nothing kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cores, "measured", lambda _threads: Speed(18e9, 8e9))
 
 
 def plan(*words):
@@ -64,6 +73,25 @@ def test_prompts_are_as_long_as_those_of_the_data(lines, options, said, tmp_path
     assert lengths.endswith(said)
 
 
+def test_one_device_is_planned_with_the_shares_that_trainer_and_engine_have_of_it(quick):
+    shared = content("examples/one_gpu.toml", "--devices", "1xL4")
+    assert {"gpus_per_rank = 0.55", "gpus_per_worker = 0.35"} <= set(shared["settings"])
+    assert all(bill["total"] <= bill["room"] for bill in shared["bills"][:2])
+    two = content("examples/one_gpu.toml", "--devices", "2xL4")
+    assert not any("gpus_per" in line for line in two["settings"])
+    assert two["best"]["samples_per_s"] > 1.2 * shared["best"]["samples_per_s"]
+    assert any("share 1 x L4: each is slowed" in each for each in shared["assumptions"])
+
+
+def test_what_is_recommended_stands_before_the_page_and_what_stands_unused_is_said(tmp_path, quick):
+    file = tmp_path / "run.toml"
+    text = Path(QWEN).read_text()
+    file.write_text(text.replace("num_workers = 4", "tensor_parallel_size = 2"))
+    first, _, page = plan(file, "--devices", "3,3").stdout.partition("\n\n")
+    assert "1 engine of 2 devices, 3 trainer ranks" in first and "to set in the file:" in first
+    assert "1 device of 6 would stand unused" in first and "memory, each:" in page
+
+
 @pytest.mark.slow
 def test_ten_thousand_devices_are_planned_within_a_minute():
     began = time.process_time()
@@ -76,7 +104,7 @@ def test_ten_thousand_devices_are_planned_within_a_minute():
 def test_the_page_says_what_is_held_what_bounds_and_what_to_set(quick):
     said = plan(QWEN, "--devices", "8xH200").stdout
     for part in (
-        "memory, each:", "keys and values: what is left, 2 L K e / D = 57344 B a token",
+        "keys and values: what is left, 2 L K e / D = 57344 B a token",
         "a gradient step:", "bounds the step:", "staleness  samples/s", "to set in the file:",
         "nproc_per_node = ", "what this rests on:", "rates of [engine]: of H200's peaks",
     ):  # fmt: skip

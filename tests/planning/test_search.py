@@ -1,20 +1,42 @@
 """Splits and staleness: what is found is legal, and more devices are no slower."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning.runs import asked, with_train, work
 
 from async_grpo.errors import ConfigError
+from async_grpo.planning import search as search_module
 from async_grpo.planning.asked import Split
+from async_grpo.planning.bills import bills_of
+from async_grpo.planning.fits import check_fits
 from async_grpo.planning.kinds import H100, Fleet, fleet_of
-from async_grpo.planning.prediction import part_of, predict, scenario_of, slower, thinned
-from async_grpo.planning.search import search
+from async_grpo.planning.prediction import (
+    Prediction,
+    even_flow,
+    part_of,
+    predict,
+    scenario_of,
+    slower,
+    thinned,
+)
+from async_grpo.planning.rates import PACK_BYTES_PER_S
+from async_grpo.planning.search import most_engines, search
 from async_grpo.planning.service import mean, simulate
+from async_grpo.planning.shapes import PUBLISHED
 
 NOISE = 0.1  # of batches of 128 samples, and of splits that are not tried
+
+
+def at_once(given, split, *, max_staleness):
+    """A prediction without a simulation: that of an even flow."""
+    step_s = max(even_flow(given, split))
+    numbers = {each.name: 0.0 for each in fields(Prediction) if each.name.endswith("_s")}
+    numbers |= {"step_s": step_s, "samples_per_s": 1 / step_s, "places": 0.5, "rounds": 1.0}
+    return Prediction(split=split, max_staleness=max_staleness, **numbers)
 
 
 def fastest(run):
@@ -24,6 +46,8 @@ def fastest(run):
 @settings(max_examples=5, deadline=None)
 @given(st.integers(3, 24), st.integers(1, 8))
 def test_more_devices_are_never_slower(devices, more):
+    """Unless weights must now travel between machines."""
+    assume((devices > 8) == (devices + more > 8))
     run = asked("qwen2.5-1.5b", devices=str(devices), batch_size=16)
     larger = replace(run, fleet=fleet_of(str(devices + more)))
     assert fastest(larger).samples_per_s >= (1 - NOISE) * fastest(run).samples_per_s
@@ -37,13 +61,73 @@ def test_a_split_takes_no_more_than_there_is(devices, kl):
     assert run.devices_of(split) <= run.fleet.num_devices
     assert min(split.engines, split.ranks, *split.scorers, 1) == 1
     assert len(split.scorers) == (kl > 0)
-    assert split.ranks <= 8 or split.ranks % 8 == 0
+    assert split.ranks % -(-split.ranks // run.fleet.of_a_node) == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(PUBLISHED)),
+    st.lists(st.integers(1, 8), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from(["FULL_SHARD", "HYBRID_SHARD"]),
+)
+def test_whatever_is_recommended_fits_by_its_own_bill(model, nodes, parallel, kl, sharding):
+    devices = ",".join(map(str, nodes))
+    run = asked(
+        model, devices=devices, tensor_parallel=parallel, kl=kl, fsdp_sharding_strategy=sharding
+    )
+    with patch.object(search_module, "predict", at_once):
+        try:
+            check_fits(run)
+            split = fastest(run).split
+        except ConfigError:
+            return
+    assert all(each.bill.total <= each.room for each in bills_of(run, split) if each.room)
+    assert run.devices_of(split) <= sum(nodes) and min(split.engines, split.ranks) >= 1
+    machines = -(-split.ranks // max(nodes))
+    assert split.ranks % machines == 0
+    left = [
+        node - split.ranks // machines * (number < machines)
+        for number, node in enumerate(sorted(nodes, reverse=True))
+    ]
+    assert min(left) >= 0 and sum(each // parallel for each in left) >= split.engines
+
+
+def test_ranks_that_rounding_left_too_few_are_looked_at_again():
+    run = asked("qwen2.5-32b", devices="16", tensor_parallel=2, max_tokens_per_gpu=8192)
+    with patch.object(search_module, "predict", at_once):
+        assert fastest(run).split == Split(2, 12)  # six on each machine: eight do not fit
+
+
+def test_too_few_devices_are_refused_with_what_would_do():
+    run = asked("llama-3.3-70b", devices="32", tensor_parallel=8, max_tokens_per_gpu=8192)
+    with pytest.raises(ConfigError) as caught:
+        fastest(run)
+    said = str(caught.value)
+    assert said.startswith("--devices 32 are too few for 26 trainer rank(s)")
+    enough = int(said.partition("give ")[2].partition(",")[0])
+    assert most_engines(asked("llama-3.3-70b", devices=str(enough), tensor_parallel=8,
+                              max_tokens_per_gpu=8192)) == 1  # fmt: skip
+    for option in ({"max_tokens_per_gpu": 4096}, {"offload": "optimizer"}):
+        assert str(next(iter(option.values()))) in said
+        assert most_engines(with_train(run, **option)) >= 1
+
+
+def test_weights_of_a_single_machine_travel_through_its_memory():
+    one, two = (asked("qwen2.5-7b", devices=devices) for devices in ("8", "8,8"))
+    here = work(one)(Split(4, 4)).rates.sync.transfer_s
+    assert here == pytest.approx(2 * one.model.num_parameters / 4 / PACK_BYTES_PER_S)
+    assert work(two)(Split(8, 8)).rates.sync.transfer_s > here
+    by_nccl = with_train(one, weight_transport="nccl"), with_train(two, weight_transport="nccl")
+    inside, between = (work(each)(Split(4, 4)).rates.sync.transfer_s for each in by_nccl)
+    assert inside < between
 
 
 def test_engines_of_several_devices_are_whole():
-    run = asked("qwen2.5-32b", devices="16", tensor_parallel=4, batch_size=16)
+    run = asked("qwen2.5-32b", devices="20", tensor_parallel=4, batch_size=16)
     split = fastest(run).split
-    assert split.engines >= 1 and split.ranks + 4 * split.engines <= 16
+    assert split.engines >= 1 and split.ranks + 4 * split.engines <= 20
 
 
 def test_fewer_devices_than_roles_are_refused():
