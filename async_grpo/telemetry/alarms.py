@@ -10,9 +10,11 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 Row = Mapping[str, float | int | None]
+Condition = Callable[[Sequence[Row]], "str | None"]
 
 NUM_STEPS = 5  # in a row: fewer may be chance
 NUM_CLEAN = 5  # steps in a row after which an alarm is cleared
@@ -21,6 +23,12 @@ MAX_MISMATCH_KL = 3.0  # nats a token: more than lag, rounding or one odd token 
 NUM_COMPARED = 20  # steps of the past, and of now, whose medians or means are compared
 MISMATCH_FACTOR, LEAST_MISMATCH_KL = 5.0, 0.02  # of the past; nats a token
 LENGTH_FACTOR = 1.5  # of the past
+MOST_TRUNCATED, MOST_EVEN = 0.9, 0.95  # shares of outputs and of questions that are as good as all
+NUM_NOW = 5  # steps whose median is what a value is now
+NOISE = 3.0  # deviations of one step, which a median over some does not move by
+REWARD_SHARE, LEAST_REWARD = 0.5, 0.01  # of what it was, by which it falls; a fall worth a word
+ENTROPY_FACTOR, LEAST_ENTROPY = 5.0, 0.5  # of what it was; nats a token that are worth a word
+KL_FACTOR, LEAST_KL = 10.0, 0.5
 SPIKE_FACTOR, NUM_NORMS = 10.0, 10  # of the median gradient norm; how many it must be made of
 SHRUNK_S = 60.0  # which workers that restart may take
 SETTLED_S = 3600.0  # after which a fleet is not smaller, but small
@@ -177,27 +185,30 @@ def _gradient_spikes(rows: Sequence[Row]) -> str | None:
 
 def _all_truncated(rows: Sequence[Row]) -> str | None:
     row = rows[-1]
-    if row.get("perc_truncated_samples") != 1.0:
+    share = row.get("perc_truncated_samples") or 0.0
+    if share < MOST_TRUNCATED:
         return ""
     return (
-        f"every output of the last {NUM_STEPS} steps was cut at --max-generation-tokens "
-        f"({row.get('avg_output_tokens') or 0.0:.0f}): none came to its end; raise it, or, if "
-        "outputs used to end, the policy has collapsed: read some in the dump of samples"
+        f"{share:.0%} of the outputs were cut at --max-generation-tokens, of "
+        f"{row.get('avg_output_tokens') or 0.0:.0f} tokens on average, and so for {NUM_STEPS} "
+        "steps: raise it, or, if outputs used to end, the policy has collapsed: read some in the "
+        "dump of samples"
     )
 
 
 def _no_signal(rows: Sequence[Row]) -> str | None:
     row = rows[-1]
-    mean, best = row.get("avg_reward") or 0.0, row.get("avg_max_reward_in_group") or 0.0
-    if not row.get("num_samples") or row.get("perc_with_0_advantage") != 1.0:
+    mean, share = row.get("avg_reward") or 0.0, row.get("perc_with_0_advantage") or 0.0
+    if not row.get("num_samples") or share < MOST_EVEN:
         return ""
-    if not math.isclose(mean, best, abs_tol=1e-9):  # an algorithm without advantages
-        return ""
+    best = row.get("avg_max_reward_in_group", mean) or 0.0
+    if share == 1 and not math.isclose(mean, best, abs_tol=1e-9):
+        return ""  # an algorithm without advantages
     if row["num_samples"] == row.get("num_groups"):  # of one sample each: a teacher's alone
         return ""
     return (
-        f"in the last {NUM_STEPS} steps all samples of a question had the same reward (mean "
-        f"{mean:.3g}): nothing is learnt from rewards; look at the reward "
+        f"in the last {NUM_STEPS} steps the samples of {share:.0%} of the questions all had the "
+        f"same reward (mean {mean:.3g}): little is learnt from rewards; look at the reward "
         "function and at some outputs in the dump of samples: the task may be solved, too hard, "
         "or its answers not found"
     )
@@ -217,6 +228,71 @@ def _length_bias(rows: Sequence[Row]) -> str | None:
         "outputs (--aggregation token-mean and constant do not), and --overlong-buffer-tokens "
         "makes length cost"
     )
+
+
+def _reward_falls(rows: Sequence[Row]) -> str | None:
+    """Rewards are far below what they were, whatever their scale."""
+    course = _course(rows, "avg_reward")
+    if course is None:
+        return None
+    early, late, now, noise = course
+    usual = max(early, late)
+    if usual - now < max(noise, REWARD_SHARE * abs(usual), LEAST_REWARD):
+        return ""
+    return (
+        f"rewards fell from {usual:.3g} to {now:.3g}: read outputs of both times in the dump of "
+        "samples; if those of now are worse, lower --learning-rate and start again from an earlier "
+        "checkpoint, else look at what the reward function asks"
+    )
+
+
+def _entropy_falls(rows: Sequence[Row]) -> str | None:
+    """Outputs become all alike: more so than learning explains, where rewards rose meanwhile."""
+    course, rewards = _course(rows, "entropy"), _course(rows, "avg_reward")
+    if course is None:
+        return None
+    early, _, now, _ = course
+    has_learnt = rewards is not None and rewards[2] > rewards[0] + rewards[3]
+    if not early or now * ENTROPY_FACTOR ** (1 + has_learnt) > early:
+        return ""
+    return (
+        f"the policy's entropy fell from {early:.2g} to {now:.2g} nats a token: outputs become "
+        "alike, and little is tried; lower --learning-rate or raise --clip-high, and start again "
+        "from an earlier checkpoint"
+    )
+
+
+def _rises(name: str, *, factor: float, least: float, words: str) -> Condition:
+    """A value is many times what it was."""
+
+    def tell(rows: Sequence[Row]) -> str | None:
+        course = _course(rows, name)
+        if course is None:
+            return None
+        early, _, now, noise = course
+        is_high = now > max(factor * early, early + noise, least)
+        return words.format(early=early, now=now) if is_high else ""
+
+    return tell
+
+
+def _course(rows: Sequence[Row], name: str) -> tuple[float, float, float, float] | None:
+    """Medians of a value long ago, before now, and now; and how far one of these moves by chance.
+
+    Chance is told by differences of neighbours, which no trend makes larger: of normal values their
+    median is 0.95 deviations.
+
+    >>> _course([{"x": value} for value in [2, 8] * 16 + [1] * 5], "x")
+    (5.0, 5.0, 1.0, 18.0)
+    """
+    if rows[-1].get(name) is None:
+        return None
+    values = [float(value) for row in rows if (value := row.get(name)) is not None]
+    past, now = values[:-NUM_NOW], values[-NUM_NOW:]
+    if len(past) < NUM_COMPARED:
+        return None
+    noise = NOISE * median(abs(after - before) for before, after in pairwise(past))
+    return median(past[: len(past) // 2]), median(past[-NUM_COMPARED:]), median(now), noise
 
 
 def _past_and_now(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]] | None:
@@ -240,7 +316,7 @@ def _means(compared: tuple[list[float], list[float]]) -> tuple[float, float]:
     return sum(before) / len(before), sum(now) / len(now)
 
 
-CONDITIONS: Mapping[str, tuple[int, Callable[[Sequence[Row]], str | None]]] = {
+CONDITIONS: Mapping[str, tuple[int, Condition]] = {
     "collapsed": (1, _collapsed),
     "not_finite": (1, _not_finite),
     "gradient_spike": (1, _gradient_spikes),
@@ -248,5 +324,18 @@ CONDITIONS: Mapping[str, tuple[int, Callable[[Sequence[Row]], str | None]]] = {
     "all_truncated": (NUM_STEPS, _all_truncated),
     "no_signal": (NUM_STEPS, _no_signal),
     "length_bias": (NUM_STEPS, _length_bias),
-}
+    "reward_fell": (NUM_STEPS, _reward_falls),
+    "entropy_fell": (NUM_STEPS, _entropy_falls),
+    "entropy_rose": (NUM_STEPS, _rises(
+        "entropy", factor=ENTROPY_FACTOR, least=LEAST_ENTROPY,
+        words="the policy's entropy rose from {early:.2g} to {now:.2g} nats a token: outputs turn "
+        "into noise; lower --learning-rate and start again from an earlier checkpoint",
+    )),
+    "kl_rose": (NUM_STEPS, _rises(
+        "kl", factor=KL_FACTOR, least=LEAST_KL,
+        words="the policy left its reference: kl rose from {early:.2g} to {now:.2g} nats a token; "
+        "lower --learning-rate or raise --kl-coefficient, and start again from an earlier "
+        "checkpoint",
+    )),
+}  # fmt: skip
 """{alarm: (for how many steps in a row its condition must hold, the condition)}"""

@@ -242,7 +242,7 @@ def test_a_run_whose_rewards_are_all_equal_is_told_of_it_once(tmp_path, caplog):
             report.step(end, StepResult("", 0.0, 1e-6, 1, Clocks()), denominator=4)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(told) == 1
-    assert "had the same reward (mean 1): nothing is learnt from rewards" in told[0]
+    assert "had the same reward (mean 1): little is learnt from rewards" in told[0]
 
 
 def test_charts_come_in_groups_and_evaluations_apart_from_training(tmp_path, clock):

@@ -5,6 +5,7 @@ import logging
 import random
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from async_grpo.telemetry.alarms import (
     CONDITIONS,
     NUM_CLEAN,
     NUM_COMPARED,
+    NUM_NOW,
     NUM_STEPS,
     SETTLED_S,
     SHRUNK_S,
@@ -36,6 +38,8 @@ HEALTHY = {
     "learning_rate": 3e-6,
     "grad_norm": 0.5,
     "skipped_steps_non_finite": 0,
+    "entropy": 0.4,
+    "kl": 0.1,
 }
 CUT = HEALTHY | {"perc_truncated_samples": 1.0, "avg_output_tokens": 64.0}
 EVEN = HEALTHY | {
@@ -53,6 +57,16 @@ SFT = {"loss": 0.3, "trained_tokens": 500, "mismatch_kl": None, "avg_reward": No
 SPIKE = HEALTHY | {"grad_norm": 12.0}
 RISEN = HEALTHY | {"mismatch_kl": 0.06}
 LONG = HEALTHY | {"avg_output_tokens": 70.0}
+NUM_MOVED = NUM_NOW // 2 + NUM_STEPS  # steps until a median has moved for as many
+FAILURES = {  # what makes of a healthy row one of a run that failed
+    "reward_fell": lambda row: {"avg_reward": 0.06 * row["avg_reward"]},
+    "entropy_fell": lambda row: {"entropy": 0.003 * row["entropy"]},
+    "entropy_rose": lambda _: {"entropy": 5.0},
+    "kl_rose": lambda _: {"kl": 50.0},
+    "all_truncated": lambda _: {"perc_truncated_samples": 0.97},
+    "no_signal": lambda _: {"perc_with_0_advantage": 0.97},
+}
+RUNS = sorted(Path(__file__).with_name("healthy").glob("*.jsonl"))
 # What provokes each alarm after healthy steps, and how many of it raise it.
 PROVOKED = {
     "collapsed": ([APART], 1),
@@ -62,6 +76,10 @@ PROVOKED = {
     "all_truncated": ([CUT] * NUM_STEPS, NUM_STEPS),
     "no_signal": ([EVEN] * NUM_STEPS, NUM_STEPS),
     "length_bias": ([LONG] * 30, 14 + NUM_STEPS - 1),
+    "reward_fell": ([HEALTHY | {"avg_reward": 0.1}] * 30, NUM_MOVED),
+    "entropy_fell": ([HEALTHY | {"entropy": 0.05}] * 30, NUM_MOVED),
+    "entropy_rose": ([HEALTHY | {"entropy": 2.5}] * 30, NUM_MOVED),
+    "kl_rose": ([HEALTHY | {"kl": 2.0}] * 30, NUM_MOVED),
 }
 
 
@@ -87,7 +105,13 @@ def noisy(generator):
         "avg_output_tokens": generator.gauss(40.0, 4.0),
         "mismatch_kl": 0.01 * generator.lognormvariate(0.0, 0.4),
         "grad_norm": 0.5 * generator.lognormvariate(0.0, 0.5),
+        "entropy": 0.4 * generator.lognormvariate(0.0, 0.3),
+        "kl": 0.1 * generator.lognormvariate(0.0, 0.5),
     }
+
+
+def rows_of(run):
+    return [json.loads(line) for line in run.read_text().splitlines()]
 
 
 def test_every_alarm_is_provoked_here():
@@ -112,10 +136,61 @@ def test_a_healthy_run_raises_none(row):
     assert changes([row] * 300) == []
 
 
+def test_there_are_four_runs_that_learnt():
+    assert len(RUNS) == 4
+    for run in RUNS:
+        rewards = [row["avg_reward"] for row in rows_of(run)]
+        assert len(rewards) >= 80 and sum(rewards[-10:]) > 1.5 * sum(rewards[:10])
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run.stem for run in RUNS])
+def test_a_run_that_learnt_raised_none(run):
+    assert changes(rows_of(run)) == []
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[run.stem for run in RUNS])
+@pytest.mark.parametrize("alarm", FAILURES)
+@pytest.mark.parametrize("gradually", [1, 20], ids=["at once", "over 20 steps"])
+def test_a_run_that_learnt_and_then_fails_says_so_and_says_it_until_the_end(alarm, run, gradually):
+    rows = rows_of(run)
+    if rows[-1]["kl"] is None:
+        rows = [row | {"kl": 0.1} for row in rows]
+    healthy, after = rows[-1], []
+    for step in range(60):
+        share = min(1.0, (step + 1) / gradually)
+        failed = FAILURES[alarm](healthy)
+        moved = {name: healthy[name] + share * (failed[name] - healthy[name]) for name in failed}
+        after.append(healthy | moved)
+    raised = [step for step, name, is_raised in changes(rows + after) if name == alarm]
+    assert len(raised) == 1
+    assert len(rows) < raised[0] <= len(rows) + gradually + NUM_MOVED
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_rewards_of_any_scale_are_held_against_their_own_past(scale):
+    generator = random.Random(0)
+    before = [generator.gauss(3.0, 0.5) * scale for _ in range(60)]
+    rewards = [*before, *(generator.gauss(0.2, 0.5) * scale for _ in range(10))]
+    found = changes([HEALTHY | {"avg_reward": each} for each in rewards])
+    assert [alarm for _, alarm, _ in found] == ["reward_fell"]
+    noise = [generator.gauss(0.0, 1.0) * scale for _ in range(300)]
+    assert changes([HEALTHY | {"avg_reward": each} for each in noise]) == []
+
+
+def test_entropy_that_falls_while_rewards_rise_is_a_task_that_is_being_learnt():
+    rows = [
+        HEALTHY | {"avg_reward": 0.3 + 0.6 * step / 80, "entropy": 0.4 * 0.95**step}
+        for step in range(80)
+    ]
+    assert changes(rows) == []
+    flat = [row | {"avg_reward": 0.3} for row in rows]
+    assert [alarm for _, alarm, _ in changes(flat)] == ["entropy_fell"]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_run_that_scatters_raises_none(seed):
     generator = random.Random(seed)
-    assert changes([noisy(generator) for _ in range(1000)]) == []
+    assert changes([noisy(generator) for _ in range(500)]) == []
 
 
 def test_outputs_that_grow_with_rewards_are_what_training_is_for():
