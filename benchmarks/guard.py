@@ -28,12 +28,18 @@ SLACK = 0.15
 def main(names: tuple[str, ...], slack: float) -> None:
     """Rerun benchmarks, all guarded ones by default; fails when a ratio has got worse."""
     complaints = []
-    for name in names or GUARDED:
+    known = {name: results.read(name) for name in names or GUARDED}
+    if unknown := [name for name, figures in known.items() if not figures]:
+        raise click.ClickException(
+            f"there is no file of {', '.join(unknown)} to compare with: write benchmarks/results/ "
+            f'with `make benchmarks ARGS="{" ".join(unknown)}"`'
+        )
+    for name, on_file in known.items():
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", f"benchmarks.{name}", "--results-dir", folder]
             subprocess.run(command, check=True)
             found = results.read(name, folder=Path(folder))
-        complaints += [f"{name}: {text}" for text in worse(found, results.read(name), slack=slack)]
+        complaints += [f"{name}: {text}" for text in worse(found, on_file, slack=slack)]
     if complaints:
         raise click.ClickException("\n".join(["these ratios got worse", *complaints]))
     click.echo("no ratio got worse")

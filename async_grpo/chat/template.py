@@ -39,7 +39,7 @@ class TemplateRenderer:
         control = [str(token) for token in tokens.values() if token.special]
         self._cleaner = Cleaner([*control, *tokenizer.all_special_tokens])
         if not tokenizer.chat_template:
-            raise self._refusal("has no chat template", "choose a chat model")
+            raise ModelError(f"{self._name} has no chat template: choose a chat model")
         self._end = self._end_of_turn(control)
         (self._end_id,) = (index for index, token in tokens.items() if str(token) == self._end)
         self._call_form = self._find_call_form()
@@ -153,5 +153,5 @@ class TemplateRenderer:
     def _name(self) -> str:
         return str(getattr(self._tokenizer, "name_or_path", "") or "the model")
 
-    def _refusal(self, why: str, remedy: str = REMEDY) -> ModelError:
-        return ModelError(f"the chat template of {self._name} {why}: {remedy}")
+    def _refusal(self, why: str) -> ModelError:
+        return ModelError(f"the chat template of {self._name} {why}: {REMEDY}")

@@ -27,6 +27,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import check_environments
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.model.folder import ModelFacts
+from async_grpo.roles import GENERATION, JUDGE
 from async_grpo.run.data import check_routes, few_lines
 from async_grpo.run.first_checks import check_output
 from async_grpo.run.recruitment import Demand, check_roles, check_worker
@@ -156,6 +157,11 @@ def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
         elif isinstance(model, ModelFacts) and isinstance(facts.model, ModelFacts):
             worker, demand = as_registered(config, model), _demand(setup.train, facts)
             text = f"{who} serves {config.model_path} for {worker.max_model_len} tokens"
+            if config.mode not in (GENERATION, JUDGE):
+                limit = "by --max-tokens-per-gpu and the model's positions"
+                text = (
+                    f"{who} scores {worker.max_model_len} tokens with {config.model_path}, {limit}"
+                )
             yield from _of("worker", partial(check_worker, worker, demand), text)
         elif model is None and config.model_path and setup.is_prepared(config.model_path):
             yield Finding("waits", "worker", f"{config.model_path} is made by [launch] prepare")

@@ -1,5 +1,7 @@
 """Rendering by chat templates, on those that models really have."""
 
+from typing import ClassVar
+
 import pytest
 from families import tokenizer_of
 
@@ -120,3 +122,13 @@ def test_what_a_template_does_not_take_is_refused_in_its_words():
     gemma = TemplateRenderer(tokenizer_of("gemma"))
     with pytest.raises(MessagesError, match="does not take these messages"):
         gemma.render([*ASKED, *ASKED])
+
+
+def test_a_model_without_a_chat_template_is_told_so_and_not_of_its_template():
+    class Plain:
+        name_or_path, chat_template = "plain", None
+        added_tokens_decoder: ClassVar = {}
+        all_special_tokens: ClassVar = []
+
+    with pytest.raises(ModelError, match="^plain has no chat template: choose a chat model$"):
+        TemplateRenderer(Plain())
