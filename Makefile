@@ -11,7 +11,7 @@ PYTEST := $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-
 	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original lint types imports docs benchmarks guard
+.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original test-others lint types imports docs benchmarks guard
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,10 +30,10 @@ quickstart: setup ## watch a tiny model learn arithmetic puzzles (ARGS="--seed 1
 	@$(BIN)/async-grpo quickstart $(ARGS)
 
 # Tests never ask a model hub, and share the cores: a thread each is fastest.
-test test-fast test-original test-all: export HF_HUB_OFFLINE = 1
-test test-fast test-original test-all: export OMP_NUM_THREADS = 1
+test test-fast test-original test-others test-all: export HF_HUB_OFFLINE = 1
+test test-fast test-original test-others test-all: export OMP_NUM_THREADS = 1
 ifeq ($(TEST_VENV),.venv-cpu)
-test test-fast test-original test-all: export CUDA_VISIBLE_DEVICES =
+test test-fast test-original test-others test-all: export CUDA_VISIBLE_DEVICES =
 endif
 # Hundreds of processes import the package: each would compile it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -46,6 +46,15 @@ test-fast: dev-tests ## tests that start no Ray, vLLM or second process
 
 test-original: dev-tests ## the command blocks of the original async-grpo's README, as they stand
 	$(TEST_VENV)/bin/python -m pytest tests/integration/test_original_readme.py
+
+# Not in `make test`: each has a Python of its own, which takes minutes to make.
+OTHERS := $(CURDIR)/.venv-others
+test-others: export ASYNC_GRPO_VERIFIERS_PYTHON = $(OTHERS)/verifiers/bin/python
+test-others: export ASYNC_GRPO_OPENENV_PYTHON = $(OTHERS)/openenv/bin/python
+test-others: dev-tests ## verifiers, OpenEnv, W&B and MLflow themselves behind bridges and trackers
+	@tools/setup_others.sh verifiers openenv trackers
+	$(TEST_VENV)/bin/python -m pytest tests/bridges
+	$(OTHERS)/trackers/bin/python -m pytest tests/telemetry/test_real_trackers.py
 
 test-all: export PROOFS = full
 test-all: dev-tests ## all tests with the proofs in full: 10,000 histories, 4 ranks, 50 updates

@@ -1,11 +1,14 @@
-"""Servers that speak as OpenEnv's do; a real one where its address is given."""
+"""Servers that speak as OpenEnv's do; OpenEnv itself where its Python is named."""
 
 import asyncio
 import json
 import math
 import os
-from contextlib import asynccontextmanager
+import subprocess
+import time
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 from gateways import RENDERER, TOKENIZER, said
@@ -17,7 +20,14 @@ from async_grpo.bridges.openenv import OpenEnvEnvironment
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
+from async_grpo.head import refusal
+from async_grpo.ports import free_port
 from async_grpo.types import Question
+
+OPENENV = os.environ.get("ASYNC_GRPO_OPENENV_PYTHON", "")
+needs_openenv = pytest.mark.skipif(
+    not OPENENV, reason="ASYNC_GRPO_OPENENV_PYTHON must name the Python where OpenEnv is"
+)
 
 TEXT = {"title": "Guess", "required": ["text"], "properties": {"text": {"type": "string"}}}
 FIELDS = {
@@ -187,16 +197,57 @@ def test_a_server_that_is_not_there_is_named():
     assert caught.value.failure is FailureClass.DEADLINE  # it has been waited for
 
 
-@pytest.mark.integration
-@pytest.mark.skipif(
-    "ASYNC_GRPO_OPENENV_URL" not in os.environ,
-    reason="ASYNC_GRPO_OPENENV_URL must name a server of tests/bridges/tasksets/oe_higher.py",
-)
-def test_a_server_of_openenv_itself_plays_a_group():
-    environment = OpenEnvEnvironment([os.environ["ASYNC_GRPO_OPENENV_URL"]])
+@contextmanager
+def real_server(name):
+    """The address of a server of tests/bridges/tasksets/, run by OpenEnv itself."""
+    port = free_port()
+    command = [OPENENV, "-m", "uvicorn", f"{name}:app", "--port", str(port), "--log-level", "error"]
+    process = subprocess.Popen(command, cwd=Path(__file__).parent / "tasksets")
+    try:
+        until = time.monotonic() + 120
+        while refusal("127.0.0.1", port):
+            assert process.poll() is None and time.monotonic() < until, "it does not listen"
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def really_played(url, *turns, num_samples=1):
+    """The group of a real server's episodes, and what the model read last."""
     question = Question([5], "A game.", None, {"reset": {"seed": 7}})
-    request = make_request(question=question, num_samples=2, max_row_tokens=4000)
-    ask = Scripted(*[said("0"), said("9")] * 2)  # one session after the other
-    group = asyncio.run(play(environment, ask, request, RENDERER))
+    request = make_request(question=question, num_samples=num_samples, max_row_tokens=4000)
+    ask = Scripted(*turns)
+    group = asyncio.run(play(OpenEnvEnvironment([url]), ask, request, RENDERER))
+    return group, TOKENIZER.decode(ask.asked[-1][0])
+
+
+@needs_openenv
+def test_a_server_of_openenv_itself_plays_a_group():
+    with real_server("oe_higher") as url:  # one session after the other
+        group, read = really_played(url, *[said("0"), said("9")] * 2, num_samples=2)
     assert [verdict.reward for verdict in group.verdicts] == [0.5, 0.5]
-    assert "Higher." in TOKENIZER.decode(ask.asked[-1][0])
+    assert "Higher." in read
+
+
+@needs_openenv
+def test_optional_fields_of_openenv_s_actions_are_told_and_set():
+    with real_server("oe_walk") as url:
+        turns = [
+            call("act", direction="right", steps=2),
+            call("act", direction="sideways"),
+            call("act", direction="right"),
+        ]
+        group, read = really_played(url, *turns)
+    assert '"steps"' in read and "You stand on 2." in read and "sideways" in read
+    assert [verdict.reward for verdict in group.verdicts] == [1.0]
+
+
+@needs_openenv
+def test_a_server_of_tools_that_rewards_nothing_is_no_failure():
+    with real_server("oe_echo") as url:
+        group, read = really_played(url, call("echo_message", message="hello"), said("Bye."))
+    (verdict,) = group.verdicts
+    assert "<tool_response>" in read and "hello" in read
+    assert (verdict.status, verdict.reward) == ("scored", 0.0)
