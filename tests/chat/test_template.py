@@ -130,5 +130,5 @@ def test_a_model_without_a_chat_template_is_told_so_and_not_of_its_template():
         added_tokens_decoder: ClassVar = {}
         all_special_tokens: ClassVar = []
 
-    with pytest.raises(ModelError, match="^plain has no chat template: choose a chat model$"):
+    with pytest.raises(ModelError, match=r"^plain has no chat template: choose a chat model$"):
         TemplateRenderer(Plain())

@@ -21,16 +21,18 @@ from tiny_models import load_model
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import WeightSyncError
+from async_grpo.errors import ConfigError, WeightSyncError
 from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.weight_sync.device import DeviceSender
 from async_grpo.weight_sync.links import Sender
 from async_grpo.weight_sync.publisher import Publisher
+from async_grpo.weight_sync.routes import check_route
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 TIMEOUT_S = 60
+TRAINER = "GPU-of-trainer"
 TOLERANCE = 5e-6
 PROMPT = np.arange(40, dtype=np.int32) % 75 + 3
 HERE = str(Path(__file__).parent)
@@ -56,6 +58,17 @@ def worker_class():
     return Worker
 
 
+class Counted:
+    """What passes through, counted."""
+
+    def __init__(self, call):
+        self.call, self.num = call, 0
+
+    def __call__(self, *arguments, **options):
+        self.num += 1
+        return self.call(*arguments, **options)
+
+
 class Stack:
     """Trainer rank 0's side of the sync, a registry, and the workers that were started."""
 
@@ -63,17 +76,29 @@ class Stack:
         import devices_on_cpu
 
         devices_on_cpu.install(patch.setattr)
+        self.broadcasts = Counted(devices_on_cpu.StoreCommunicator.broadcast)
+        patch.setattr(
+            devices_on_cpu.StoreCommunicator,
+            "broadcast",
+            lambda *arguments, **options: self.broadcasts(*arguments, **options),
+        )
         from async_grpo.weight_sync.nccl import NcclLink
 
         self.folder, self.make_link = folder, NcclLink
         self.client = RegistryClient(ping_interval_s=0.5)
         self.publisher = Publisher(bucket_bytes=40_000)
-        self.sender = DeviceSender(self.connect, check=lambda worker: None)
+        self.sender = DeviceSender(self.connect, check=self.check)
         self.models, self.snapshots = {}, {}
 
+    def check(self, worker):
+        check_route("nccl", worker, sender=TRAINER)
+
     def connect(self, members):
-        sender = Sender(torch.device("cpu"), "GPU-of-trainer", "127.0.0.1")
-        return self.make_link(members, sender=sender, packed=False)  # which needs CUDA's streams
+        link = self.make_link(members, sender=Sender(torch.device("cpu"), TRAINER, "127.0.0.1"))
+        assert link._info.packed
+        # A tiny model has several of such buffers, as a large one of those of a GiB.
+        link._info = replace(link._info, packed_buffer_size_bytes=30_000)
+        return link
 
     def start(self, name):
         environment = worker_environment() | {"PYTHONPATH": HERE}
@@ -158,7 +183,9 @@ def test_weights_come_over_the_route_and_are_acknowledged_as_such(stack, worker)
         version = WeightsVersion(0, batches)
         snapshot = stack.collect(batches)
         snapshot = with_canary(snapshot, stack.models[version])
+        num_before = stack.broadcasts.num
         (ack,) = stack.announce(snapshot).acks
+        assert 1 < stack.broadcasts.num - num_before < len(snapshot.tensors), "many in a buffer"
         assert (ack.worker_id, ack.version, ack.transport) == ("one", version, "nccl")
         assert 0 < ack.pause_seconds <= ack.seconds
         (scores,) = ack.canary
@@ -212,6 +239,12 @@ def test_a_late_joiner_serves_the_version_and_is_of_the_group_from_the_next_on(s
     assert {ack.worker_id: ack.transport for ack in report.acks} == {"one": "nccl", "late": "nccl"}
     for each in (worker, late):
         stack.assert_serves(each, WeightsVersion(0, 4))
+
+
+def test_a_worker_on_the_trainer_s_device_is_sent_nothing_over_it(stack, worker):
+    shared = replace(get(worker.info.remote()), devices=(TRAINER,))
+    with pytest.raises(ConfigError, match="share GPU-of-trainer: use object_store"):
+        stack.sender._check(shared)
 
 
 def test_a_trainer_that_vanishes_midway_costs_the_engine_and_no_other(stack, worker):
