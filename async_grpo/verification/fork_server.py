@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 
 from async_grpo.verification import frames, namespaces, verifier
 from async_grpo.verification.config import MAX_PROCESSES, Isolation, VerifierConfig
-from async_grpo.verification.processes import children, descendants
+from async_grpo.verification.connections import hold_connection
+from async_grpo.verification.processes import children, cpu_seconds, descendants
 
 LOOKS_EVERY_S = 0.2
 ANSWER_PIPE = 3
@@ -47,7 +48,10 @@ class _Child:
     killed_for: str = ""
     answers: bytes = b""
     sample_since: float = field(default_factory=time.monotonic)
-    cpu_s: float = 0.0  # used by then
+    cpu_s: float = 0.0  # used by then, by itself
+    family_before_s: float = 0.0  # and with what it has started
+    family_cpu_s: float = 0.0  # of both, since then
+    is_connected: bool = False  # since then it was seen with a connection
 
     def read(self) -> None:
         """Take what it has written; the limits of a sample begin when that is seen."""
@@ -62,17 +66,24 @@ class _Child:
             self.answers += said
         if b"\n" in self.answers[num_known:]:
             self.sample_since, self.cpu_s = time.monotonic(), self.cpu_now()
+            self.family_before_s, self.is_connected = cpu_seconds(self.family()), False
+
+    def family(self) -> list[int]:
+        """Itself and what it has started."""
+        return [self.process, *descendants(self.process, most=MAX_PROCESSES)]
 
     def reached(self, config: VerifierConfig) -> str:
         """The limit that it has reached, if any."""
-        now = time.monotonic()
+        now, family = time.monotonic(), self.family()
+        self.family_cpu_s = cpu_seconds(family) - self.family_before_s
+        self.is_connected = self.is_connected or hold_connection(family)
         if now >= min(self.ends_at, self.sample_since + config.wall_s):
             return "time"
         if self.cpu_now() - self.cpu_s >= config.timeout_s:
             return "processor"
         if len(self.answers) > frames.MAX_ANSWERS_BYTES:
             return "answers"
-        if len(descendants(self.process, most=MAX_PROCESSES)) >= MAX_PROCESSES:
+        if len(family) > MAX_PROCESSES:
             return "processes"
         return ""
 
@@ -158,6 +169,8 @@ class ForkServer:
             "cpu_s": usage.ru_utime + usage.ru_stime - child.cpu_s,
             "memory_mib": usage.ru_maxrss / 1024,
             "killed_for": child.killed_for,
+            "is_connected": child.is_connected,
+            "family_cpu_s": child.family_cpu_s,
             "answers": child.answers[: frames.MAX_ANSWERS_BYTES].decode("latin-1"),
         }
         self._report(child.request, report)

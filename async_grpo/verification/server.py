@@ -48,6 +48,7 @@ class GraderServer:
         self._is_closed = False
         self.shipped: tuple[str, ...] = ()  # of its adapters, those that are ours
         self.groupwise: tuple[str, ...] = ()  # and those that grade a group in one call
+        self._executing: tuple[str, ...] = ()  # and those that run what the model wrote
         self._why_no_jail: str | None = None  # of generated code; None: it runs none
 
     @property
@@ -106,7 +107,8 @@ class GraderServer:
         outcomes = read_answers(said, task_ids=task_ids, adapter=name)
         answered_badly = bool(outcomes) and outcomes[-1].cause == "end"
         if not outcomes or (has_failed and len(outcomes) < len(tasks) and not answered_badly):
-            outcomes.append(classify_end(name, report, self._config))
+            is_own_doing = name in self._executing
+            outcomes.append(classify_end(name, report, self._config, executes_text=is_own_doing))
         self._events.update(o.status for o in outcomes if o.status in ACCIDENTS)
         return outcomes
 
@@ -171,6 +173,7 @@ class GraderServer:
         if greeting["load_error"]:
             raise ConfigError(greeting["load_error"])
         self.shipped, self.groupwise = tuple(greeting["shipped"]), tuple(greeting["groupwise"])
+        self._executing = tuple(greeting["executing"])
         self._why_no_jail = greeting["why_no_jail"]
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:

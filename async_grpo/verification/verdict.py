@@ -13,6 +13,7 @@ from async_grpo.verification.tasks import Outcome, overrun
 NUM_ATTEMPTS = 2  # of an overrun or an error
 MAX_LOST = 4  # attempts whose process was taken away, which says nothing of the text
 CPU_SHARE = 0.9  # of the time limit: killed after so much, the kernel's limit was reached
+WAITING_SHARE = 0.5  # of the time limit; less, in three times as long on the wall's clock, waited
 MEMORY_SHARE = 0.5  # of its limit; killed with so much, the system had to make room
 
 
@@ -21,8 +22,12 @@ def lost(adapter: str, reason: str) -> Outcome:
     return Outcome(adapter, "lost", reason=reason, cause="lost")
 
 
-def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig) -> Outcome:
+def classify_end(
+    adapter: str, report: Mapping[str, Any], config: VerifierConfig, *, executes_text: bool = False
+) -> Outcome:
     """The outcome of an attempt whose process did not end well; the report is its server's.
+
+    What waited for a connection says nothing of the text, unless it is the text that was executed.
 
     >>> config = VerifierConfig(reward_names=())
     >>> report = {"exit_code": -11, "cpu_s": 0.1, "memory_mib": 90.0, "killed_for": ""}
@@ -39,6 +44,9 @@ def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig
     if report["killed_for"] == "processes":
         return overrun(adapter, f"starts more than {MAX_PROCESSES} processes")
     if report["killed_for"] == "time":
+        if has_waited(report, config) and not executes_text:
+            reason = f"waits for a connection for longer than {config.time_limit} allows"
+            return Outcome(adapter, "error", reason=reason, cause="connection")
         return overrun(adapter, f"takes longer than {config.time_limit} allows")
     if report["killed_for"] == "answers":
         return Outcome(adapter, "error", reason="its process sent no answer but more", cause="end")
@@ -52,6 +60,12 @@ def classify_end(adapter: str, report: Mapping[str, Any], config: VerifierConfig
     if code in (-signal.SIGKILL, -signal.SIGTERM):
         return lost(adapter, f"its process was ended from outside, code {code}")
     return Outcome(adapter, "error", reason=f"its process ended, exit code {code}", cause="end")
+
+
+def has_waited(report: Mapping[str, Any], config: VerifierConfig) -> bool:
+    """Whether it was seen with a connection, and its processes did little beside."""
+    is_idle = report["family_cpu_s"] < WAITING_SHARE * config.timeout_s
+    return bool(report["is_connected"] and is_idle)
 
 
 def is_settled(attempts: Sequence[Outcome]) -> bool:

@@ -37,8 +37,8 @@ CONNECTION_ERRNOS = frozenset(
 )
 # Whose exceptions tell of somebody else's machine; they need not be installed here.
 CLIENT_LIBRARIES = frozenset(
-    {"aiohttp", "anthropic", "http", "httpcore", "httpx", "openai", "requests", "socket", "ssl"}
-    | {"urllib", "urllib3"}
+    {"aiohttp", "anthropic", "botocore", "grpc", "http", "httpcore", "httpcore2", "httpx", "httpx2"}
+    | {"openai", "redis", "requests", "socket", "ssl", "urllib", "urllib3", "websockets"}
 )
 
 
@@ -68,11 +68,13 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
     ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
     shipped = [name for name, adapter in adapters.items() if adapter in ours]
     groupwise = [name for name, adapter in adapters.items() if is_groupwise(adapter)]
+    executing = [name for name, adapter in adapters.items() if executes_text(adapter)]
     jailer = sys.modules.get(JAILER)
     greeting = {
         "load_error": "",
         "shipped": shipped,
         "groupwise": groupwise,
+        "executing": executing,
         "why_no_jail": jailer and jailer.what_is_missing(),
     }
     return adapters, greeting
@@ -81,6 +83,11 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
 def is_groupwise(adapter: Adapter) -> bool:
     """Whether it grades all outputs of a question in one call."""
     return bool(getattr(adapter, "groupwise", False))
+
+
+def executes_text(adapter: Adapter) -> bool:
+    """Whether it runs what the model wrote, here or elsewhere: it answers for its waits."""
+    return bool(getattr(adapter, "executes_text", False))
 
 
 def grade(

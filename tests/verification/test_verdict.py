@@ -1,6 +1,9 @@
 import signal
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.tasks import Outcome
@@ -120,7 +123,14 @@ def test_a_process_taken_away_does_not_use_up_the_texts_attempts(attempts, settl
     assert is_settled(attempts) == settled
 
 
-REPORT = {"exit_code": 0, "cpu_s": 0.1, "memory_mib": 100.0, "killed_for": ""}
+REPORT = {
+    "exit_code": 0,
+    "cpu_s": 0.1,
+    "memory_mib": 100.0,
+    "killed_for": "",
+    "is_connected": False,
+    "family_cpu_s": 0.1,
+}
 CONFIG = VerifierConfig(reward_names=("mine",), timeout_s=10.0, memory_mib=1000)
 
 
@@ -145,3 +155,27 @@ def test_only_a_limit_that_was_reached_blames_the_text(report, status):
     outcome = classify_end("mine", report, CONFIG)
     assert (outcome.status, outcome.reward, outcome.adapter) == (status, 0.0, "mine")
     assert outcome.reason
+
+
+@settings(max_examples=200)
+@given(
+    is_connected=st.booleans(),
+    family_cpu_s=st.floats(0.0, 40.0),
+    executes_text=st.booleans(),
+    killed_for=st.sampled_from(["time", "processor", "processes"]),
+)
+def test_an_overrun_that_waited_is_a_connections_error_unless_the_text_was_executed(
+    is_connected, family_cpu_s, executes_text, killed_for
+):
+    report = REPORT | {"exit_code": -signal.SIGKILL, "killed_for": killed_for}
+    report |= {"is_connected": is_connected, "family_cpu_s": family_cpu_s}
+    outcome = classify_end("mine", report, CONFIG, executes_text=executes_text)
+    is_idle = family_cpu_s < 5.0  # half of the processor time that it may use
+    waited = killed_for == "time" and is_connected and is_idle and not executes_text
+    assert (outcome.status, outcome.cause) == (
+        ("error", "connection") if waited else ("overrun", "overrun")
+    )
+    # Only what overran at every attempt can be graded 0.
+    again = replace(outcome, is_checked=True)
+    assert (settle([outcome, again]).status == "error") == waited
+    assert settle([again, overrun("mine"), outcome]).status == "error"
