@@ -11,7 +11,7 @@ from typing import Any
 
 from async_grpo.chat.base import ToolSpec
 from async_grpo.tools.function import FunctionTool
-from async_grpo.verification.jailer import require_jail, run_program
+from async_grpo.verification.jailer import MEMORY_MIB, require_jail, run_program
 
 MAX_SECONDS = 10.0
 # What a program raises is something that its author reads.
@@ -28,6 +28,7 @@ ENDINGS = {
     "ended": "",
     "failed": "[the program failed]",
     "too slow": "[the program was stopped after {seconds:g} seconds]",
+    "too large": f"[the program was stopped: it held more than {MEMORY_MIB} MiB]",
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+
+from async_grpo.verification.processes import links
 
 TABLES = ("tcp", "tcp6", "udp", "udp6")
 LIVE = {"01", "02", "04", "05"}  # established, being made, closed by this side alone
@@ -29,16 +30,8 @@ def hold_connection(processes: Sequence[int]) -> bool:
 
 
 def _sockets(process: int) -> frozenset[int]:
-    """The sockets that a process holds, by inode; none where we may not look."""
-    found = set()
-    try:
-        for name in os.listdir(f"/proc/{process}/fd"):
-            link = os.readlink(f"/proc/{process}/fd/{name}")
-            if link.startswith("socket:["):
-                found.add(int(link[8:-1]))
-    except OSError:  # it has ended, or closed this one
-        pass
-    return frozenset(found)
+    """The sockets that a process holds, by inode."""
+    return frozenset(int(link[8:-1]) for _, link in links(process) if link.startswith("socket:["))
 
 
 def _live(process: int) -> frozenset[int]:

@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 from async_grpo.verification import frames, namespaces, verifier
 from async_grpo.verification.config import MAX_PROCESSES, Isolation, VerifierConfig
 from async_grpo.verification.connections import hold_connection
+from async_grpo.verification.memory import held_mib, pause_s
 from async_grpo.verification.processes import children, cpu_seconds, descendants
 
-LOOKS_EVERY_S = 0.2
 ANSWER_PIPE = 3
 MAX_DESCRIPTORS = 1 << 20
 CPU_CLOCK = 2  # CPUCLOCK_SCHED of Linux: with a process' id, a clock of its processor time
@@ -52,6 +52,7 @@ class _Child:
     family_before_s: float = 0.0  # and with what it has started
     family_cpu_s: float = 0.0  # of both, since then
     is_connected: bool = False  # since then it was seen with a connection
+    held_mib: float = 0.0  # by it and what it has started, now
 
     def read(self) -> None:
         """Take what it has written; the limits of a sample begin when that is seen."""
@@ -77,6 +78,7 @@ class _Child:
         now, family = time.monotonic(), self.family()
         self.family_cpu_s = cpu_seconds(family) - self.family_before_s
         self.is_connected = self.is_connected or hold_connection(family)
+        self.held_mib = held_mib(family, limit_mib=config.memory_mib)
         if now >= min(self.ends_at, self.sample_since + config.wall_s):
             return "time"
         if self.cpu_now() - self.cpu_s >= config.timeout_s:
@@ -85,6 +87,8 @@ class _Child:
             return "answers"
         if len(family) > MAX_PROCESSES:
             return "processes"
+        if self.held_mib > config.memory_mib:
+            return "memory"
         return ""
 
     def cpu_now(self) -> float:
@@ -111,7 +115,8 @@ class ForkServer:
     def serve(self, grade: Grade) -> None:
         """Fork a child for each request; `grade` is what a child does with one."""
         while True:
-            wait_ms = LOOKS_EVERY_S * 1000 if self._children else None
+            wait_s = max(0.0, self._next_look - time.monotonic())
+            wait_ms = wait_s * 1000 + 1 if self._children else None  # poll rounds
             ready = {descriptor for descriptor, _ in self._poll.poll(wait_ms)}
             for ended in ready & self._children.keys():
                 self._reap(ended)
@@ -167,7 +172,7 @@ class ForkServer:
         report = {
             "exit_code": os.waitstatus_to_exitcode(status),
             "cpu_s": usage.ru_utime + usage.ru_stime - child.cpu_s,
-            "memory_mib": usage.ru_maxrss / 1024,
+            "memory_mib": max(usage.ru_maxrss / 1024, child.held_mib),
             "killed_for": child.killed_for,
             "is_connected": child.is_connected,
             "family_cpu_s": child.family_cpu_s,
@@ -180,13 +185,17 @@ class ForkServer:
 
     def _look(self) -> None:
         """Kill the children that have reached a limit."""
-        self._next_look = time.monotonic() + LOOKS_EVERY_S
+        started = time.thread_time()
         for child in self._children.values():
             child.read()
             child.killed_for = child.killed_for or child.reached(self._config)
             if child.killed_for:
                 os.kill(child.process, signal.SIGKILL)
         self._end_strays()
+        most = max((child.held_mib for child in self._children.values()), default=0.0)
+        looked_s = time.thread_time() - started
+        room_mib = self._config.memory_mib - most
+        self._next_look = time.monotonic() + pause_s(room_mib=room_mib, looked_s=looked_s)
 
     def _end_strays(self) -> None:
         """Without namespaces: end what has left its request's family and become our child."""
@@ -267,6 +276,8 @@ def main() -> None:
     orders = frames.receive(pool)
     config, isolation = VerifierConfig(**orders["config"]), Isolation(**orders["isolation"])
     namespaces.prctl(namespaces.PR_SET_NO_NEW_PRIVS, 1)
+    if filtered := namespaces.seccomp_filter("grader"):
+        namespaces.refuse_calls(filtered)
     # What a child leaves behind becomes ours, and no other process reads our memory.
     namespaces.prctl(namespaces.PR_SET_CHILD_SUBREAPER, 1)
     namespaces.prctl(namespaces.PR_SET_DUMPABLE, 0)

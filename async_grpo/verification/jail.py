@@ -11,12 +11,14 @@ import resource
 import sys
 
 IS_SET_UP = b"\x01"
+MOST_DESCRIPTORS = 1 << 20
 
 
 def take_orders() -> tuple[dict, str]:  # no `typing`: a run is milliseconds
     """Limit this process, tell so on standard error, and return the orders and the code.
 
-    Root becomes another user before, whom alone the kernel holds to a number of processes.
+    Root becomes another user before, whom alone the kernel holds to a number of processes. Of the
+    descriptors none stays but the standard ones and the peer's.
     """
     orders = json.loads(sys.argv[1])
     with open(orders["code"], encoding="utf-8", errors="surrogatepass", newline="") as file:
@@ -29,6 +31,9 @@ def take_orders() -> tuple[dict, str]:  # no `typing`: a run is milliseconds
         resource.setrlimit(kind, (limit, limit))
     os.write(2, IS_SET_UP)
     os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+    peer = orders["peer"] or 2
+    os.closerange(3, peer)
+    os.closerange(peer + 1, MOST_DESCRIPTORS)
     return orders, code
 
 

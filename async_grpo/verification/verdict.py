@@ -41,6 +41,8 @@ def classify_end(
     if "exit_code" not in report:
         return lost(adapter, report.get("failed", "its server was ended from outside"))
     code, memory_mib = report["exit_code"], report["memory_mib"]
+    if report["killed_for"] == "memory":
+        return overrun(adapter, f"needs more than {config.memory_limit} in all of its processes")
     if report["killed_for"] == "processes":
         return overrun(adapter, f"starts more than {MAX_PROCESSES} processes")
     if report["killed_for"] == "time":

@@ -180,7 +180,7 @@ print(tried(lambda: open("/x", "w")))
 print(tried(lambda: open(os.__file__, "a")))
 print(tried(lambda: os.listdir("/old")[0]))
 print(tried(lambda: os.execv("/bin/sh", ["sh", "-c", "true"])))
-print(tried(lambda: [os.fstat(fd) for fd in range(3, 64) if os.path.exists(f"/dev/fd/{{fd}}")][0]))
+print("".join(tried(lambda: str(os.fstat(fd))) for fd in range(3, 64)))
 """)
     assert reached.ending == "ended"
     assert reached.output.decode().split("\n") == [""] * 15

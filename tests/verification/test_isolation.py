@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from verifier_processes import (
 from async_grpo.verification import confinement
 
 pytestmark = pytest.mark.integration
+TOOL = runpy.run_path(f"{REPOSITORY}/tools/seccomp_filters.py")
 
 HOSTILE = """
 import os, signal, subprocess, sys, time, json, struct
@@ -342,6 +344,22 @@ def test_users_functions_read_files_and_write_none_but_in_their_own_scratch(conf
     assert not reaches(
         "import os; os.listdir('/dev/shm')[0] if os.listdir('/dev/shm') else open('')"
     )
+
+
+def test_the_kernel_refuses_a_request_what_no_reward_needs(grader):
+    """Each would fail in another way too, but not with these errors."""
+    machine = TOOL["MACHINES"]
+    which = list(machine).index(os.uname().machine)
+    table = TOOL["GRADER"] | TOOL["UNKNOWN_TO_GRADERS"]
+    code = f"""
+import ctypes, errno
+library = ctypes.CDLL(None, use_errno=True)
+for number in {sorted(numbers[which] for numbers in table.values())!r}:
+    done = library.syscall(number, 0, 0, 0, 0, 0, 0)
+    if done != -1 or ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS):
+        raise OSError(number)
+"""
+    assert grader.grade({"kind": "reach", "code": code}).reward == 1.0
 
 
 @pytest.mark.parametrize("network", [True, False])

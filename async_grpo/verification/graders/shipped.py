@@ -128,7 +128,7 @@ for _adapter in (mathd, math_verify, sympy):
 majority.groupwise = True  # type: ignore[attr-defined]
 majority.prepare = lambda: majority([])  # type: ignore[attr-defined]
 countdown.prepare = _prepare_countdown  # type: ignore[attr-defined]
-code_execution.executes_text = True  # type: ignore[attr-defined]
+code_execution.executes_text = reasoning_gym.executes_text = True  # type: ignore[attr-defined]
 code_execution.prepare = _prepare_code_execution  # type: ignore[attr-defined]
 reasoning_gym.prepare = _prepare_reasoning_gym  # type: ignore[attr-defined]
 
