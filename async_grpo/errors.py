@@ -10,6 +10,15 @@ from enum import StrEnum
 from pathlib import Path
 
 
+def escaped(text: str) -> str:
+    r"""What a user's code, or a model, has said, for a terminal or a log: one line that is read.
+
+    >>> print(escaped("no\x1b[2J\nüben"))
+    no\x1b[2J\nüben
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class AsyncGrpoError(Exception):
     """Base of every error that a user can cause or must be told about."""
 

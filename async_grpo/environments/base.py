@@ -24,7 +24,7 @@ from async_grpo.chat.dialogue import Dialogue
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.causes import ModelError as ModelError  # authors find it here
 from async_grpo.environments.judging import VerdictForm
-from async_grpo.errors import WorkerError
+from async_grpo.errors import WorkerError, escaped
 from async_grpo.types import Episode, Question, Turn, Verdict
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class EpisodeFailed(WorkerError):
 
         `again`: of the group that is lost with it, see `PlayedGroup`.
         """
-        super().__init__(message)
+        super().__init__(escaped(message))
         self.failure = failure
         self.again = again or {}
         self.cause = cause or CAUSES.get(failure, Cause.UNKNOWN)

@@ -28,7 +28,7 @@ from async_grpo.environments.causes import Cause, ModelError, Next, cause_of, de
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.environments.reach import TELL, Outage, Tell, reach
-from async_grpo.errors import AsyncGrpoError, DeadlineError, ServerAway
+from async_grpo.errors import AsyncGrpoError, DeadlineError, ServerAway, escaped
 from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.together import together
 from async_grpo.types import (
@@ -244,11 +244,11 @@ def _plain(verdict: object) -> Verdict:
         verdict.status,
         float(verdict.reward),
         None if verdict.format_reward is None else float(verdict.format_reward),
-        str(verdict.adapter)[:MAX_REASON_CHARACTERS],
-        str(verdict.reason)[:MAX_REASON_CHARACTERS],
+        escaped(str(verdict.adapter)[:MAX_REASON_CHARACTERS]),
+        escaped(str(verdict.reason)[:MAX_REASON_CHARACTERS]),
         float(verdict.seconds),
         verdict.cause if verdict.cause in get_args(FailureCause) else "exception",
-        str(verdict.place)[:MAX_REASON_CHARACTERS],
+        escaped(str(verdict.place)[:MAX_REASON_CHARACTERS]),
     )
 
 

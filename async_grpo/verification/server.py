@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from async_grpo import deadlines
-from async_grpo.errors import ConfigError, WorkerError
+from async_grpo.errors import ConfigError, WorkerError, escaped
 from async_grpo.verification import confinement, frames
 from async_grpo.verification.config import (
     GENERATED_CODE,
@@ -171,7 +171,7 @@ class GraderServer:
                 f"whose import {what}: look at what the module does when imported"
             ) from failure
         if greeting["load_error"]:
-            raise ConfigError(greeting["load_error"])
+            raise ConfigError(escaped(greeting["load_error"]))
         self.shipped, self.groupwise = tuple(greeting["shipped"]), tuple(greeting["groupwise"])
         self._executing = tuple(greeting["executing"])
         self._why_no_jail = greeting["why_no_jail"]

@@ -15,6 +15,7 @@ from datetime import date, time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
 
+from async_grpo.errors import escaped
 from async_grpo.verification.frames import FrameError, decode, encode
 
 if TYPE_CHECKING:
@@ -118,7 +119,8 @@ def read_answer(message: Any, *, task_id: str, adapter: str) -> Outcome:
     for name, is_right in ANSWERS.items():
         if not is_right(message[name]):
             raise FrameError(f"a {name} that is none")
-    return Outcome(adapter, **{name: message[name] for name in ANSWERS})
+    texts = {name: escaped(message[name]) for name in ("reason", "place")}
+    return Outcome(adapter, **{name: message[name] for name in ANSWERS} | texts)
 
 
 def _is_finite(value: object) -> bool:

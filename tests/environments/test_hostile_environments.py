@@ -30,6 +30,8 @@ DOES = {
     "recurses": "f = lambda: f()\n        f()",
     "says too much": "raise ValueError('x' * 10**7)",
     "says no UTF-8": "raise ValueError('\\ud800\\0\\x1b[2J')",
+    "says lines": "from async_grpo.environments.base import EpisodeFailed, FailureClass\n        "
+    "raise EpisodeFailed(FailureClass.ENVIRONMENT, 'no\\x1b[2J\\nINFO all is well')",
     "asks for no tokens": "await policy.sample([])",
     "asks for texts": "await policy.sample(['a'])",
     "asks for large tokens": "await policy.sample([10**12])",
@@ -88,6 +90,7 @@ def test_what_an_environment_does_fails_its_own_group_alone(name, tmp_path):
     assert isinstance(failed, EpisodeFailed), failed
     assert failed.failure is FailureClass.ENVIRONMENT
     assert len(str(failed)) < 2 * module.MAX_REASON_CHARACTERS
+    assert str(failed).isprintable()
     assert [verdict.reward for verdict in (*played.verdicts, *after.verdicts)] == [1.0, 1.0]
 
 
@@ -113,6 +116,14 @@ def test_what_is_no_finite_number_is_no_reward(reward):
     with pytest.raises(EpisodeFailed, match=r"raised (TypeError|ValueError)") as caught:
         asyncio.run(play(environment, Scripted([9]), make_request(num_samples=1)))
     assert caught.value.failure is FailureClass.JUDGE
+
+
+def test_a_verdict_of_an_environment_is_one_line_that_steers_no_terminal():
+    given = Verdict("unscorable", 0.0, None, "a\x1b[1m", "no\x1b[2J\nyes", 0.0, "", "a\nb.py:3")
+    played = asyncio.run(play(Graded(given), Scripted([9]), make_request(num_samples=1)))
+    [verdict] = played.verdicts
+    told = (verdict.adapter, verdict.reason, verdict.place)
+    assert told == (r"a\x1b[1m", r"no\x1b[2J\nyes", r"a\nb.py:3")
 
 
 SAYS = {

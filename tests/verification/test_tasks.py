@@ -65,6 +65,16 @@ def test_anything_but_a_plain_answer_to_this_task_is_refused(forged):
         read_answer(forged, task_id="7", adapter="mine")
 
 
+def test_what_a_reward_says_is_one_line_that_steers_no_terminal():
+    said = {"reason": "no\x1b[2J\r\nINFO all is well \u202e\ud800 für ü", "place": "a\nb.py:3"}
+    for _ in range(2):  # it stays as it is when it is escaped again
+        outcome = read_answer(GOOD | said, task_id="7", adapter="mine")
+        assert (outcome.reason + outcome.place).isprintable()
+        said = {"reason": outcome.reason, "place": outcome.place}
+    assert outcome.reason == r"no\x1b[2J\r\nINFO all is well \u202e\ud800 für ü"
+    assert outcome.place == r"a\nb.py:3"
+
+
 def test_columns_reach_adapters_as_plain_values():
     columns = {
         "nums": np.arange(3),
