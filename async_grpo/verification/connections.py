@@ -10,10 +10,11 @@ from async_grpo.verification.processes import links
 
 TABLES = ("tcp", "tcp6", "udp", "udp6")
 LIVE = {"01", "02", "04", "05"}  # established, being made, closed by this side alone
-NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_DUMP, NLM_F_REQUEST = 4, 20, 0x300, 1
-UDIAG_SHOW_PEER = 4
-UNIX_DIAG_PEER = 2
-HEADER, ANSWER, ATTRIBUTE = struct.Struct("=IHHII"), struct.Struct("=BBBxIII"), struct.Struct("=HH")
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_DUMP_REQUEST = 4, 20, 0x301
+UDIAG_SHOW_PEER, UNIX_DIAG_PEER = 4, 2
+REQUEST = struct.Struct("=IHHII BBHIIIII")
+# Length and kind of the message; the socket's inode; of the first attribute its kind and value.
+ANSWER = struct.Struct("=IH14xI8x2xHI")
 
 
 def hold_connection(processes: Sequence[int]) -> bool:
@@ -52,27 +53,20 @@ def _unix_pairs() -> Iterator[tuple[int, int]]:
 
     The kernel tells it over netlink alone (`sock_diag(7)`).
     """
-    request = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, UDIAG_SHOW_PEER, 0, 0)
-    size, flags = HEADER.size + len(request), NLM_F_REQUEST | NLM_F_DUMP
+    header = REQUEST.size, SOCK_DIAG_BY_FAMILY, NLM_F_DUMP_REQUEST, 1, 0
+    every = socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, UDIAG_SHOW_PEER, 0, 0
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, NETLINK_SOCK_DIAG) as kernel:
-            kernel.send(HEADER.pack(size, SOCK_DIAG_BY_FAMILY, flags, 1, 0) + request)
+            kernel.send(REQUEST.pack(*header, *every))
             while True:
                 data, offset = kernel.recv(1 << 18), 0
                 while offset < len(data):
-                    length, kind, *_ = HEADER.unpack_from(data, offset)
+                    whole = data[offset : offset + ANSWER.size].ljust(ANSWER.size, b"\0")
+                    length, kind, own, attribute, peer = ANSWER.unpack(whole)
                     if kind != SOCK_DIAG_BY_FAMILY:  # the end, or an error
                         return
-                    yield from _pair(data[offset + HEADER.size : offset + length])
+                    if attribute == UNIX_DIAG_PEER:
+                        yield own, peer
                     offset += length + -length % 4
     except OSError:
         return
-
-
-def _pair(answer: bytes) -> Iterator[tuple[int, int]]:
-    own, offset = ANSWER.unpack_from(answer)[3], ANSWER.size
-    while offset < len(answer):
-        length, kind = ATTRIBUTE.unpack_from(answer, offset)
-        if kind == UNIX_DIAG_PEER:
-            yield own, int.from_bytes(answer[offset + 4 : offset + 8], "little")
-        offset += length + -length % 4
