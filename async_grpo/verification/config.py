@@ -26,7 +26,7 @@ class VerifierConfig:
     registry: str = "reward_registry"  # module name, or path of a .py file
     num_verifiers: int = 50  # wanted of all pools together
     timeout_s: float = 10.0  # one adapter on one sample
-    memory_mib: int = 4096  # address space of one process
+    memory_mib: int = 4096  # of all processes of a request, and address space of each
     file_mib: int = 256  # largest file that one process may write
     network: bool = True  # for users' functions; shipped graders never have it
     environment: tuple[str, ...] = ()  # variables that users' functions get beside ordinary ones

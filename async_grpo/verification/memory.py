@@ -25,7 +25,8 @@ SHARE = 0.2  # of a processor that looking may take, as far as the longest pause
 def held_mib(processes: Sequence[int], *, limit_mib: float) -> float:
     """What they hold, swapped out or not; exact only where a quick count is beyond the limit."""
     files = _files(processes)
-    rough = {process: _sum(f"/proc/{process}/status", QUICK) for process in processes}
+    states = {process: f"/proc/{process}/status" for process in processes}
+    rough = {p: _sum(path, QUICK) or _sum(path, ("VmRSS",)) for p, path in states.items()}
     held = files + sum(rough.values())
     if held / 2**20 > limit_mib:
         _signal(processes, signal.SIGSTOP)  # the count takes a while, in which they would grow
