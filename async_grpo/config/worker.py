@@ -91,7 +91,7 @@ class WorkerConfig(Options):
     verifier_timeout_s: float = option(10.0, must=POSITIVE)
     """seconds one verification may take"""
     verifier_memory_mib: int = option(4096, must=POSITIVE)
-    """MiB that a verification may hold, all of its processes together; address space of each, too"""
+    """MiB that all processes of a verification may hold together, and the address space of each"""
     verifier_network: bool = option(True)
     """own reward functions may use the network; ours never do"""
     verifier_env: str = option("", none="")

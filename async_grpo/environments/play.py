@@ -144,8 +144,8 @@ class GroupPlay:
             episode = policy.episode()
             if not episode.turns:
                 raise self._classified(FailureClass.ENVIRONMENT, error) from error
-            logger.info("an episode of question %d has ended: %s", request.ordinal, error)
-            why = str(error)[:MAX_REASON_CHARACTERS]
+            why = escaped(str(error)[:MAX_REASON_CHARACTERS])
+            logger.info("an episode of question %d has ended: %s", request.ordinal, why)
             ungraded = Verdict("unscorable", 0.0, None, "", why, 0.0)
             self._stopped[member.index] = _plain(error.verdict or ungraded)
             return episode if not error.verdict else replace(episode, verdict=error.verdict)

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from async_grpo.environments.causes import is_repeatable
+from async_grpo.errors import escaped
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
@@ -63,7 +64,7 @@ async def reach(
                 if not tell or not is_repeatable(error, is_idempotent=is_idempotent):
                     raise
                 check(error)
-                outage = outage or Outage(tell(f"{who}{error!r}"))
+                outage = outage or Outage(tell(escaped(f"{who}{error!r}")))
             await outage.pause()
     finally:
         if outage:

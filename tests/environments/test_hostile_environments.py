@@ -8,7 +8,7 @@ import pytest
 from players import Scripted, make_request, make_turn, play
 
 from async_grpo.environments import play as module
-from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
+from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.judging import score
 from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.types import Verdict
@@ -124,6 +124,22 @@ def test_a_verdict_of_an_environment_is_one_line_that_steers_no_terminal():
     [verdict] = played.verdicts
     told = (verdict.adapter, verdict.reason, verdict.place)
     assert told == (r"a\x1b[1m", r"no\x1b[2J\nyes", r"a\nb.py:3")
+
+
+class Refusing(Graded):
+    """Cannot carry out what the model wrote."""
+
+    async def play(self, question, policy, services):
+        await policy.sample(question.input_token_ids)
+        raise ModelError("no\x1b[2J\nINFO all is well")
+
+
+def test_why_an_episode_ended_is_one_line_that_steers_no_terminal(caplog):
+    caplog.set_level("INFO")
+    graded = Refusing(Verdict("scored", 0.5, None, "", "", 0.0))
+    asyncio.run(play(graded, Scripted([9]), make_request(num_samples=1)))
+    assert r"no\x1b[2J\nINFO all is well" in caplog.text
+    assert "has ended" in caplog.text and "\x1b" not in caplog.text
 
 
 SAYS = {
