@@ -122,6 +122,7 @@ def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> Train
         "temperature": found.temperature, "max_tokens": found.max_tokens, "limit": found.limit,
         "seed": found.seed, "environment": found.environment, "split": config.data_split,
         "k": list(found.pass_ks), "config": config.data_config,
+        "columns": config.columns,
     }  # fmt: skip
     given = {key: value for key, value in table.items() if value != ""}
     return TrainConfig(

@@ -67,7 +67,7 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
             raise click.UsageError(
                 f"{file}: [{name}] must stand once, got {len(tables)}: only {repeating} may repeat"
             )
-        found[name] = tables
+        found[name] = [_with_typed_columns(table) for table in tables]
     for option, key in OF_TRAIN.items():
         if tables := found.pop(option, []):
             train = found.setdefault("train", [{}])[0]
@@ -82,6 +82,14 @@ def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
         if key not in SHARED_OPTIONS:
             raise _unknown(f"{file}: [{SHARED}] {key}", "is not shared", key, SHARED_OPTIONS)
     return shared, {name: [{**shared, **each} for each in found[name]] for name in found}
+
+
+def _with_typed_columns(table: Table) -> Table:
+    """`columns = {level = "int"}` as it is typed; other tables as they are."""
+    types = table.get("columns")
+    if not isinstance(types, dict):
+        return table
+    return {**table, "columns": ",".join(f"{name}={kind}" for name, kind in types.items())}
 
 
 def _entry(table: Table, file: str, *, option: str, name: str) -> str:

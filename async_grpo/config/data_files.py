@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_grpo.config.option import require
-from async_grpo.config.source import DataSource
+from async_grpo.config.source import DataSource, parse_columns
 from async_grpo.errors import ConfigError
 
 OUR_COLUMNS = (
@@ -22,7 +22,7 @@ OUR_COLUMNS = (
     "text",
     "dataset_type",
 )
-KEYS = ("weight", "environment", "rewards", "teacher", "eval_path", "split", "config")
+KEYS = ("weight", "environment", "rewards", "teacher", "eval_path", "split", "config", "columns")
 BETWEEN_FILES, BETWEEN_PARTS, BETWEEN_REWARDS = ";", ",", "+"
 QUOTED = r"""'[^']*'|"[^"]*\""""
 
@@ -114,16 +114,17 @@ def _parse(text: str) -> DataFile:
     example = "sums=sums.jsonl,weight=2"
     entry = parse_entry(text, option="data", keys=KEYS, what="type", example=example)
     kind, path, given, columns = entry.name, entry.path, entry.given, entry.columns
-    split, config = given.get("split", "train"), given.get("config", "")
+    types = parse_columns(given.get("columns", ""), option="data")
+    source = DataSource(path, given.get("split", "train"), given.get("config", ""), types)
     held_out = given.get("eval_path")
     return DataFile(
-        source=DataSource(path, split, config),
+        source=source,
         type=kind,
         weight=_weight(given.get("weight", "1"), kind),
         environment=given.get("environment", ""),
         rewards=tuple(filter(None, given.get("rewards", "").split(BETWEEN_REWARDS))),
         teacher=given.get("teacher", ""),
-        held_out=DataSource(held_out, split, config) if held_out else None,
+        held_out=replace(source, path=held_out) if held_out else None,
         columns=columns,
     )
 

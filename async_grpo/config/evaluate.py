@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from async_grpo.config.evaluation import EvaluationSet, check_set
 from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, flag, option
-from async_grpo.config.source import DataSource
+from async_grpo.config.source import DataSource, parse_columns
 
 SET = "data"  # what the one set is called; no name that people see has it
 
@@ -43,6 +43,9 @@ class EvaluateConfig(Options):
     """configuration of a datasets.load_dataset source that has several, such as main"""
     column_mapping: str = option("")
     """our=yours pairs for other column names, such as input=question,answer=solution"""
+    columns: str = option("")
+    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
+    all else is text"""
     renderer: str = option("auto")
     """how environments write messages as tokens: as `async-grpo train` takes it"""
     model_revision: str = option("", none="")
@@ -81,7 +84,7 @@ class EvaluateConfig(Options):
         """The questions of `data`, and how they are sampled."""
         return EvaluationSet(
             name=SET,
-            source=DataSource(data, self.data_split, self.data_config),
+            source=DataSource(data, self.data_split, self.data_config, parse_columns(self.columns)),
             samples=self.samples,
             ks=tuple(sorted(map(int, filter(None, self.k.split("+"))))),
             temperature=self.temperature,

@@ -16,14 +16,14 @@ from async_grpo.config.data_files import (
 )
 from async_grpo.config.distillation import DistillationConfig
 from async_grpo.config.option import Change, option, require
-from async_grpo.config.source import DataSource
+from async_grpo.config.source import DataSource, parse_columns
 from async_grpo.errors import ConfigError
 
 SAMPLES_PER_QUESTION = 4
 UNNAMED = ""  # the set of --eval-data-path, and of the held-out file of each type
 KEYS = (
     "samples", "k", "temperature", "top_p", "max_tokens", "rewards", "environment", "every",
-    "limit", "seed", "type", "split", "config",
+    "limit", "seed", "type", "split", "config", "columns",
 )  # fmt: skip
 NUMBERS: dict[str, type[int] | type[float]] = {
     "samples": int, "k": int, "temperature": float, "top_p": float, "max_tokens": int,
@@ -85,7 +85,12 @@ def _set_of(entry: Entry) -> EvaluationSet:
     ks = {int(_number(entry, "k", part)) for part in _listed(given.get("k", ""))}
     found = EvaluationSet(
         name=entry.name,
-        source=DataSource(entry.path, given.get("split", "train"), given.get("config", "")),
+        source=DataSource(
+            entry.path,
+            given.get("split", "train"),
+            given.get("config", ""),
+            parse_columns(given.get("columns", ""), option="eval"),
+        ),
         ks=tuple(sorted(ks)),
         rewards=_listed(given.get("rewards", "")),
         environment=given.get("environment", ""),

@@ -13,7 +13,7 @@ from async_grpo.config.option import (
     option,
     required,
 )
-from async_grpo.config.source import DataSource
+from async_grpo.config.source import DataSource, parse_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,9 @@ class GenerateConfig(Options):
     """configuration of a datasets.load_dataset source that has several, such as main"""
     column_mapping: str = option("")
     """our=yours pairs for other column names, such as input=question,answer=solution"""
+    columns: str = option("")
+    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
+    all else is text"""
     token_ids: bool = option(True)
     """write the outputs' token ids too, which training takes as they are; without them it tokenises
     the text: for a student of another tokenizer"""
@@ -86,7 +89,9 @@ class GenerateConfig(Options):
     @property
     def data(self) -> DataSource:
         """The questions."""
-        return DataSource(self.data_path, self.data_split, self.data_config)
+        return DataSource(
+            self.data_path, self.data_split, self.data_config, parse_columns(self.columns)
+        )
 
     @property
     def reward_names(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from async_grpo.config.option import (
 )
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
-from async_grpo.config.source import DataSource
+from async_grpo.config.source import DataSource, parse_columns
 
 MAX_LEARNING_RATE = 1e-2
 
@@ -93,6 +93,9 @@ class TrainConfig(EvaluationConfig):
     """configuration of a datasets.load_dataset source that has several, such as main"""
     column_mapping: str = option("")
     """our=yours pairs for other column names, such as input=question,answer=solution"""
+    columns: str = option("")
+    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
+    all else is text"""
     infinite_sampler_seed: int = option(37, must="", change=Change.FIXED)
     """seed of the endless permutation of the questions"""
 
@@ -234,6 +237,9 @@ class TrainConfig(EvaluationConfig):
         if bool(self.data_path) == bool(parse_data_files(self.data)):
             rule = "must be given, or --data for each of several files, and not both"
             raise self.refusal("data_path", rule, "name one file, or all with their types")
+        if parse_columns(self.columns) and not (self.data_path or self.eval_data_path):
+            rule = "must be said in each --data"
+            raise self.refusal("columns", rule, "write --data NAME=PATH,columns='level=int'")
         if self.fsdp_shard_ranks and self.fsdp_sharding_strategy != "HYBRID_SHARD":
             raise self.refusal(
                 "fsdp_shard_ranks",
@@ -330,7 +336,8 @@ class TrainConfig(EvaluationConfig):
     @property
     def data_files(self) -> tuple[DataFile, ...]:
         """What is trained on: a file of each type, or one whose lines say their type, if any."""
-        source = DataSource(self.data_path, self.data_split, self.data_config)
+        types = parse_columns(self.columns)
+        source = DataSource(self.data_path, self.data_split, self.data_config, types)
         return parse_data_files(self.data) or (DataFile(source=source),)
 
     @property
@@ -384,7 +391,8 @@ class TrainConfig(EvaluationConfig):
             return None
         is_same = self.eval_data_path == self.data_path
         config = self.eval_data_config or (self.data_config if is_same else "")
-        return DataSource(self.eval_data_path, self.eval_data_split or self.data_split, config)
+        split, types = self.eval_data_split or self.data_split, parse_columns(self.columns)
+        return DataSource(self.eval_data_path, split, config, types)
 
     @property
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:

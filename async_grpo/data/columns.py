@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,10 @@ class Columns:
         """The user's name of our column."""
         return self._mapping.get(ours, ours)
 
+    def is_mapped(self, ours: str) -> bool:
+        """Whether the user has said which column it is."""
+        return ours in self._mapping
+
     def has(self, ours: str) -> bool:
         """Whether the column is there and not null."""
         return self._row.get(self.name(ours)) is not None
@@ -68,7 +73,8 @@ class Columns:
         value = self._row.get(self.name("answer"))
         if value is None or isinstance(value, str):
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+        if isinstance(value, bool) or not is_number:
             raise self.malformed("answer", expected="text or a number", value=value)
         return str(value)
 

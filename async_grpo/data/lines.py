@@ -1,13 +1,19 @@
 """From a data source to checked records: reading, locating and reporting every line.
 
-A source is a JSONL (or JSON) file, or anything that `datasets.load_dataset` reads. All lines are
+A source is a JSONL, JSON or CSV file, or anything that `datasets.load_dataset` reads. All lines are
 checked before a run starts; the first few malformed ones are reported together.
+
+What stands in a CSV file is text, as it stands: nobody guesses that "007" is a number, or that a
+blank is none. A source says which of its columns are anything else.
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
@@ -18,7 +24,9 @@ from async_grpo.errors import DataError
 
 MAX_REPORTED_ERRORS = 5
 JSON_SUFFIXES = (".jsonl", ".json")
-DATASETS_FORMATS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow", ".txt": "text"}
+DATASETS_FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+WHOLE_CSV = "name each column once, and put quotes around texts with commas or line breaks"
+FORMATS = (*JSON_SUFFIXES, ".csv", *DATASETS_FORMATS)
 SAVED_NAMES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
@@ -44,7 +52,10 @@ def load_records(
     when the source is missing, unreadable or empty.
     """
     lines = takewhile(lambda _: goes_on(), _read_lines(source))
-    return _build_all(lines, path=source.path, build=build)
+    types = source.columns
+    return _build_all(
+        lines, path=source.path, build=lambda row: build(_converted(row, types) if types else row)
+    )
 
 
 def check_source(path: str, *, option: str, build: Build[object]) -> None:
@@ -95,7 +106,7 @@ def _first(places: Sequence[str]) -> str:
 def _as_row(value: Any) -> Mapping[str, Any]:
     if isinstance(value, bytes):
         try:
-            value = json.loads(value.decode("utf-8-sig"))
+            value = json.loads(value.decode("utf-8-sig"), parse_constant=_no_number)
         except UnicodeDecodeError as error:
             got = f"byte {value[error.start]:#04x}"
             raise MalformedLine("", expected="UTF-8 text", got=got) from None
@@ -107,12 +118,50 @@ def _as_row(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def _no_number(constant: str) -> None:
+    """Refuse what Python's JSON takes and no JSON has."""
+    raise MalformedLine("", expected="JSON, which has no such number: null, or text", got=constant)
+
+
+def _converted(row: Mapping[str, Any], types: Mapping[str, str]) -> Mapping[str, Any]:
+    """The row, with each value of these columns as the type that the user named.
+
+    >>> _converted({"x": "007", "y": "a", "z": None}, {"x": "int", "z": "float"})
+    {'x': 7, 'y': 'a', 'z': None}
+    """
+    converted = dict(row)
+    for name, kind in types.items():
+        if name not in row:
+            got = f"only columns {', '.join(row)}"
+            raise MalformedLine(name, expected=f"what columns {name}={kind} names", got=got)
+        try:
+            converted[name] = None if row[name] is None else CONVERSIONS[kind](str(row[name]))
+        except (ValueError, KeyError):
+            expected = f"{kind}, as columns {name}={kind} says"
+            raise MalformedLine(name, expected=expected, got=describe(row[name])) from None
+    return converted
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError
+    return value
+
+
+CONVERSIONS: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": _finite,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "str": str,
+}
+
+
 def _require_source(path: str, *, option: str) -> None:
     source = Path(path)
     if not source.exists() and not may_be_hub_name(path):
         raise DataError(f"{option} must be an existing file or folder, got {path!r}: check it")
-    if source.is_file() and source.suffix not in {*JSON_SUFFIXES, *DATASETS_FORMATS}:
-        formats = ", ".join([*JSON_SUFFIXES, *DATASETS_FORMATS])
+    if source.is_file() and source.suffix not in FORMATS:
+        formats = ", ".join(FORMATS)
         raise DataError(f"{option} must end in one of {formats}, got {path!r}: convert it")
 
 
@@ -126,13 +175,15 @@ def _read_lines(source: DataSource) -> Iterator[Line]:
             f"finds by name or builds from a folder, got {source.path!r}, which has none: leave it "
             "out"
         )
+    if place.is_file() and place.suffix == ".csv":
+        return _read_csv(source.path)
     return _read_json(source.path) if _is_json(place) else _read_dataset(source)
 
 
 def may_be_hub_name(path: str) -> bool:
     """Whether a hub should be asked for what is not on this machine: asking takes long offline."""
     owner, _, _ = path.rpartition("/")
-    known = Path(path).suffix in {*JSON_SUFFIXES, *DATASETS_FORMATS}
+    known = Path(path).suffix in FORMATS
     return (
         HUB_NAME.fullmatch(path) is not None and not known and not (owner and Path(owner).is_dir())
     )
@@ -148,7 +199,8 @@ def _read_json(path: str) -> Iterator[Line]:
         with open(path, "rb") as file:
             if path.endswith(".json") and (text := file.read()).lstrip().startswith(b"["):
                 items = json.loads(text)
-                yield from ((f"{path} item {n}", item) for n, item in enumerate(items, start=1))
+                for number, item in enumerate(items, start=1):  # as text, which is checked
+                    yield f"{path} item {number}", json.dumps(item).encode()
                 return
             file.seek(0)
             for number, text in enumerate(file, start=1):
@@ -158,6 +210,25 @@ def _read_json(path: str) -> Iterator[Line]:
         raise DataError(f"{path} cannot be read: {error.strerror}: check its permissions") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"{path} must be JSON: {error}: correct it, or use JSONL") from None
+
+
+def _read_csv(path: str) -> Iterator[Line]:
+    """Its lines, each called by the one where it ends."""
+    csv.field_size_limit(sys.maxsize)  # a text may be as long as in JSON
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = reader.fieldnames or []
+            for row in reader:
+                place = f"{path} line {reader.line_num}"
+                if None in row or None in row.values() or len(row) < len(names):
+                    rule = f"one value for each of its columns ({', '.join(names)})"
+                    raise DataError(f"{place} must hold {rule}: {WHOLE_CSV}")
+                yield place, row
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}: check its permissions") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} must be CSV in UTF-8: {error}: {WHOLE_CSV}") from None
 
 
 def _read_dataset(source: DataSource) -> Iterator[Line]:
@@ -174,7 +245,8 @@ def _read_dataset(source: DataSource) -> Iterator[Line]:
         elif (place / "dataset_dict.json").is_file():
             table = datasets.load_from_disk(str(place / split))
         else:
-            table = datasets.load_dataset(path, source.config or None, split=split)
+            options = _as_text(datasets.load_dataset_builder(path, source.config or None))
+            table = datasets.load_dataset(path, source.config or None, split=split, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         cause = str(error.__cause__ or error).strip().partition("\n")[0]
         raise DataError(
@@ -183,3 +255,18 @@ def _read_dataset(source: DataSource) -> Iterator[Line]:
         ) from error
     for number, row in enumerate(table, start=1):
         yield f"{path} row {number}", row
+
+
+def _as_text(builder: Any) -> dict[str, Any]:
+    """What has `datasets` read every column of a folder's CSV files as text; {} for other data."""
+    import pandas
+    from datasets import Features, Value
+    from datasets.packaged_modules.csv.csv import CsvConfig
+
+    config = builder.config
+    if not isinstance(config, CsvConfig) or builder.info.features:  # whose author said the types
+        return {}
+    [first, *_] = next(iter(config.data_files.values()))
+    names = pandas.read_csv(first, **{**config.pd_read_csv_kwargs, "chunksize": None, "nrows": 0})
+    text = Features(dict.fromkeys(names.columns, Value("string")))
+    return {"features": text, "keep_default_na": False}

@@ -34,9 +34,10 @@ class LineReader:
     types: Sequence[str] = ()  # of which a line may be; none: of any. Of one, it need not say so
 
     def question(self, row: Mapping[str, Any]) -> Question:
-        """Of `input_token_ids`, or `input` or `messages`; every other column is optional.
+        """Of `input_token_ids`, `messages` or `input`; every other column is optional.
 
-        Token ids win over text: they are what the model reads.
+        Token ids win over text: they are what the model reads. Of a line with messages, `input` is
+        the question as rewards and people see it.
         """
         columns = Columns(row, mapping=self.mapping)
         ids = self._prompt(columns)
@@ -95,9 +96,15 @@ class LineReader:
     def _prompt(self, columns: Columns) -> list[int]:
         if columns.has("input_token_ids"):
             return columns.token_ids("input_token_ids", vocab_size=self.vocab_size)
-        if not columns.has("messages") or columns.has("input"):
+        if not _are_prompt(columns):
             return prompt_token_ids(self.tokenizer, text=columns.text("input"))
         messages = columns.messages()
+        if messages[-1]["role"] == "assistant":
+            raise columns.malformed(
+                "messages",
+                expected="a conversation that ends before the answer",
+                value=messages[-1],
+            )
         if not self.tokenizer.chat_template:
             raise MalformedLine(
                 columns.name("messages"),
@@ -137,6 +144,21 @@ class LineReader:
             raise MalformedLine(
                 columns.name(given), expected=f"{expected} tokens ({limit})", got=f"{num_tokens}"
             )
+
+
+def _are_prompt(columns: Columns) -> bool:
+    """Whether the line's messages are its prompt: not where the user maps `input` and not them.
+
+    Raises `MalformedLine` where their system turn would be lost so.
+    """
+    if not columns.has("messages"):
+        return False
+    if not columns.has("input") or columns.is_mapped("messages") or not columns.is_mapped("input"):
+        return True
+    if any(message["role"] == "system" for message in columns.messages()):
+        expected = "to be mapped too (messages=messages), for input has no system turn"
+        raise columns.malformed("messages", expected=expected, value=columns.messages())
+    return False
 
 
 def _whole_text(columns: Columns) -> str:

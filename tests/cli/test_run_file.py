@@ -179,8 +179,15 @@ column_mapping = "input=question,answer=solution"
 
 [[data]]
 type = "odes"
-path = "o.jsonl"
+path = "o.csv"
+columns = {level = "int", share = "float"}
 """
+
+
+def test_types_of_columns_may_be_a_table_of_train(parsed):
+    text = '[train]\nmodel_name_or_path = "m"\ndata_path = "d.csv"\ncolumns = {level = "int"}'
+    [file] = config_of(parsed(train, text=text)).data_files
+    assert file.source.columns == {"level": "int"}
 
 
 def test_tables_of_data_are_the_trainer_s_data_files(parsed):
@@ -190,6 +197,7 @@ def test_tables_of_data_are_the_trainer_s_data_files(parsed):
     assert sums.rewards == ("countdown", "mathd")
     assert sums.columns == {"input": "question", "answer": "solution"}
     assert (odes.type, odes.weight, odes.rewards) == ("odes", 1, ())
+    assert odes.source.columns == {"level": "int", "share": "float"}
 
 
 @pytest.mark.parametrize(

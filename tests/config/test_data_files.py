@@ -94,3 +94,11 @@ def test_supervised_training_takes_one_file():
     config = make_config(data_path="", data="a=b", algorithm="sft")
     with pytest.raises(ConfigError, match="--data needs an algorithm that samples outputs"):
         find_algorithm(config)
+
+
+def test_columns_have_types_where_a_file_says_so():
+    [file] = parse_data_files("sums=s.csv,columns='x=int,y=float',eval_path=e.csv")
+    assert file.source.columns == {"x": "int", "y": "float"}
+    assert file.held_out is not None and file.held_out.columns == file.source.columns
+    with pytest.raises(ConfigError, match="--data must hold pairs of a column and its type"):
+        parse_data_files("sums=s.csv,columns=x=integer")

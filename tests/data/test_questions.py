@@ -51,11 +51,12 @@ def write(tmp_path):
     return write
 
 
-def load(table, record, path, *, split="train", config="", **options):
+def load(table, record, path, *, split="train", config="", types=None, **options):
     reader = LineReader(
         **{"tokenizer": LetterTokenizer(), "vocab_size": 100, "max_tokens": 1000} | options
     )
-    return table.of(load_records(DataSource(path, split, config), getattr(reader, record)))
+    source = DataSource(path, split, config, types or {})
+    return table.of(load_records(source, getattr(reader, record)))
 
 
 def load_questions(path, **options):
@@ -359,3 +360,93 @@ def test_a_given_pair_that_is_too_long_is_refused_with_its_line(write):
     path = write({"input": "a", "completion": "b"}, {"input": "abc", "completion": "de"})
     with pytest.raises(DataError, match=r"line 2, .*expected a pair of at most 5 tokens .*got 6"):
         load_given(path, max_tokens=5)
+
+
+def test_what_stands_in_a_csv_file_is_text(write):
+    path = write("input,answer,level", "ab,007,1", 'c,,"x\ny,z"', "d,NaN,1.50", name="data.csv")
+    questions = load_questions(path)
+    assert [question.answer for question in questions] == ["007", "", "NaN"]
+    assert [question.columns["level"] for question in questions] == ["1", "x\ny,z", "1.50"]
+
+
+def test_a_folder_of_csv_files_is_text_too(write, tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "folder").mkdir()
+    write("input,answer", "ab,007", "c,", "d,10", name="folder/train.csv")
+    answers = [question.answer for question in load_questions(str(tmp_path / "folder"))]
+    assert answers == ["007", "", "10"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["input,answer", "a,b", "c, d,e"], "data.csv line 3 must hold one value for each.*quotes"),
+        (["input,answer", '"a\nb",c', "d"], "data.csv line 4 must hold one value for each"),
+        (["input,input", "a,b"], "name each column once"),
+        (["input,answer", 'a,"b'], "must be CSV in UTF-8"),
+    ],
+)
+def test_a_broken_csv_line_is_named(write, lines, expected):
+    with pytest.raises(DataError, match=expected):
+        load_questions(write(*lines, name="data.csv"))
+
+
+def test_columns_are_converted_where_the_user_says_so(write):
+    path = write("input,x,y,z,s", "ab,007,1.50,True,7", name="data.csv")
+    types = {"x": "int", "y": "float", "z": "bool", "s": "str"}
+    (question,) = load_questions(path, types=types)
+    assert question.columns == {"input": "ab", "x": 7, "y": 1.5, "z": True, "s": "7"}
+    path = write({"input": "ab", "x": "5", "y": None}, {"input": "ab", "x": 5, "y": 1})
+    questions = load_questions(path, types={"x": "int", "y": "str"})
+    assert [question.columns["x"] for question in questions] == [5, 5]
+    assert [question.columns["y"] for question in questions] == [None, "1"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("int", "1.5"), ("int", ""), ("float", "nan"), ("float", "1e999"), ("bool", "1")],
+)
+def test_a_value_that_does_not_convert_is_refused_with_its_line(write, kind, value):
+    path = write("input,x", "a,1.0", f"b,{value}", name="data.csv")
+    with pytest.raises(DataError, match=f"csv line .*, column 'x': expected {kind}.*'{value}'"):
+        load_questions(path, types={"x": kind})
+    with pytest.raises(DataError, match="column 'level': expected what columns level=int names"):
+        load_questions(path, types={"level": "int"})
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_json_has_not_is_refused_with_its_line(write, constant):
+    lines = '{"input": "a"}', f'{{"input": "b", "answer": {constant}}}'
+    expected = f"expected JSON, .* got {constant}"
+    with pytest.raises(DataError, match=f"data.jsonl line 2, {expected}"):
+        load_questions(write(*lines))
+    with pytest.raises(DataError, match=f"data.json item 2, {expected}"):
+        load_questions(write(f"[{lines[0]},", f"{lines[1]}]", name="data.json"))
+
+
+def test_an_answer_that_is_no_number_is_refused(write):
+    with pytest.raises(DataError, match="line 1, column 'answer': expected text or a number"):
+        load_questions(write('{"input": "a", "answer": 1e999}'))
+
+
+CHAT = [{"role": "system", "content": "a"}, {"role": "user", "content": "bc"}]
+
+
+def test_messages_are_the_prompt_and_input_the_question_of_rewards(write):
+    path = write({"input": "cc", "messages": CHAT})
+    for mapping in ({}, {"input": "input", "messages": "messages"}):
+        question = load_one(path, tokenizer=ChatTokenizer(), mapping=mapping)
+        assert question.input_token_ids.tolist() == [4, 10, 4, 11, 12, 5]
+        assert question.input == "cc"
+
+
+def test_a_mapped_input_is_the_prompt_and_loses_no_system_turn(write):
+    answered = [CHAT[1], {"role": "assistant", "content": "d"}]
+    mapping, tokenizer = {"input": "q"}, ChatTokenizer()
+    path = write({"q": "cc", "messages": answered})
+    question = load_one(path, tokenizer=tokenizer, mapping=mapping)
+    assert question.input_token_ids.tolist() == [4, 12, 12, 5]
+    error = error_of(write({"q": "cc", "messages": CHAT}), tokenizer=tokenizer, mapping=mapping)
+    assert "column 'messages': expected to be mapped too (messages=messages)" in error
+    error = error_of(write({"input": "cc", "messages": answered}), tokenizer=tokenizer)
+    assert "column 'messages': expected a conversation that ends before the answer" in error
