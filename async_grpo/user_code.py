@@ -7,6 +7,7 @@ whatever machine; a module must be installed there with the same text.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -19,13 +20,17 @@ import tokenize
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from modulefinder import ModuleFinder
+from pathlib import Path
 from traceback import FrameSummary
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from async_grpo.errors import ConfigError
 
 T = TypeVar("T")
+INSTALLED = ("site-packages", "dist-packages")
+PY_SOURCE = 1  # as `ModuleFinder` knows the kinds of modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,10 @@ class UserCode:
     def place(self) -> str:
         """The file or the module."""
         return self.name.rpartition(":")[0]
+
+    def hashes(self, what: str) -> dict[str, str]:
+        """sha256 of its text, under the name `what`, and of its own modules: `hash_imported`."""
+        return {what: self.sha256} | hash_imported(path_of(self.place), what=what)
 
     def check_defined(self) -> None:
         """Raise `ConfigError` for a text that Python cannot read, or that defines no such name.
@@ -136,12 +145,37 @@ def run_module(spec: ModuleSpec, text: str) -> ModuleType:
     return module
 
 
+def path_of(place: str) -> str:
+    """The file of a file, or of a module."""
+    if place.endswith(".py"):
+        return place
+    spec = importlib.util.find_spec(place)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"there is no module {place}")
+    return spec.origin
+
+
 def text_of(place: str) -> str:
     """The text of a file, or of a module's."""
-    if not place.endswith(".py"):
-        spec = importlib.util.find_spec(place)
-        if spec is None or spec.origin is None:
-            raise ImportError(f"there is no module {place}")
-        place = spec.origin
-    with tokenize.open(place) as file:  # in the encoding that the file declares
+    with tokenize.open(path_of(place)) as file:  # in the encoding that the file declares
         return file.read()
+
+
+def hash_imported(path: str, *, what: str) -> dict[str, str]:
+    """sha256 of the modules that a file imports out of its own folder, and of those that they do.
+
+    They are called by their place there, "helper.py of WHAT". Installed ones are none of them.
+    """
+    folder = Path(path).parent
+    searched = [] if folder.name in INSTALLED else [str(folder)]
+    finder: Any = ModuleFinder(searched, excludes=["async_grpo"])
+    finder.add_module("own").__path__ = searched  # a package, where modules import their siblings
+    # What cannot be read has no imports; whoever loads it says why.
+    with contextlib.suppress(OSError, SyntaxError, ValueError), open(path, "rb") as file:
+        finder.load_module("own.file", file, path, (".py", "rb", PY_SOURCE))
+    finder.modules.pop("own.file", None)
+    places = sorted(Path(each.__file__) for each in finder.modules.values() if each.__file__)
+    return {
+        f"{each.relative_to(folder)} of {what}": hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in places
+    }

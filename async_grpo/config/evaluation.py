@@ -181,8 +181,8 @@ class EvaluationConfig(DistillationConfig):
     eval: str = option("", several=";")
     """NAME=PATH,key=value,...: another set of held-out questions; give it once for each. Keys:
     samples of each question (4), k of pass@k (1+4), temperature, top_p, max_tokens, rewards (names
-    with + between), environment, every (batches), limit (questions), seed, type, split, config, and
-    columns as input=question"""
+    with + between), environment, every (batches), limit (questions), seed, type, split, config,
+    columns (types), and names of columns as input=question"""
 
     keep_best_checkpoint: str = option("", none="", change=Change.INCIDENTAL)
     """what the best checkpoint is told by, a variable of evaluations such as eval_pass_at_4 or

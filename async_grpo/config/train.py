@@ -85,8 +85,8 @@ class TrainConfig(EvaluationConfig):
     data: str = option("", several=";", change=Change.FIXED)
     """TYPE=PATH,key=value,...: a data file in the place of --data-path, whose questions are of that
     dataset_type; give it once for each type. Keys: weight of its share of every batch (1),
-    environment, rewards (names with + between), teacher, eval_path, split, config, and columns as
-    input=question"""
+    environment, rewards (names with + between), teacher, eval_path, split, config, columns (types),
+    and names of columns as input=question"""
     data_split: str = option("train")
     """split of a datasets.load_dataset source"""
     data_config: str = option("")

@@ -95,6 +95,7 @@ class MainRank:
         self.teacher_widths = teacher_widths
         self.hashes: Future[Mapping[str, str]] | None = hashes
         self.report: Report | Absent = Absent()
+        self.code: Mapping[str, str] = {}  # see `preparation.hash_code`
         self.gateway: GatewayHandle | None = None  # which ends with its handle
         self.canary = canary_tokens(question.input_token_ids for question in plan.questions)
         self._demand = demand
@@ -132,7 +133,8 @@ class MainRank:
         self, config: TrainConfig, start: Start
     ) -> AbstractContextManager[Report | Absent]:
         """Open the report of the run, in which the watcher shows what every stage does."""
-        self.report = report = Report(config, start=start, gauges=RayGauges(config.shown_name))
+        gauges = RayGauges(config.shown_name)
+        self.report = report = Report(config, start=start, code=self.code, gauges=gauges)
         report.workers(self._workers)
         self._watcher.show, self._watcher.show_workers = report.status, report.workers
         if url := cluster.metrics_url():

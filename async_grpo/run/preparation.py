@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -115,7 +115,7 @@ def open_run(
         plan, demand, record, workers=workers, hashes=hashes, teacher_widths=widths,
         dtype=torch_dtype(dtype),
     )  # fmt: skip
-    main.gateway = gateway
+    main.gateway, main.code = gateway, hash_code(config, workers)
     record.forget()
     logger.info("outputs end with token ids %s", plan.sampling.stop_token_ids)
     for sentence in find_algorithm(config).in_words():
@@ -164,13 +164,8 @@ def hash_contents(
     start: Start,
 ) -> Future[Mapping[str, str]]:
     """Hashes for the manifest of a checkpoint, taken meanwhile; at once where they must fit one."""
-
-    users = {
-        "algorithm": users_algorithm(config),
-        "environment": users_environment(config.environment),
-        **{f"environment of {kind}": code for kind, code in own_environments(config).items()},
-    }
-    of_code = {what: code.sha256 for what, code in users.items() if code}
+    users = users_code(config)
+    of_code = {what: code.sha256 for what, code in users.items()}
 
     def work() -> Mapping[str, str]:
         model = hash_model(config.model_name_or_path)
@@ -184,9 +179,31 @@ def hash_contents(
         model = config.model_name_or_path
         paths = {"model": model, "encoding": model, "data": config.data_paths}
         paths["pairs"] = config.pairs_path
-        paths |= {what: code.name for what, code in users.items() if code}
+        paths |= {what: code.name for what, code in users.items()}
         check_contents(start, hashes.result(), paths)
     return hashes
+
+
+def users_code(config: TrainConfig) -> dict[str, UserCode]:
+    """{what: the user's class of that part}, but for sets of --eval; raises `ConfigError`."""
+    users = {
+        "algorithm": users_algorithm(config),
+        "environment": users_environment(config.environment),
+        **{f"environment of {kind}": code for kind, code in own_environments(config).items()},
+    }
+    return {what: code for what, code in users.items() if code}
+
+
+def hash_code(config: TrainConfig, workers: Iterable[WorkerInfo] = ()) -> dict[str, str]:
+    """sha256 of every file of the user's that decides what is trained, and of its own modules.
+
+    Of rewards these are what the verifiers among the `workers` have read.
+    """
+    of_sets = environments_of_sets(config).items()
+    users = users_code(config) | {f"environment of --eval {n}": code for n, code in of_sets if code}
+    found = {name: own for what, code in users.items() for name, own in code.hashes(what).items()}
+    rewards = (worker.rewards.hashes for worker in workers if worker.rewards)
+    return found | {f"reward {name}": own for each in rewards for name, own in each.items()}
 
 
 def with_teachers(

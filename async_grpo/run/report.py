@@ -72,10 +72,16 @@ class Report:
     """Rank 0's record of the run; every other rank has none."""
 
     def __init__(
-        self, config: TrainConfig, *, start: Start | None = None, gauges: RayGauges | None = None
+        self,
+        config: TrainConfig,
+        *,
+        start: Start | None = None,
+        code: Mapping[str, str] | None = None,
+        gauges: RayGauges | None = None,
     ) -> None:
-        """`start`: where the run begins; None, as by default: at its first question. `gauges` show
-        its metrics to Prometheus; None: nobody does.
+        """`start`: where the run begins; None, as by default: at its first question. `code`: the
+        sha256 of the user's files, by what they are. `gauges` show its metrics to Prometheus; None:
+        nobody does.
         """
         self._folder = folder = Path(config.output_dir)
         _prepare(folder, config, start)
@@ -112,11 +118,27 @@ class Report:
         self._sync: SyncReport | None = None
         self._timeouts = config.timeouts
         self._is_bias_told = False
-        if start and (changed := changed_options(start, config)):
-            self._totals.parts.append({"from_batch": start.batches, "changed": changed})
+        self._begin_part(start or Start(), config, code or {})
         self._parameters = dataclasses.asdict(config) | {"parts": self._totals.parts}
         self._confinement: dict[str, str] = {}  # in words, by worker
         _write(folder / PARAMETERS_FILE, self._parameters)
+
+    def _begin_part(self, start: Start, config: TrainConfig, code: Mapping[str, str]) -> None:
+        """Note with which options and files the run goes on, where these are not what they were."""
+        parts, changed = self._totals.parts, changed_options(start, config)
+        known = [part["code"] for part in parts if "code" in part]
+        before = known[-1] if known else code  # a checkpoint of version 0.1.0 knows none
+        edited = {
+            name: {"was": before.get(name, "absent"), "is": code.get(name, "absent")}
+            for name in sorted({*code, *before})
+            if before.get(name) != code.get(name)
+        }
+        if edited:
+            told = [f"{n} {each['was'][:12]} -> {each['is'][:12]}" for n, each in edited.items()]
+            logger.warning("code that differs from the checkpoint's: %s", ", ".join(told))
+        if changed or edited or (code and not known):
+            part = {"from_batch": start.batches, "changed": changed | edited}
+            parts.append(part | ({"code": dict(code)} if code else {}))
 
     def __enter__(self) -> Self:
         self._open.enter_context(self.console)
@@ -245,6 +267,7 @@ class Report:
             "failed_checkpoints": totals.failed_checkpoints,
             "failed_trackers": self._trackers.num_failed,
             "batcher_restarts": totals.batcher_restarts,
+            "parts": len(totals.parts),
             "num_minibatches": result.num_minibatches,
             **result.meters,
             **self._rank_time(result.meters, seconds),

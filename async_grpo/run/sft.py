@@ -17,7 +17,7 @@ from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.run.data import load_pairs, warn_of_few
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.loop import train
-from async_grpo.run.preparation import hash_contents, read_attention_ratio
+from async_grpo.run.preparation import hash_code, hash_contents, read_attention_ratio
 from async_grpo.run.report import Report
 from async_grpo.run.stopping import until_stopped
 from async_grpo.training.held_out import HeldOutPairs
@@ -52,9 +52,10 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
         warn_of_few(config, len(pairs))
         record.forget()
     learner = Learner.build(config, ranks)
+    code = ranks.on_main(lambda: hash_code(config))
     with (
         first_failure_recorded(record, ranks),
-        Report(config, start=start) if ranks.is_main else Absent() as report,
+        Report(config, start=start, code=code) if ranks.is_main else Absent() as report,
     ):
         data = Demonstrations(pairs, held_out, learner, ranks, report, stop=stop)
         train(data, learner, ranks, report, record, start=start, hashes=hashes, stop=stop)

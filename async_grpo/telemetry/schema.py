@@ -75,6 +75,9 @@ class Step:
     """alarms raised by then, those that have cleared included"""
     batcher_restarts = fact("restarts", "Batcher restarts", window="run")
     """times that the controller was lost and the unfinished step was done again"""
+    parts = fact("", "Parts", window="run")
+    """entries of `parts` in `training_params.json`: one more where the run went on with other
+    options, or other files of the user's"""
     sync_batches = fact("batches", "Latest sync", window="run")
     """batches in the weights whose sync was the latest to finish: what follows is of it"""
     sync_seconds = fact("seconds", "Sync")

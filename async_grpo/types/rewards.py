@@ -17,7 +17,9 @@ class Rewards:
 
     names: tuple[str, ...]
     registry: str
-    hashes: Mapping[str, str]  # sha256 of each loaded text, by file or module as options name it
+    # sha256 of each loaded text, by file or module as options name it, and of what it imports out
+    # of its own folder
+    hashes: Mapping[str, str]
     num_verifiers: int  # processes wanted of all pools together
     num_cores: int  # of the pool's node
 

@@ -32,6 +32,7 @@ class VerifierConfig:
     environment: tuple[str, ...] = ()  # variables that users' functions get beside ordinary ones
     search_paths: tuple[str, ...] = ()  # folders where modules and relative paths are looked for
     sources: Mapping[str, str] = field(default_factory=dict)  # see `sources.read_sources`
+    imported: Mapping[str, str] = field(default_factory=dict)  # see `user_code.hash_imported`
     start_timeout_s: float = 60.0  # a process may take to import the adapters
     unconfined_rewards: bool = False  # may run where they cannot be confined
     unconfined_code: bool = False  # so may programs of the model's
@@ -41,6 +42,7 @@ class VerifierConfig:
         from async_grpo.types import Rewards  # which holds arrays: fork servers stay small
 
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in self.sources.items()}
+        hashes |= self.imported
         return Rewards(self.reward_names, self.registry, hashes, self.num_verifiers, num_cores)
 
     @property

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.user_code import text_of
+from async_grpo.user_code import hash_imported, text_of
 from async_grpo.verification import graders
 from async_grpo.verification.config import VerifierConfig
 
@@ -36,7 +36,12 @@ def verifier_config(worker: WorkerConfig) -> VerifierConfig:
         network=worker.verifier_network,
         environment=worker.verifier_variables,
         search_paths=here,
-        sources=read_sources(names, registry=registry, search_paths=here),
+        sources=(sources := read_sources(names, registry=registry, search_paths=here)),
+        imported={
+            name: own
+            for source in sources
+            for name, own in hash_imported(str(_path_of(source, here)), what=source).items()
+        },
         unconfined_rewards=worker.unconfined_rewards,
         unconfined_code=worker.unconfined_code,
     )
@@ -75,14 +80,17 @@ def read_sources(
     """
     texts = {}
     for source in dict.fromkeys(source_of(name, registry) for name in reward_names):
-        path = next((p for p in candidates(source, search_paths) if p.is_file()), None)
-        if path is None:
+        if not (path := _path_of(source, search_paths)):
             continue
         try:
             texts[source] = text_of(str(path))
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue
     return texts
+
+
+def _path_of(source: str, search_paths: Sequence[str]) -> Path | None:
+    return next((path for path in candidates(source, search_paths) if path.is_file()), None)
 
 
 def candidates(source: str, search_paths: Sequence[str]) -> list[Path]:

@@ -5,6 +5,8 @@ trainer, the verifiers and the rules' process are real; only the engine's tokens
 random.
 """
 
+import hashlib
+import json
 import math
 from pathlib import Path
 
@@ -77,6 +79,15 @@ def test_every_step_trains_what_was_sent_with_finite_losses(folder):
         assert row["trained_samples"] == row["num_samples"] == BATCH * GROUP
         assert all(math.isfinite(row[name]) for name in ("loss", "grad_norm", "teacher_gap"))
         assert row["grad_norm"] > 0
+
+
+def test_the_run_says_which_files_of_the_user_it_was_trained_with(folder, sevens):
+    [part] = json.loads((folder / "training_params.json").read_text())["parts"]
+    own = {name: Path(path.rpartition(":")[0]) for name, path in (
+        ("algorithm", ALGORITHM), ("environment", ENVIRONMENT), (f"reward {sevens[:-7]}", sevens),
+    )}  # fmt: skip
+    for name, path in own.items():
+        assert part["code"][name] == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_episodes_have_the_turns_and_rewards_of_the_environment(samples):

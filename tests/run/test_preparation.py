@@ -12,7 +12,7 @@ from async_grpo.errors import CheckpointError, DataError
 from async_grpo.model.folder import check_model_folder
 from async_grpo.run import preparation
 from async_grpo.run.data import load_data, load_given
-from async_grpo.run.preparation import hash_contents, plan_run
+from async_grpo.run.preparation import hash_code, hash_contents, plan_run
 
 
 @pytest.mark.parametrize("what", ["algorithm", "environment"])
@@ -36,6 +36,22 @@ def test_a_file_of_the_user_s_that_was_edited_is_refused_naming_it_and_both_hash
     said = f"the {what} of {path}:Mine must be .*{saved[what]}, got {edited}: give the same one"
     with pytest.raises(CheckpointError, match=said):
         hashes("2", saved)
+
+
+def test_every_file_that_decides_what_is_trained_is_hashed(tmp_path):
+    (tmp_path / "mine.py").write_text("import helper")
+    (tmp_path / "helper.py").write_text("")
+    mine = f"{tmp_path}/mine.py:Mine"
+    config = make_config(environment=mine, eval=f"held=h.jsonl,environment={mine}")
+    rewards = SimpleNamespace(hashes={"own.py": "1", "helper.py of own.py": "2"})
+    workers = (SimpleNamespace(rewards=None), SimpleNamespace(rewards=rewards))
+    found = hash_code(config, workers)
+    assert found.keys() == {
+        "environment", "helper.py of environment",
+        "environment of --eval held", "helper.py of environment of --eval held",
+        "reward own.py", "reward helper.py of own.py",
+    }  # fmt: skip
+    assert found["reward own.py"] == "1"
 
 
 MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")

@@ -371,3 +371,41 @@ def test_data_of_less_than_a_batch_is_warned_of_once(tmp_path, caplog, num_recor
     warned = [message for message in caplog.messages if "fewer than --batch-size 32" in message]
     assert len(warned) == bool(times)
     assert all(f"about {times} times in every batch" in message for message in warned)
+
+
+def test_files_of_the_user_s_that_have_changed_are_told_and_written(tmp_path, clock, caplog):
+    config = make_config(tmp_path)
+    code = {"reward mine.py": "a" * 64, "helper.py of mine.py": "b" * 64}
+    with Report(config, code=code) as report:
+        train(report, clock, seconds=1)
+        start = resumed(config, report, batches=1)
+    with Report(config, start=start, code=code) as report:
+        train(report, clock, seconds=1)
+        start = resumed(config, report, batches=2)
+    assert "code that differs" not in caplog.text
+    edited = {**code, "helper.py of mine.py": "c" * 64}
+    with Report(config, start=start, code=edited) as report:
+        train(report, clock, seconds=1)
+    told = f"checkpoint's: helper.py of mine.py {'b' * 12} -> {'c' * 12}"
+    assert told in caplog.text
+    assert json.loads((tmp_path / PARAMETERS_FILE).read_text())["parts"] == [
+        {"from_batch": 0, "changed": {}, "code": code},
+        {
+            "from_batch": 2,
+            "changed": {"helper.py of mine.py": {"was": "b" * 64, "is": "c" * 64}},
+            "code": edited,
+        },
+    ]
+    assert [row["parts"] for row in rows_of(tmp_path, METRICS_FILE)] == [1, 1, 2]
+
+
+def test_a_checkpoint_that_knows_no_files_accuses_none(tmp_path, clock, caplog):
+    config = make_config(tmp_path)
+    with Report(config) as report:
+        train(report, clock, seconds=1)
+        start = resumed(config, report, batches=1)
+    with Report(config, start=start, code={"reward mine.py": "a" * 64}):
+        pass
+    assert "code that differs" not in caplog.text
+    [part] = json.loads((tmp_path / PARAMETERS_FILE).read_text())["parts"]
+    assert part["from_batch"] == 1 and part["code"] == {"reward mine.py": "a" * 64}

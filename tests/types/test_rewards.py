@@ -68,3 +68,11 @@ def test_a_hash_stands_for_the_text():
     assert isinstance(rewards(RUNNING), Rewards)
     assert rewards(RUNNING).hashes.keys() == RUNNING.sources.keys()
     assert all(len(value) == 64 for value in rewards(RUNNING).hashes.values())
+
+
+def test_a_module_that_a_reward_imports_may_not_be_edited_while_it_is_used():
+    running = rewards(replace(RUNNING, imported={"helper.py of a.py": "1" * 64}))
+    edited = rewards(replace(RUNNING, imported={"helper.py of a.py": "2" * 64}))
+    rewards(replace(RUNNING, imported=dict(running.hashes))).require_equal(running, users="X")
+    with pytest.raises(ConfigError, match=r"helper.py of a.py \(111111111111, now 222222222222\)"):
+        edited.require_equal(running, users="X")

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.verification.adapters import load_adapters
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.sources import read_sources
+from async_grpo.verification.sources import read_sources, verifier_config
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -92,6 +93,16 @@ def test_what_the_dispatcher_has_read_grades_although_the_file_was_edited(
         path.write_text(text.format(0.5))
     adapters = load(name, registry=registry, folder=tmp_path, sources=sources)
     assert adapters[name]({}) == 0.25
+
+
+def test_a_dispatcher_hashes_what_its_rewards_import_out_of_their_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "mine.py").write_text("import helper\ndef grade(sample): return 1.0")
+    (tmp_path / "own" / "helper.py").write_text("")
+    worker = WorkerConfig(mode="verifier", reward_fns="own/mine.py:grade")
+    hashes = verifier_config(worker).rewards(num_cores=1).hashes
+    assert list(hashes) == ["own/mine.py", "helper.py of own/mine.py"]
 
 
 @pytest.mark.parametrize(
