@@ -30,7 +30,8 @@ CONTROLLER_SILENCE_S = 60.0  # of its process, which is frozen then: another is 
 CONTROLLER_FOUND_S = 180.0  # by who makes one while another ends
 CONTROLLER_IDLE_S = 120.0  # without workers and run, after which it ends itself
 TRAINER_SILENCE_S = 60.0  # of rank 0, which says every second that it lives
-OTHER_RUN_ENDED_S = 15.0  # of the run that stands in the way of another
+UNWITNESSED_S = 10.0  # the same, once its witness is gone
+OTHER_RUN_ENDED_S = 20.0  # of the run that stands in the way of another
 OTHER_REWARDS_GONE_S = 5.0  # of verifier pools that are about to leave
 WORK_ENDED_S = 30.0  # of a worker whose leases have ended
 RELEASED_S = 5.0  # of whoever is told that a worker goes, which goes anyway
@@ -43,6 +44,7 @@ HEAD_ENDED_S = 5.0  # of a cluster that loses its workers before its head
 # The dump of samples, which no step waits for longer than this.
 RECORDER_FLUSH_S = 5.0
 RECORDER_WRITE_S = 60.0
+RECORDER_AGAIN_S = 1.0  # between two questions whether one that has died is there again
 
 # Trackers, each in a thread of its own.
 TRACKERS_START_S = 120.0  # of all of a run; W&B tries for 90 s

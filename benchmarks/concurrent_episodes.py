@@ -121,7 +121,7 @@ def measure(size: Size, *, file: Path) -> list[Figure]:
         worker = kind.start(f"environment-{number}")
         get(controller.register.remote(get(worker.info.remote()), worker))
     plan = make_plan(size, question)
-    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, engine)))
+    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, engine, None)))
     get(controller.publish.remote(run, WeightsSnapshot(FIRST, ()), (GENERATION,), TIMEOUT_S))
     before_s, started = get(controller.cpu_seconds.remote()), time.monotonic()
     get(controller.published.remote(run, FIRST))

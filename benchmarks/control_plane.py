@@ -249,7 +249,7 @@ class Player(Watched):
         return number
 
     async def until_death(self) -> None:
-        """It plays the run's recorder too."""
+        """It plays the run's witness too."""
         await asyncio.Future()
 
 
@@ -269,7 +269,7 @@ def make_run(
     ]
     get([controller.register.remote(info, player) for info in infos])
     plan = make_plan(batch_size=batch_size, questions=questions, num_ranks=num_ranks)
-    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, player)))
+    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, player, None)))
     publish = controller.publish.remote(run, WeightsSnapshot(FIRST, ()), (GENERATION,), TIMEOUT_S)
     get(publish)
     get(controller.published.remote(run, FIRST))

@@ -36,7 +36,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.roles import GENERATION
 from async_grpo.run.gateway import ADDRESS_FILE, free_address, start_gateway
-from async_grpo.run.recorder import start_recorder
+from async_grpo.run.witness import start_witness
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -127,11 +127,11 @@ def served(model: str, output: Path, engines: Mapping[str, Any]) -> Iterator[Ser
         incarnation=INCARNATION,
         rules=LocalRules(find_algorithm(config)),
     )
-    recorder = start_recorder(config)
+    witness = start_witness()
 
     def begin() -> RunId:
         controller = find_or_make_controller()
-        run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, recorder)))
+        run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, witness, None)))
         for name, engine in engines.items():
             info = WorkerInfo(name, GENERATION, "node", 0, "model", 128, 4.0, 0.0, LONGEST)
             get(controller.register.remote(info, engine))

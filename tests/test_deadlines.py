@@ -27,6 +27,8 @@ WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A
         ("ANSWER_S", "CONTROLLER_FOUND_S"),  # of a frozen one, after which another is made
         ("CONTROLLER_SILENCE_S", "CONTROLLER_FOUND_S"),
         ("CONTROLLER_SILENCE_S", "CONTROLLER_IDLE_S"),  # who finds it has time to use it
+        ("UNWITNESSED_S", "OTHER_RUN_ENDED_S"),  # whoever comes next finds a dead run ended
+        ("UNWITNESSED_S", "TRAINER_SILENCE_S"),
         ("OTHER_RUN_ENDED_S", "BEGIN_RUN_S"),
         ("OTHER_REWARDS_GONE_S", "ANSWER_S"),
         ("RELEASED_S", "WORK_ENDED_S"),

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.errors import AsyncGrpoError, ProcessLostError
 from async_grpo.types import EndOfStep, Episode, Group, Minibatch, RowKey, Sample, VersionSpan
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class SampleLog:
         self._notices: list[str] = []
         self._rounds: list[list[list[RowKey]]] = []  # of the current step: what each rank was sent
         self._has_told = False  # that something is missing
+        self._is_away = False  # the recorder: it has died, and is being started again
         self._num_unsent = 0
         self._num_refused = 0  # by the recorder's disk
 
@@ -111,7 +113,9 @@ class SampleLog:
 
     async def _send(self) -> None:
         while self._queue and self._recorder is not None:
-            groups, self._queue, self._queued_bytes = self._queue, [], 0
+            groups: list[tuple[int, bytes]] = []  # no lines: whether it is there again
+            if not self._is_away:
+                groups, self._queue, self._queued_bytes = self._queue, [], 0
             call = self._recorder.write.remote(
                 self._writer, self._next_ordinal, [content for _, content in groups]
             )
@@ -119,10 +123,24 @@ class SampleLog:
                 self._num_refused, notices = await cluster.call(
                     call, timeout_s=deadlines.RECORDER_WRITE_S, who="the run's recorder"
                 )
+            except ProcessLostError as error:
+                self._has_died(sum(number for number, _ in groups), str(error))
+                await asyncio.sleep(deadlines.RECORDER_AGAIN_S)
             except AsyncGrpoError as error:
                 self._count_unsent(sum(number for number, _ in groups), str(error))
             else:
+                self._is_away, self._next_ordinal = False, sys.maxsize  # the dump is cut back
                 self._notices += notices
+
+    def _has_died(self, number: int, reason: str) -> None:
+        """Count what it had; another one knows nothing of it, nor of what the disk had refused."""
+        self._num_unsent, self._num_refused = self._num_unsent + self._num_refused + number, 0
+        if not self._is_away:
+            self._notices.append(
+                f"{reason}: it is started again, the run goes on, and {number} samples that it was "
+                "sent are missing from the dump"
+            )
+        self._is_away = True
 
     def _count_unsent(self, number: int, reason: str) -> None:
         if not self._has_told:

@@ -52,7 +52,7 @@ from async_grpo.types import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import RecorderHandle, WorkerHandle
+    from async_grpo.types.handles import RecorderHandle, WitnessHandle, WorkerHandle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,6 +61,7 @@ TICK_S = 1.0
 # Counted in ticks: time in which this process itself stood still is nobody's silence.
 IDLE_TICKS = round(deadlines.CONTROLLER_IDLE_S / TICK_S)
 SILENT_TICKS = round(deadlines.TRAINER_SILENCE_S / TICK_S)
+UNWITNESSED_TICKS = round(deadlines.UNWITNESSED_S / TICK_S)
 TAKEOVER_TICK_S = 0.1
 # Looking through what a thousand episodes hold takes 0.2 s, in which nobody is answered; Python
 # itself looked five times in 73 s. A minute of their turns left no garbage at all.
@@ -180,15 +181,17 @@ class Controller:
         """How often what has happened to workers of a role, see `history`."""
         return dict(self.registry_of(role).history.counts)
 
-    async def begin_run(self, plan: BatcherPlan, recorder: RecorderHandle) -> int:
+    async def begin_run(
+        self, plan: BatcherPlan, witness: WitnessHandle, recorder: RecorderHandle | None
+    ) -> int:
         """The epoch of a run that begins, or goes on, with this plan.
 
-        `recorder`: the run's `RunRecorder`, which dies with its trainer. The same incarnation again
-        takes the place of what is here. Raises `ConfigError` when another run lives, after a while
-        in which it may end.
+        `witness`: dies with the run's trainer. `recorder`: its `RunRecorder`, if anything is to be
+        recorded. The same incarnation again takes the place of what is here. Raises `ConfigError`
+        when another run lives, after a while in which it may end.
         """
         async with self._beginning:
-            trainer = await trainer_of(recorder)
+            trainer = await trainer_of(witness)
             await self._until_free(plan.incarnation)
             if self._run is not None:
                 self._end(self._run, f"trainer {trainer} has begun it again")
@@ -198,7 +201,7 @@ class Controller:
             config = plan.config
             self._run = _Run(run, batcher, config.stall_timeout_s, trainer, config.output_dir)
             gc.disable()
-            watch = self._end_with(recorder, self._run)
+            watch = self._end_with(witness, self._run)
             self._run.tasks.add(asyncio.create_task(watch, name="end-with-trainer"))
             logger.info("run %s of trainer %s begins", run, trainer)
             return run.epoch
@@ -395,8 +398,12 @@ class Controller:
         for registry in self._registries.values():
             registry.end_run()
 
-    async def _end_with(self, recorder: RecorderHandle, run: _Run) -> None:
-        reason = await until_gone(recorder.until_death.remote, who=f"trainer {run.trainer}")
+    async def _end_with(self, witness: WitnessHandle, run: _Run) -> None:
+        """End it once the witness is gone and the trainer silent; a killed witness comes again."""
+        reason = ""
+        while not reason or run.silent_ticks < UNWITNESSED_TICKS:
+            reason = await until_gone(witness.until_death.remote, who=f"trainer {run.trainer}")
+            await asyncio.sleep(TICK_S)
         self._end(run, reason)
 
     async def _until_free(self, incarnation: int) -> None:
@@ -446,9 +453,9 @@ def own_handle() -> Any:
     return ray.get_runtime_context().current_actor
 
 
-async def trainer_of(recorder: RecorderHandle) -> str:
-    """The trainer that a recorder belongs to, for people."""
-    return await asyncio.to_thread(cluster.driver_of, recorder)
+async def trainer_of(witness: WitnessHandle) -> str:
+    """The trainer that a witness belongs to, for people."""
+    return await asyncio.to_thread(cluster.driver_of, witness)
 
 
 async def _under(owner: Lease | None, work: Work[T]) -> T:

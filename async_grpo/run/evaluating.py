@@ -25,6 +25,7 @@ from async_grpo.run.preparation import demand_of, plan_run
 from async_grpo.run.recorder import start_recorder
 from async_grpo.run.recruitment import recruit
 from async_grpo.run.reward_trial import try_rewards
+from async_grpo.run.witness import start_witness
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
 from async_grpo.types.workers import confinement_in_words
@@ -50,8 +51,8 @@ def evaluate(config: TrainConfig) -> EvaluationResult:
             logger.warning("%s", confinement_in_words(worker.confinement))
     for each in plan.sets:
         try_rewards(controller, [each.questions[0]], config, found=each.config)
-    recorder = start_recorder(config)  # whose end tells the controller of ours
-    call = controller.begin_run.remote(plan, recorder)
+    witness = start_witness()
+    call = controller.begin_run.remote(plan, witness, start_recorder(config))
     epoch: int = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
     client = RunClient(controller, RunId(plan.incarnation, epoch))
     _serve_own_weights(client, WeightsVersion(plan.incarnation, end.batch))

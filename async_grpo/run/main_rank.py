@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -45,6 +45,7 @@ from async_grpo.run.recorder import start_recorder
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.report import Report
 from async_grpo.run.watcher import Watcher
+from async_grpo.run.witness import start_witness
 from async_grpo.telemetry.ray_gauges import RayGauges
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.standstill import Standstill
@@ -104,7 +105,7 @@ class MainRank:
         self._settings = plan.settings
         self._journal = ControlJournal(Path(plan.config.output_dir), plan.pending)
         self._num_recoveries = 0
-        self._recorder_death: Awaitable[None] | None = None
+        self._witness, self._recorder = start_witness(), start_recorder(plan.config)
         self.client = self._begin(find_or_make_controller())
         self._watcher = Watcher(lambda: self.client, record.incidents)
         self._watcher.heard = self._journal.heard
@@ -126,7 +127,7 @@ class MainRank:
     def __exit__(self, *_: object) -> None:
         self._announcements.close()
         self._watcher.close()
-        with contextlib.suppress(AsyncGrpoError):  # it hears of our end by the recorder's too
+        with contextlib.suppress(AsyncGrpoError):  # it hears of our end by the witness' too
             cluster.wait(self.client.end_run(), timeout_s=deadlines.RUN_ENDED_S, who=WHO)
 
     def reporting(
@@ -176,16 +177,13 @@ class MainRank:
                 return
 
     def _begin(self, controller: ControllerHandle) -> RunClient:
-        if self._recorder_death is None or cluster.is_ready(self._recorder_death):
-            self._recorder = start_recorder(self.plan.config)
-            self._recorder_death = self._recorder.until_death.remote()
         plan = replace(
             self.plan,
             resume=self._cut,
             settings=self._settings,
             pending=self._journal.pending,
         )
-        call = controller.begin_run.remote(plan, self._recorder)
+        call = controller.begin_run.remote(plan, self._witness, self._recorder)
         epoch: int = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
         return RunClient(controller, RunId(plan.incarnation, epoch))
 

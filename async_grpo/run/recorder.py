@@ -5,12 +5,12 @@ produces:     the dump of samples, and of what each gradient step was made of
 waits for:    nothing: each call is written before the next one begins
 unblocked by: –
 
-It ends with the trainer's process, and Ray says so at once: its death is the trainer's.
+It ends with the trainer's process. Ray starts one that dies by itself again; what it had been sent
+and had not written is lost, and counted by whoever has sent it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,8 @@ class RunRecorder:
     ) -> tuple[int, tuple[str, ...]]:
         """Append groups of lines, or lines of steps; samples lost, and sentences for people.
 
-        The first call of a writer cuts the dump back to `next_ordinal`, from where it goes on;
+        The first call of a writer cuts the dump back to `next_ordinal`, from where it goes on, and
+        removes what a recorder that was killed had begun to write;
         what an earlier writer had sent by then and comes late is sampled again.
         """
         if writer in self._earlier:
@@ -67,18 +68,17 @@ class RunRecorder:
                 turn.update(text=text, num_tokens=len(read))
         return line
 
-    async def until_death(self) -> None:
-        """Never return: whoever waits for it hears of the process' death as Ray's error."""
-        await asyncio.Event().wait()
 
-
-def start_recorder(config: TrainConfig) -> RecorderHandle:
-    """The handle of a new recorder, owned by this process and on its node."""
+def start_recorder(config: TrainConfig) -> RecorderHandle | None:
+    """The handle of a new recorder, owned by this process and on its node; None: none is needed."""
     import ray
 
+    if not config.dump_samples_filename:
+        return None
     path = Path(config.output_dir, config.dump_samples_filename).absolute()
     options = ray.remote(RunRecorder).options(
         num_cpus=0,
+        max_restarts=-1,
         enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
         scheduling_strategy=cluster.on_this_node(),
     )

@@ -80,6 +80,11 @@ class RecorderHandle(Protocol):
     """A `RunRecorder`."""
 
     write: Remote[[str, int, Sequence[bytes]], tuple[int, tuple[str, ...]]]
+
+
+class WitnessHandle(Protocol):
+    """A `Witness`."""
+
     until_death: Remote[[], None]
 
 
@@ -101,7 +106,7 @@ class ControllerHandle(Protocol):
     members: Remote[[str], tuple[WorkerInfo, ...]]
     receivers: Remote[[str], tuple[tuple[WorkerInfo, WorkerHandle], ...]]
     fenced: Remote[[str], dict[str, str]]
-    begin_run: Remote[[BatcherPlan, RecorderHandle], int]
+    begin_run: Remote[[BatcherPlan, WitnessHandle, RecorderHandle | None], int]
     end_run: Remote[[RunId], None]
     heard: Remote[[RunId], None]
     publish: Remote[[RunId, WeightsSnapshot, tuple[str, ...], float], dict[str, PublishReport]]

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -111,7 +112,7 @@ def test_groups_that_finish_while_the_recorder_writes_travel_together():
         recorder.free.set()
         await log.flush()
         ((writer, _, _), _) = recorder.calls
-        assert recorder.calls == [(writer, 7, 1), (writer, 7, 2)]
+        assert recorder.calls == [(writer, 7, 1), (writer, sys.maxsize, 2)]  # nothing is cut twice
 
     run(scene())
 
@@ -150,20 +151,52 @@ def test_what_does_not_fit_in_the_queue_is_counted_and_said_once(monkeypatch):
     run(scene())
 
 
-def test_a_recorder_that_is_lost_costs_the_samples_that_it_was_sent():
+def test_a_recorder_that_dies_costs_the_samples_that_it_was_sent_and_no_later_ones():
+    async def scene():
+        recorder = Recorder()
+        recorder.answer = 2, ()  # that its disk had refused
+        recorder.free.set()
+        log = SampleLog(Handle(recorder), next_ordinal=5)
+        write(log, 5)
+        await log.flush()
+        recorder.answer = ProcessLostError("the run's recorder died")
+        write(log, 6)
+        await asyncio.sleep(1)
+        write(log, 7)  # while it is away
+        write(log, 8)
+        await asyncio.sleep(10)
+        assert log.num_lost == 3
+        assert log.take_notices() == (
+            "the run's recorder died: it is started again, the run goes on, and 1 samples that it "
+            "was sent are missing from the dump",
+        )
+        recorder.answer = 0, ()
+        await asyncio.sleep(5)
+        assert log.num_lost == 3
+        sent = [(first, number) for _, first, number in recorder.calls]
+        assert sent[:2] == [(5, 1), (sys.maxsize, 1)] and sent[-1] == (sys.maxsize, 2)
+        assert {number for _, number in sent[2:-1]} == {0}
+        recorder.answer = ProcessLostError("the run's recorder died")
+        write(log, 9)
+        await asyncio.sleep(1)
+        assert len(log.take_notices()) == 1, "each death is told"
+
+    run(scene())
+
+
+def test_a_recorder_that_dies_before_its_first_answer_cuts_the_dump_back_again():
     async def scene():
         recorder = Recorder()
         recorder.answer = ProcessLostError("the run's recorder died")
         recorder.free.set()
-        log = SampleLog(Handle(recorder))
-        for ordinal in (0, 1):
-            write(log, ordinal)
-            await log.flush()
-        assert log.num_lost == 2
-        assert log.take_notices() == (
-            "the run's recorder died: the run goes on, and counts the samples that are missing "
-            "from the dump",
-        )
+        log = SampleLog(Handle(recorder), next_ordinal=5)
+        write(log, 5)
+        await asyncio.sleep(0.5)
+        recorder.answer = 0, ()
+        write(log, 6)
+        await asyncio.sleep(5)
+        firsts = [(first, number) for _, first, number in recorder.calls]
+        assert firsts == [(5, 1), (5, 0), (sys.maxsize, 1)]
 
     run(scene())
 

@@ -12,7 +12,13 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller import controller as module
-from async_grpo.controller.controller import IDLE_TICKS, SILENT_TICKS, Controller
+from async_grpo.controller.controller import (
+    IDLE_TICKS,
+    SILENT_TICKS,
+    UNWITNESSED_TICKS,
+    Controller,
+)
+from async_grpo.deadlines import OTHER_RUN_ENDED_S
 from async_grpo.errors import (
     ConfigError,
     LeaseLost,
@@ -37,7 +43,7 @@ CODE = "this source"
 MATH = teacher("math")
 
 
-class Recorder:
+class Witness:
     """Lives as long as its trainer."""
 
     def __init__(self):
@@ -54,7 +60,7 @@ class House:
     def __init__(self):
         self.killed = []
         self.controller = Controller(CODE, kill=self._kill)
-        self.recorder = Recorder()
+        self.witness = Witness()
 
     def _kill(self, handle):
         self.killed.append(getattr(handle, "_actor", handle))
@@ -76,9 +82,9 @@ class House:
             incarnation=incarnation,
         )
 
-    async def begin(self, incarnation=5, *, recorder=None):
-        handle = Handle(recorder or self.recorder)
-        epoch = await self.controller.begin_run(self.plan(incarnation), handle)
+    async def begin(self, incarnation=5, *, witness=None):
+        handle = Handle(witness or self.witness)
+        epoch = await self.controller.begin_run(self.plan(incarnation), handle, None)
         return RunId(incarnation, epoch)
 
     async def join(self, name, role=MATH, *, model_hash="", **options):
@@ -96,7 +102,7 @@ class House:
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch):
-    async def trainer_of(recorder):
+    async def trainer_of(witness):
         return "process 77 on 10.0.0.1"
 
     monkeypatch.setattr(module, "trainer_of", trainer_of)
@@ -204,9 +210,29 @@ def test_the_death_of_the_trainer_ends_its_run():
         run_id = await house.begin()
         waiting = asyncio.ensure_future(house.controller.next_items(run_id, 0, 0))
         await lives(house, run_id, 3 * SILENT_TICKS)
-        house.recorder.death.set()
+        house.witness.death.set()
+        died_s = now_s()
         assert "its process has ended" in await ends_with(waiting, RunLost)
-        await house.begin(6, recorder=Recorder())  # nobody has to be waited for
+        assert now_s() - died_s == pytest.approx(UNWITNESSED_TICKS, abs=3)
+        await house.begin(6, witness=Witness())  # nobody has to be waited for
+
+    run(scenario())
+
+
+def test_a_trainer_that_says_that_it_lives_outlives_its_witness():
+    async def scenario():
+        house = House()
+        run_id = await house.begin()
+        await lives(house, run_id, 5)
+        house.witness.death.set()
+        await lives(house, run_id, 10 * UNWITNESSED_TICKS)
+        house.witness.death.clear()  # another one is there
+        await asyncio.sleep(UNWITNESSED_TICKS + 5)
+        await house.controller.heard(run_id)  # its silence is a hanging thread's
+        house.witness.death.set()
+        await asyncio.sleep(UNWITNESSED_TICKS + 5)
+        why = await ends_with(house.controller.heard(run_id), RunLost)
+        assert "its process has ended" in why
 
     run(scenario())
 
@@ -246,7 +272,7 @@ def test_another_trainer_waits_a_moment_for_the_end_of_a_run_and_is_refused_by_n
         started = now_s()
         why = await ends_with(house.begin(6), ConfigError)
         assert "another trainer (process 77 on 10.0.0.1) uses these workers" in why
-        assert now_s() - started == pytest.approx(15.0, abs=1.0)
+        assert now_s() - started == pytest.approx(OTHER_RUN_ENDED_S, abs=1.0)
         await house.controller.heard(run_id)
         waiting = asyncio.ensure_future(house.begin(6))
         await asyncio.sleep(5)

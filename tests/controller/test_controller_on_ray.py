@@ -1,8 +1,11 @@
 """The controller as an actor: found, made, killed, and called by other processes."""
 
 import asyncio
+import json
 import os
+import pickle
 import signal
+import sys
 import time
 from dataclasses import replace
 
@@ -20,6 +23,8 @@ from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.errors import ClusterError, ProcessLostError, RunLost
 from async_grpo.roles import GENERATION, teacher
+from async_grpo.run.recorder import start_recorder
+from async_grpo.run.witness import start_witness
 from async_grpo.types import (
     Pulse,
     RunId,
@@ -109,7 +114,7 @@ def worker_class():
 
 def trainer_class():
     class Trainer:
-        """Owns the bytes of the weights and a run's recorder, which are lost with it."""
+        """Owns the bytes of the weights and a run's witness, which are lost with it."""
 
         def snapshot(self, version):
             data = ray.put(np.zeros(NUM_BYTES, dtype=np.uint8))
@@ -133,8 +138,8 @@ def join(controller, name, role=GENERATION):
     return worker
 
 
-def begin(controller, plan, recorder):
-    return RunId(plan.incarnation, get(controller.begin_run.remote(plan, recorder)))
+def begin(controller, plan, witness):
+    return RunId(plan.incarnation, get(controller.begin_run.remote(plan, witness, None)))
 
 
 def publish(controller, run, snapshot):
@@ -203,7 +208,7 @@ def test_the_weights_of_a_dead_trainer_keep_no_newcomer_out_and_cost_no_worker(c
 
 def has_ended(controller, run):
     try:
-        get(controller.heard.remote(run))
+        get(controller.status.remote(run))  # whoever is heard lives
     except RunLost as error:
         assert "trainer process" in str(error)
         return True
@@ -224,5 +229,35 @@ def test_another_process_asks_for_work_of_any_role(controller, plan):
         ray.get(ask.remote(0, "end"))
     with pytest.raises(ProcessLostError):
         get(worker.calls.remote())
+    get(controller.end_run.remote(run))
     ray.kill(trainer)
-    wait_until(lambda: has_ended(controller, run))
+
+
+def test_a_recorder_that_is_killed_is_started_again_and_ends_no_run(controller, plan, tmp_path):
+    config = make_config(output_dir=str(tmp_path), dump_samples_filename="samples.jsonl")
+    witness, recorder = start_witness(), start_recorder(config)
+    get(recorder.write.remote("first", 0, [group(0)]))
+    call = controller.begin_run.remote(plan, witness, recorder)
+    run = RunId(plan.incarnation, get(call))
+    for actor in (recorder, witness):
+        os.kill(cluster.process_of(actor), signal.SIGKILL)
+    wait_until(lambda: writes(recorder))
+    get(recorder.write.remote("first", sys.maxsize, [group(1)]))
+    ordinals = [json.loads(line)["ordinal"] for line in (tmp_path / "samples.jsonl").open()]
+    assert ordinals == [0, 1]
+    get(controller.heard.remote(run))
+    get(controller.end_run.remote(run))
+    for actor in (recorder, witness):
+        ray.kill(actor)
+
+
+def group(ordinal):
+    return pickle.dumps([{"batch": 0, "ordinal": ordinal, "attempt": 0}])
+
+
+def writes(recorder):
+    try:
+        get(recorder.write.remote("first", sys.maxsize, []))
+    except ProcessLostError:
+        return False
+    return True

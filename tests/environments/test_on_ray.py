@@ -83,12 +83,12 @@ def engine_class():
     return Engine
 
 
-def recorder_class():
-    class Recorder:
+def witness_class():
+    class Witness:
         async def until_death(self):
             await asyncio.Future()
 
-    return Recorder
+    return Witness
 
 
 def make(actor_class, *arguments):
@@ -123,13 +123,13 @@ def make_plan(environment, *, incarnation, **options):
 
 def begin(controller, plan):
     """The run, with weights to sample from."""
-    recorder = make(recorder_class())
-    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, recorder)))
+    witness = make(witness_class())
+    run = RunId(plan.incarnation, get(controller.begin_run.remote(plan, witness, None)))
     version = WeightsVersion(plan.incarnation, 0)
     snapshot = WeightsSnapshot(version, (WeightsBucket((), ray.put(0), 0, 0),))
     get(controller.publish.remote(run, snapshot, (GENERATION,), 30.0))
     get(controller.published.remote(run, version))
-    return run, recorder
+    return run, witness
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its
     controller, engines
 ):
     plan = make_plan(f"{HERE}/two_turns.py:TwoTurns", incarnation=7)
-    run, _recorder = begin(controller, plan)
+    run, _witness = begin(controller, plan)
     parts, deadline = [], time.monotonic() + 60
     for index in range(100):
         assert time.monotonic() < deadline
@@ -230,9 +230,9 @@ def test_an_environment_that_cannot_work_ends_its_run_in_a_sentence_and_nothing_
     (tmp_path / "two_turns.py").write_text((HERE / "two_turns.py").read_text())
     for number, (text, said) in enumerate(BAD.items(), start=8):
         path.write_text(text)
-        run, recorder = begin(controller, make_plan(f"{path}:Bad", incarnation=number))
+        run, witness = begin(controller, make_plan(f"{path}:Bad", incarnation=number))
         with pytest.raises(AsyncGrpoError, match=said) as caught:
             get(controller.next_items.remote(run, 0, 0))
         assert "Traceback" not in str(caught.value) and len(str(caught.value)) < 1500
         get(controller.end_run.remote(run))
-        ray.kill(recorder)
+        ray.kill(witness)

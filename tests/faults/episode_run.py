@@ -92,7 +92,7 @@ class Played:
         pass
 
     async def until_death(self):
-        """It plays the run's recorder too."""
+        """It plays the run's witness too."""
         await asyncio.Future()
 
     async def ping(self, after_s=0.0):
@@ -178,7 +178,7 @@ class Trainer:
     """One rank: takes items, commits whole steps, and goes on from its cut."""
 
     def __init__(self):
-        self._recorder = start_played("recorder")
+        self._witness = start_played("witness")
         self.cut, self.keys, self.failed, self.num_steps = None, Counter(), Counter(), 0
         self.num_recoveries = -1
         self._plan = BatcherPlan(
@@ -215,7 +215,7 @@ class Trainer:
         self._taken = []
         controller = find_or_make_controller()
         plan = replace(self._plan, resume=self.cut)
-        run = RunId(7, get(controller.begin_run.remote(plan, self._recorder)))
+        run = RunId(7, get(controller.begin_run.remote(plan, self._witness, None)))
         self._publish(controller, run, self.cut.batch if self.cut else 0)
         return controller, run
 

@@ -25,7 +25,7 @@ from async_grpo.controller.find import find_or_make_controller
 from async_grpo.errors import WorkerError
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
-from async_grpo.run.recorder import RunRecorder
+from async_grpo.run.witness import start_witness
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
@@ -117,7 +117,7 @@ def start_workers(controller, stories):
     return first, second
 
 
-def begin_run(controller, story, num_ranks, recorder):
+def begin_run(controller, story, num_ranks, witness):
     """The run of a story, whose workers serve the version."""
     plan = BatcherPlan(
         config=story.config,
@@ -131,7 +131,7 @@ def begin_run(controller, story, num_ranks, recorder):
         num_ranks=num_ranks,
         incarnation=VERSION.incarnation,
     )
-    epoch = ray.get(controller.begin_run.remote(plan, recorder), timeout=TIMEOUT_S)
+    epoch = ray.get(controller.begin_run.remote(plan, witness, None), timeout=TIMEOUT_S)
     client = RunClient(controller, RunId(plan.incarnation, epoch))
     calls = client.publish(WeightsSnapshot(VERSION, ()), (GENERATION, REFERENCE), TIMEOUT_S)
     ray.get(calls, timeout=TIMEOUT_S)
@@ -165,15 +165,15 @@ def main(address, story_path, result_path):
     stories = torch.load(story_path, weights_only=False)
     cluster.connect(address, namespace="streamed-gradient")
     ranks = Ranks.start(timeout_s=TIMEOUT_S)
-    actors, recorder, client, results = (), None, None, []
+    actors, witness, client, results = (), None, None, []
     if ranks.is_main:
         controller = find_or_make_controller()
         actors = start_workers(controller, stories)
-        recorder = ray.remote(RunRecorder).options(num_cpus=0).remote(f"{result_path}.samples")
+        witness = start_witness()
     for number, story in enumerate(stories):
         if ranks.is_main:
             ray.get([actor.tell.remote(number) for actor in actors], timeout=TIMEOUT_S)
-            client = begin_run(controller, story, ranks.world_size, recorder)
+            client = begin_run(controller, story, ranks.world_size, witness)
         found = ranks.share(lambda client=client: client)
         stream = RankStream(found, rank=ranks.rank, stall_timeout_s=TIMEOUT_S)
         results.append(stream_batch(Learner.build(story.config, ranks), stream))

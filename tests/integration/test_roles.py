@@ -22,7 +22,7 @@ from async_grpo.controller.find import find_or_make_controller
 from async_grpo.errors import WeightSyncError
 from async_grpo.model.scoring import Scorer
 from async_grpo.roles import GENERATION, VERIFIER, teacher
-from async_grpo.run.recorder import start_recorder
+from async_grpo.run.witness import start_witness
 from async_grpo.types import (
     EndOfStep,
     LogprobRequest,
@@ -121,8 +121,8 @@ class Trainer:
             incarnation=incarnation,
             rules=LocalRules(find_algorithm(config)),
         )
-        self._controller, self._recorder = controller, start_recorder(config)
-        epoch = get(controller.begin_run.remote(plan, self._recorder))
+        self._controller, self._witness = controller, start_witness()
+        epoch = get(controller.begin_run.remote(plan, self._witness, None))
         self.run = RunId(incarnation, epoch)
 
     def publish(self, batches):

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import pickle
+import sys
 
 from async_grpo.run.recorder import RunRecorder
 
@@ -23,3 +24,17 @@ def test_the_next_writer_cuts_the_dump_back_and_ends_the_one_before(tmp_path):
     asyncio.run(scene())
     written = [json.loads(line)["ordinal"] for line in path.read_text().splitlines()]
     assert written == [5, 5, 6, 7]
+
+
+def test_a_recorder_that_takes_over_keeps_all_but_a_line_that_was_cut(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"batch": 0, "ordinal": 7, "attempt": 0}\n{"batch": 0, "ordin')
+
+    async def scene():
+        recorder = RunRecorder(str(path))  # as Ray starts it again
+        await recorder.write("first", sys.maxsize, [])
+        await recorder.write("first", sys.maxsize, [group(8)])
+
+    asyncio.run(scene())
+    written = [json.loads(line)["ordinal"] for line in path.read_text().splitlines()]
+    assert written == [7, 8]

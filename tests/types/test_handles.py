@@ -9,8 +9,15 @@ from async_grpo.rollout.remote_judge import RemoteJudge
 from async_grpo.rollout.worker import GenerationWorker
 from async_grpo.run.gateway import Gateway
 from async_grpo.run.recorder import RunRecorder
+from async_grpo.run.witness import Witness
 from async_grpo.scoring.worker import LogprobWorker
-from async_grpo.types.handles import ControllerHandle, GatewayHandle, RecorderHandle, WorkerHandle
+from async_grpo.types.handles import (
+    ControllerHandle,
+    GatewayHandle,
+    RecorderHandle,
+    WitnessHandle,
+    WorkerHandle,
+)
 from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}
@@ -27,6 +34,7 @@ ACTORS = [
     (Controller, ControllerHandle, set(ControllerHandle.__annotations__)),
     (Gateway, GatewayHandle, set(GatewayHandle.__annotations__)),
     (RunRecorder, RecorderHandle, set(RecorderHandle.__annotations__)),
+    (Witness, WitnessHandle, set(WitnessHandle.__annotations__)),
     *((actor, WorkerHandle, EVERY_WORKER | methods) for actor, methods in OF_ROLE.items()),
 ]
 
