@@ -45,6 +45,11 @@ class Frame:
             raise DataError(f"{self.path} is damaged at byte {self.start}: {error}") from error
         return found
 
+    def checked(self) -> dict[str, Any]:
+        """The JSON. Raises `DataError` when it or the arrays are not what was written."""
+        self.load()
+        return self.facts
+
     def load(self) -> bytes:
         """The arrays. Raises `DataError` when they or the JSON are not what was written."""
         with self.path.open("rb") as file:
@@ -63,14 +68,19 @@ def frame(facts: Mapping[str, Any], arrays: bytes = b"") -> bytes:
 
 
 def read_frames(path: Path) -> Iterator[Frame]:
-    """The records of a file that are whole, in order; their arrays are not read."""
+    """The records of a file that are whole, in order; their arrays are not read.
+
+    Raises `DataError` where another one must begin and does not.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = 0
         while start + HEAD.size <= size:
             magic, checksum, num_text, num_arrays = HEAD.unpack(file.read(HEAD.size))
             end = start + HEAD.size + num_text + num_arrays
-            if magic != MAGIC or end > size:
+            if magic != MAGIC:
+                raise DataError(f"{path} is damaged at byte {start}: no record begins there")
+            if end > size:
                 return
             yield Frame(path, start, checksum, file.read(num_text), num_arrays)
             file.seek(end)

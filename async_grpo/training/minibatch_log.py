@@ -27,7 +27,7 @@ from async_grpo import __version__
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import DataError
 from async_grpo.files import LineFile
-from async_grpo.training.frames import Frame, frame, read_frames
+from async_grpo.training.frames import MAGIC, Frame, frame, read_frames
 from async_grpo.training.minibatch_codec import decode, encode, left_out
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import StepResult
@@ -170,7 +170,7 @@ def logged_minibatch(record: Frame) -> tuple[Minibatch, Sums]:
 def logged_runs(folder: Path, *, rank: int) -> list[dict[str, Any]]:
     """What each file of a rank begins with, the oldest first."""
     firsts = (next(read_frames(path), None) for path in log_files(folder, rank=rank))
-    return [first.facts for first in firsts if first is not None]
+    return [first.checked() for first in firsts if first is not None]
 
 
 def logged_steps(folder: Path, *, rank: int, batches: range) -> Iterator[LoggedStep]:
@@ -182,11 +182,12 @@ def logged_steps(folder: Path, *, rank: int, batches: range) -> Iterator[LoggedS
     kept: list[Frame] = []
     for record in _records(folder, rank=rank):
         facts = record.facts
-        if facts["kind"] == "run" or facts["batch"] not in batches:
+        if facts.get("kind") == "run" or facts.get("batch") not in batches:
             continue
-        if facts["kind"] == "minibatch":
+        if facts.get("kind") == "minibatch":
             kept.append(record)
             continue
+        facts = record.checked()
         found = facts["batch"], facts["step_in_batch"]
         if found != expected:
             break
@@ -205,9 +206,9 @@ def last_batch(folder: Path) -> int | None:
     """The last batch that rank 0 has recorded to its end; None: there is none."""
     for path in reversed(log_files(folder, rank=0)):
         ended = [
-            facts["batch"]
-            for facts in (record.facts for record in read_frames(path))
-            if facts["kind"] == "end" and facts["is_last_of_batch"]
+            record.checked()["batch"]
+            for record in read_frames(path)
+            if record.facts.get("kind") == "end" and record.facts.get("is_last_of_batch")
         ]
         if ended:
             return int(ended[-1])
@@ -227,7 +228,7 @@ def cut_back(folder: Path, first: int, *, rank: int, world_size: int) -> None:
     """Remove what a rank's files hold from batch `first` on, and a record that was cut short.
 
     Rank 0 does so for ranks beyond the `world_size` too, of which an earlier part of the run had
-    more.
+    more. A file that is damaged is set aside: a run needs none of them to go on.
     """
     for path in log_files(folder):
         named = NAME.fullmatch(path.name)
@@ -238,12 +239,31 @@ def cut_back(folder: Path, first: int, *, rank: int, world_size: int) -> None:
         if int(named[2]) >= first:
             path.unlink()
             continue
-        end = 0
-        for record in read_frames(path):
-            if record.facts["batch"] >= first:
-                break
-            end = record.end
-        os.truncate(path, end)
+        try:
+            _cut_file(path, first)
+        except DataError as error:
+            aside = path.rename(f"{path}.damaged").name
+            logger.warning(
+                "%s: it is set aside as %s, its batches cannot be replayed", error, aside
+            )
+
+
+def _cut_file(path: Path, first: int) -> None:
+    """Remove what follows the batches before `first`. Raises `DataError` for a damaged file."""
+    end = 0
+    for record in read_frames(path):
+        if record.checked()["batch"] >= first:
+            break
+        end = record.end
+    else:
+        with path.open("rb") as file:
+            file.seek(end)
+            rest = file.read()
+        if MAGIC in rest[1:]:  # a process that is killed leaves one record that is cut short
+            raise DataError(f"{path} is damaged at byte {end}: its record has no end")
+        if rest:
+            logger.warning("%s ends in a record that was cut short, which is removed", path)
+    os.truncate(path, end)
 
 
 def outcome(result: StepResult, digest: int) -> dict[str, Any]:

@@ -166,3 +166,59 @@ def test_a_flipped_bit_is_found(tmp_path):
     (step,) = steps(tmp_path, range(1))
     with pytest.raises(DataError, match=f"{path.name} is damaged between the bytes"):
         logged_minibatch(step.minibatches[0])
+
+
+def kept(folder):
+    """(the file's name, batch, whether it is damaged) of every record."""
+    return [(path.name, record.checked()["batch"]) for path in log_files(folder / LOG_FOLDER)
+            for record in read_frames(path)]  # fmt: skip
+
+
+def test_no_flipped_bit_keeps_a_run_from_going_on_or_costs_a_record_in_silence(tmp_path, caplog):
+    make_log(tmp_path, batches=range(3))
+    (path,) = log_files(tmp_path / LOG_FOLDER)
+    content, expected = path.read_bytes(), kept(tmp_path)
+    frames = list(read_frames(path))
+    places = {
+        f.start + offset for f in frames for offset in (*range(20), 20 + len(f.text) // 2, 25)
+    }
+    places |= {f.end - 1 for f in frames} | {len(content) - 40}
+    for number, place in enumerate(sorted(places)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << number % 8
+        path.write_bytes(damaged)
+        caplog.clear()
+        make_log(tmp_path, first=1000)
+        aside = path.with_name(f"{path.name}.damaged")
+        if path.exists():  # the last record's length: it seems to have been cut short
+            assert "cut short, which is removed" in caplog.text
+            assert kept(tmp_path) == expected[:-1] and place >= frames[-1].start
+        else:
+            assert caplog.text.count("damaged at byte") + caplog.text.count("damaged between") == 1
+            assert f"set aside as {aside.name}" in caplog.text
+            assert aside.read_bytes() == damaged
+            aside.unlink()
+    path.write_bytes(content)
+    caplog.clear()
+    make_log(tmp_path, first=1000)
+    assert kept(tmp_path) == expected and not caplog.text
+
+
+def test_damage_behind_the_batches_that_are_kept_goes_with_the_rest(tmp_path):
+    make_log(tmp_path, batches=range(3))
+    (path,) = log_files(tmp_path / LOG_FOLDER)
+    last = list(read_frames(path))[-1]
+    content = bytearray(path.read_bytes())
+    content[last.end - 1] ^= 1
+    path.write_bytes(content)
+    make_log(tmp_path, first=2)
+    assert {batch for _, batch in kept(tmp_path)} == {0, 1}
+
+
+def test_the_end_of_a_step_is_checked(tmp_path):
+    make_log(tmp_path, batches=(0,))
+    (path,) = log_files(tmp_path / LOG_FOLDER)
+    path.write_bytes(path.read_bytes().replace(b'"grad_norm": 0.1', b'"grad_norm": 0.3'))
+    for read in (lambda: steps(tmp_path, range(1)), lambda: last_batch(tmp_path / LOG_FOLDER)):
+        with pytest.raises(DataError, match=f"{path.name} is damaged between the bytes"):
+            read()
