@@ -157,13 +157,13 @@ class LoggedStep:
 
 def logged_minibatch(record: Frame) -> tuple[Minibatch, Sums]:
     """A minibatch and what was made of it. Raises `DataError` when it is damaged, or not whole."""
-    facts = record.facts
+    facts, arrays = record.facts, record.load()
     if facts["left_out"]:
         raise DataError(
             f"the log has not kept {', '.join(facts['left_out'])} of it, which would be many times "
             "the rest: such a batch cannot be replayed"
         )
-    minibatch = decode(record.load(), round_index=facts["round"])
+    minibatch = decode(arrays, round_index=facts["round"])
     return minibatch, Sums(**facts["sums"])
 
 

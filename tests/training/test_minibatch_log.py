@@ -222,3 +222,12 @@ def test_the_end_of_a_step_is_checked(tmp_path):
     for read in (lambda: steps(tmp_path, range(1)), lambda: last_batch(tmp_path / LOG_FOLDER)):
         with pytest.raises(DataError, match=f"{path.name} is damaged between the bytes"):
             read()
+
+
+def test_a_minibatch_whose_facts_are_damaged_is_named(tmp_path):
+    make_log(tmp_path, batches=(0,))
+    (path,) = log_files(tmp_path / LOG_FOLDER)
+    path.write_bytes(path.read_bytes().replace(b'"left_out"', b'"left_ouu"'))
+    (step,) = steps(tmp_path, range(1))
+    with pytest.raises(DataError, match=f"{path.name} is damaged between the bytes"):
+        logged_minibatch(step.minibatches[0])
