@@ -78,6 +78,8 @@ TOOL_S = 60.0  # one call, with its wait for a free thread
 TOOL_SERVER_S = 30.0  # of a server of tools that is started or called up
 
 # The gateway.
+GATEWAY_HEAD_S = 10.0  # of a connection whose request has no head yet
+GATEWAY_BODY_S = 30.0  # of a request's body, which takes one of its places
 GATEWAY_ENDED_S = 5.0  # of requests that run when it ends
 AGENT_SAID_S = 2.0  # of the last words of an agent that was killed
 

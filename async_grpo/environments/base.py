@@ -75,6 +75,10 @@ class EpisodeFailed(WorkerError):
 class Policy(Protocol):
     """The model that is trained, as one episode sees it."""
 
+    @property
+    def max_row_tokens(self) -> int:
+        """The longest row that engine and trainer take, an answer included."""
+
     async def sample(
         self,
         token_ids: ArrayLike,

@@ -71,7 +71,7 @@ class EpisodePolicy:
         """`max_row_tokens`: the longest row that engine and trainer take."""
         self._generate = generate
         self._sampling = sampling
-        self._max_row_tokens = max_row_tokens
+        self.max_row_tokens = max_row_tokens
         self._rows: list[_OpenRow] = []
         self._turns: list[Turn] = []
         self._places: list[tuple[int, int]] = []
@@ -97,10 +97,10 @@ class EpisodePolicy:
             raise ValueError("a history needs at least one token, got none: give the question's")
         if longest < 1:
             raise ValueError(f"max_tokens must be >= 1, got {max_tokens}: leave it out")
-        if len(history) + longest > self._max_row_tokens:
+        if len(history) + longest > self.max_row_tokens:
             raise NoRoom(
                 f"{len(history)} tokens and an answer of up to {longest} must fit "
-                f"{self._max_row_tokens}"
+                f"{self.max_row_tokens}"
             )
         stop_ids = tuple(dict.fromkeys((*self._sampling.stop_token_ids, *stop)))
         sampling = SamplingContract(self._sampling.temperature, stop_ids, longest)

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from async_grpo.deadlines import GATEWAY_BODY_S
 from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.gateway import replies
 from async_grpo.gateway.base import Ask, Refused
@@ -70,7 +71,7 @@ class _Endpoints:
     async def completion(self, request: Request) -> Response:
         session, asked = await self._read(request, CompletionRequest)
         self._check(session, asked, asked.model)
-        return await _answered(request, session, asked, completion_plan(session, asked))
+        return await _answered(request, session, asked, await completion_plan(session, asked))
 
     async def generate(self, request: Request) -> Response:
         session, asked = await self._read(request, GenerateRequest)
@@ -89,7 +90,7 @@ class _Endpoints:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def turns(self, request: Request) -> Response:
-        turns = self._find(request).turns
+        turns = self._find(request, opens=False).turns
         data = [
             {"prompt_token_ids": list(heard.prompt_ids), **replies.generated(index, heard.turn)}
             for index, heard in enumerate(turns)
@@ -97,24 +98,29 @@ class _Endpoints:
         return JSONResponse({"object": "list", "data": data})
 
     async def end(self, request: Request) -> Response:
-        self._find(request)
+        self._find(request, opens=False)
         self._sessions.close(request.path_params["session"])
         return Response(status_code=204)
 
-    def _find(self, request: Request) -> Session:
+    def _find(self, request: Request, *, opens: bool = True) -> Session:
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         header = request.headers.get("x-session-id", "")
         name = request.path_params.get("session")
-        return self._sessions.find(name, token=token, header=header)
+        return self._sessions.find(name, token=token, header=header, opens=opens)
 
     async def _read(self, request: Request, kind: Any) -> tuple[Session, Any]:
         session, longest = self._find(request), self._sessions.limits.body_bytes
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > longest:
-                raise Refused(f"a request must have at most {longest} bytes: shorten it",
-                              status=413)  # fmt: skip
+        try:
+            async with asyncio.timeout(GATEWAY_BODY_S):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > longest:
+                        raise Refused(f"a request must have at most {longest} bytes: shorten it",
+                                      status=413)  # fmt: skip
+        except TimeoutError:
+            raise Refused(f"a request's body must come within {GATEWAY_BODY_S:g} s: send it again",
+                          status=408) from None  # fmt: skip
         return session, read(bytes(body), kind)
 
     def _check(self, session: Session, asked: SamplingRequest, model: str | None) -> None:

@@ -18,7 +18,7 @@ from async_grpo.environments.episode import NoRoom
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.server import LOOPBACK, Server, in_background
-from async_grpo.gateway.session import Session
+from async_grpo.gateway.session import TOO_LONG, Session
 from async_grpo.gateway.sessions import Limits, Sessions
 from async_grpo.types import Turn
 
@@ -67,6 +67,8 @@ class HostedEnvironment(Environment):
             sampler,
             tokenizer=tokenizer,
             make_dialogue=lambda tools: services.dialogue(tools=tools),
+            room=policy.max_row_tokens,
+            full=lambda why: sampler.refusal(NoRoom(why)),
         )
         name, token = self._sessions.open(session, token=self._token)
         playing = asyncio.ensure_future(work(Address(self._server.url, name, token)))
@@ -111,13 +113,16 @@ class EpisodeSampler:
                 ask.prompt_ids, max_tokens=ask.max_tokens, stop=ask.stop_ids, cut=ask.cut
             )
         except (NoRoom, EpisodeFailed) as error:
-            self.is_full = isinstance(error, NoRoom)
-            if not self.end.done() and (self._ends_full or not self.is_full):
-                self.end.set_exception(error)
-            code = "context_length_exceeded" if self.is_full else None
-            raise Refused(f"the episode has ended: {error}", code=code) from error
+            raise self.refusal(error) from error
         self.is_full = False
         yield turn
+
+    def refusal(self, error: NoRoom | EpisodeFailed) -> Refused:
+        """What a request hears that cannot be answered; it may end the episode."""
+        self.is_full = isinstance(error, NoRoom)
+        if not self.end.done() and (self._ends_full or not self.is_full):
+            self.end.set_exception(error)
+        return Refused(f"the episode has ended: {error}", code=TOO_LONG if self.is_full else None)
 
 
 def process_variables(python: str, **own: str) -> Mapping[str, str]:

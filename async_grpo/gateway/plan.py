@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from async_grpo.gateway.session import Session
 from async_grpo.gateway.stopping import StopText
 from async_grpo.gateway.wire import ChatRequest, CompletionRequest, SamplingRequest
 from async_grpo.types import Turn
+
+MAX_ANSWERS = 256  # of one request: its prompts x n
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,11 @@ class Plan:
 async def chat_plan(session: Session, asked: ChatRequest) -> Plan:
     """Of a chat; raises `Refused`."""
     try:
+        session.check_size([asked.messages, asked.offered_tools])
         dialogue = await session.dialogue(asked.offered_tools)
-        prompt_ids = dialogue.prompt(asked.messages)
+        prompt_ids = await asyncio.to_thread(dialogue.prompt, asked.messages)
+    except Refused:
+        raise
     except AsyncGrpoError as error:
         raise Refused(str(error)) from error
     stop = StopText(asked.stops, session.decode)
@@ -100,10 +106,20 @@ def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
     return ""
 
 
-def completion_plan(session: Session, asked: CompletionRequest) -> Plan:
+async def completion_plan(session: Session, asked: CompletionRequest) -> Plan:
     """Of a completion, which may have several prompts; raises `Refused`."""
     stop = StopText(asked.stops, session.decode)
-    prompts = [session.encode(p) if isinstance(p, str) else p for p in _prompts(asked.prompt)]
+    given = _prompts(asked.prompt)
+    if len(given) * asked.n > MAX_ANSWERS:
+        raise Refused(
+            f"prompts x n must be at most {MAX_ANSWERS}, got {len(given)} x {asked.n}: send fewer "
+            "at a time"
+        )
+    for prompt in given:
+        session.check_size(prompt)
+    prompts = await asyncio.to_thread(
+        lambda: [session.encode(p) if isinstance(p, str) else p for p in given]
+    )
     asks = [_ask(asked, prompt, stop, max_tokens=asked.max_tokens) for prompt in prompts]
     for ask in asks:
         session.check(ask)

@@ -7,8 +7,9 @@ import socket
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from async_grpo.deadlines import GATEWAY_ENDED_S
+from async_grpo.deadlines import GATEWAY_ENDED_S, GATEWAY_HEAD_S
 from async_grpo.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -26,6 +27,7 @@ class Server:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=_InTime,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -41,6 +43,33 @@ class Server:
     def stop(self) -> None:
         """Take no more requests; those that run have a little while."""
         self._server.should_exit = True
+
+
+class _InTime(HttpToolsProtocol):
+    """Closes connections on which a request's head does not come: uvicorn waits for ever."""
+
+    _head_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._head_due:
+            self._head_due.cancel()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self._head_due:
+                self._head_due.cancel()
+            self._head_due = None
+        elif not self._head_due:
+            self._head_due = self.loop.call_later(GATEWAY_HEAD_S, self.transport.close)
 
 
 def listening(host: str, port: int) -> socket.socket:

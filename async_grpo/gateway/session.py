@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from async_grpo.types import Turn
 
 MakeDialogue = Callable[[Sequence[ToolSpec]], Awaitable[Dialogue]]
 MAX_TURNS = 1000
+TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,8 +32,20 @@ class Heard:
 class Session:
     """One client's requests: what the model has said in one is never tokenised again."""
 
-    def __init__(self, sampler: Sampler, *, tokenizer: Any, make_dialogue: MakeDialogue) -> None:
-        """`tokenizer` is Hugging Face's."""
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        tokenizer: Any,
+        make_dialogue: MakeDialogue,
+        room: int = 0,
+        full: Callable[[str], Refused] | None = None,
+    ) -> None:
+        """`tokenizer` is Hugging Face's. `room`: tokens of the longest prompt, by default the
+        sampler's; `full`: how one that cannot fit is refused.
+        """
+        self._max_chars = (room or sampler.max_model_len) * longest_token(tokenizer)
+        self._full = full or (lambda why: Refused(why, code=TOO_LONG))
         self.sampler = sampler
         self.turns: list[Heard] = []
         self.mistake = ""  # of the model, in its last turn: why whoever reads it may fail
@@ -57,19 +71,27 @@ class Session:
         """Their text, without control tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def check_size(self, said: Any) -> None:
+        """Raise `Refused` for texts that must have more tokens than fit, before they are read."""
+        if (number := num_chars(said)) > self._max_chars:
+            raise self._full(
+                f"a prompt must have at most {self._max_chars} characters, got {number}: shorten it"
+            )
+
     def check(self, ask: Ask) -> None:
         """Raise `Refused` unless the engine can take it."""
         num_prompt, longest = len(ask.prompt_ids), self.sampler.max_model_len
-        if not num_prompt or not 0 <= max(ask.prompt_ids) < len(self._tokenizer):
-            raise Refused(
-                f"a prompt must be at least one token, of ids below {len(self._tokenizer)}, got "
-                f"{str(ask.prompt_ids)[:80]}: correct it"
-            )
+        for what, ids in (("a prompt", ask.prompt_ids or [-1]), ("stop_token_ids", ask.stop_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < len(self._tokenizer):
+                raise Refused(
+                    f"{what} must have at least one token, all of ids from 0 to "
+                    f"{len(self._tokenizer) - 1}, got {str(ids)[:80]}: correct it"
+                )
         if num_prompt + (ask.max_tokens or 1) > longest:
             raise Refused(
                 f"prompt + longest output must fit the model's {longest} tokens, got {num_prompt} "
                 f"+ {ask.max_tokens or 1}: shorten the messages, or lower max_tokens",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         if len(self.turns) >= MAX_TURNS:
             raise Refused(f"a session must have at most {MAX_TURNS} turns: open another")
@@ -94,6 +116,23 @@ class Session:
         self.turns.append(Heard(ask.prompt_ids, whole))
         self.mistake = "is cut" if whole.finish_reason == "length" else ""
         yield whole
+
+
+@functools.cache
+def longest_token(tokenizer: Any) -> int:
+    """Characters of its longest token: so many times as many as tokens a text has at most."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def num_chars(said: Any) -> int:
+    """Characters of all texts in JSON values.
+
+    >>> num_chars([{"role": "user", "content": [{"text": "abc"}]}, None])
+    7
+    """
+    if isinstance(said, dict | list):
+        return sum(map(num_chars, said.values() if isinstance(said, dict) else said))
+    return len(said) if isinstance(said, str) else 0
 
 
 def joined(before: Turn, piece: Turn) -> Turn:

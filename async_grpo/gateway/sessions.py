@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from async_grpo.gateway.base import Refused
 from async_grpo.gateway.session import Session
 
+LONGEST_NAME = 200
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -48,10 +50,13 @@ class Sessions:
         """Forget a session, and whatever was said in it."""
         self._sessions.pop(name, None)
 
-    def find(self, name: str | None, *, token: str, header: str = "") -> Session:
+    def find(
+        self, name: str | None, *, token: str, header: str = "", opens: bool = True
+    ) -> Session:
         """The session `name`; None: one for this request alone. Raises `Refused`.
 
-        `header` names one too, of those that are open: clients send it that route by it.
+        `header` names one too, of those that are open: clients send it that route by it. `opens`:
+        one that is not there is made.
         """
         found = self._sessions.get(name or header)
         expected = found[1] if found else self._token
@@ -64,6 +69,11 @@ class Sessions:
             )
         if found:
             return found[0]
+        if not opens:
+            raise Refused(f"there is no session {str(name)[:80]!r}: it has ended", status=404)
+        if name and len(name) > LONGEST_NAME:
+            raise Refused(f"a session's name must have at most {LONGEST_NAME} characters, got "
+                          f"{len(name)}: shorten it")  # fmt: skip
         assert self._make_session is not None, "who has a token makes sessions"
         session = self._make_session()
         if name:

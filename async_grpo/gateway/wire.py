@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from async_grpo.gateway.base import Refused
 
 Count = Annotated[int, Field(ge=1)]
 OneOrMore = str | list[str]
+Stop = Annotated[str, Field(min_length=1)]
 R = TypeVar("R", bound="SamplingRequest")
 MAX_CHOICES = 64
+MAX_STOPS = 64  # each is looked for in every text
+LEAST_TEMPERATURE = 1e-9  # below it, but for 0, log-probabilities are not finite
+LARGEST_SEED = 2**63 - 1 - MAX_CHOICES  # of an engine, whose choices count on from it
 # What each option may be where the temperature is all that sampling knows.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -48,17 +52,24 @@ class StreamOptions(BaseModel):
 class SamplingRequest(BaseModel):
     """What all requests have in common."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    seed: int | None = None
-    stop: OneOrMore | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=LARGEST_SEED)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _can_sample(cls, value: float) -> float:
+        if 0 < value < LEAST_TEMPERATURE:
+            raise ValueError(f"must be 0, or at least {LEAST_TEMPERATURE:g}")
+        return value
 
     @property
     def stops(self) -> tuple[str, ...]:

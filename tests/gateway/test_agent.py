@@ -189,6 +189,15 @@ while True:
     assert 1 <= len(episode.turns) < 9
 
 
+def test_a_text_that_cannot_fit_a_row_ends_the_episode_before_it_is_read(played):
+    text = """
+chat(task)
+chat([{"role": "user", "content": "a " * 100_000}])
+"""
+    (episode,), asked = played(text, *[said("a")] * 2, max_row_tokens=160)
+    assert (len(episode.turns), episode.is_cut, len(asked)) == (1, True, 1)
+
+
 def test_an_agent_has_so_many_turns(played):
     class Two(agent.AgentEnvironment):
         max_turns = 2
