@@ -15,7 +15,7 @@ from pathlib import Path
 from async_grpo.environments.base import Environment
 from async_grpo.environments.single_turn import SingleTurn
 from async_grpo.errors import ConfigError
-from async_grpo.user_code import UserCode, text_of
+from async_grpo.user_code import UserCode, hash_imported, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
@@ -41,6 +41,16 @@ def users_environment(name: str, *, option: str = "--environment") -> UserCode |
     if prefix := _prefix(name):
         return _hosted(name, prefix)
     return UserCode.read(name, option=option, shipped=(*SHIPPED, *HOSTED))
+
+
+def hash_files(code: UserCode, *, what: str) -> dict[str, str]:
+    """`UserCode.hashes`, of a command too: what its files import out of their own folders."""
+    if not _prefix(code.name):
+        return code.hashes(what)
+    found = {what: code.sha256}
+    for word in _words(code.name):
+        found |= hash_imported(word, what=what) if word.endswith(".py") else {}
+    return found
 
 
 def check_environments(names: Iterable[str]) -> None:

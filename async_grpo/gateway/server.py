@@ -58,17 +58,12 @@ class _InTime(HttpToolsProtocol):
         super().data_received(data)
         self._watch()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._head_due:
-            self._head_due.cancel()
-
     def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self._head_due:
-                self._head_due.cancel()
+        is_served = self.cycle is not None and not self.cycle.response_complete
+        if is_served and self._head_due:
+            self._head_due.cancel()
             self._head_due = None
-        elif not self._head_due:
+        elif not is_served and not self._head_due:
             self._head_due = self.loop.call_later(GATEWAY_HEAD_S, self.transport.close)
 
 

@@ -28,7 +28,7 @@ from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.mixture import MixedOrder, TypedQuestions
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import QuestionTable
-from async_grpo.environments.find import users_environment
+from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.size import read_size
 from async_grpo.run.control_journal import CONTROL_FILE, pending_after
@@ -201,9 +201,13 @@ def hash_code(config: TrainConfig, workers: Iterable[WorkerInfo] = ()) -> dict[s
     """
     of_sets = environments_of_sets(config).items()
     users = users_code(config) | {f"environment of --eval {n}": code for n, code in of_sets if code}
-    found = {name: own for what, code in users.items() for name, own in code.hashes(what).items()}
-    rewards = (worker.rewards.hashes for worker in workers if worker.rewards)
-    return found | {f"reward {name}": own for each in rewards for name, own in each.items()}
+    found: dict[str, str] = {}
+    for what, code in users.items():
+        found |= hash_files(code, what=what)
+    for worker in workers:
+        rewards = worker.rewards.hashes if worker.rewards else {}
+        found |= {f"reward {name}": own for name, own in rewards.items()}
+    return found
 
 
 def with_teachers(

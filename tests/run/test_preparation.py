@@ -52,6 +52,10 @@ def test_every_file_that_decides_what_is_trained_is_hashed(tmp_path):
         "reward own.py", "reward helper.py of own.py",
     }  # fmt: skip
     assert found["reward own.py"] == "1"
+    played = make_config(environment=f"agent:python {tmp_path}/mine.py --once")
+    assert hash_code(played).keys() == {"environment", "helper.py of environment"}
+    for name in ("verifiers:gsm8k", "single_turn"):
+        assert hash_code(make_config(environment=name)).keys() <= {"environment"}
 
 
 MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")
