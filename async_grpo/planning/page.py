@@ -247,9 +247,8 @@ def threads_in_words(plan: Plan) -> str:
         f"each of {computing} processes that compute has {_count(fleet.threads, 'thread')} "
         f"(OMP_NUM_THREADS) on {_count(fleet.num_cores, 'core')}"
     )
-    if (fitting := fleet.num_cores // computing) > fleet.threads:
-        return f"{text}: {fitting} would leave none idle"
-    return text if fitting else f"{text}: fewer trainer ranks would not wait for each other"
+    fitting = fleet.num_cores // computing
+    return f"{text}: {fitting} would leave none idle" if fitting > fleet.threads else text
 
 
 def assumptions(plan: Plan) -> Iterator[str]:

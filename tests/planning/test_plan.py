@@ -92,6 +92,18 @@ def test_what_is_recommended_stands_before_the_page_and_what_stands_unused_is_sa
     assert "1 device of 6 would stand unused" in first and "memory, each:" in page
 
 
+def test_the_threads_of_processes_on_cores_are_said(quick, monkeypatch):
+    threads = "each of 4 processes that compute has 1 thread (OMP_NUM_THREADS) on"
+    for cores, said in (
+        (2, f"{threads} 2 cores"),
+        (9, f"{threads} 9 cores: 2 would leave none idle"),
+    ):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: range(cores))
+        found = content("examples/quickstart.toml", "--shape-of", TINY)
+        assert said in found["assumptions"]
+        assert "rates of [trainer]: measured on these cores" in found["assumptions"]
+
+
 @pytest.mark.slow
 def test_ten_thousand_devices_are_planned_within_a_minute():
     began = time.process_time()
