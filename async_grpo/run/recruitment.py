@@ -141,7 +141,7 @@ def _find(
                 f"a {role} worker{why}, {remedy}"
             )
         if now - reminded > REMIND_INTERVAL_S:
-            logger.info("waiting for a %s worker; if none is loading, %s", role, remedy)
+            logger.info("waiting for a %s worker to load; where none was started, %s", role, remedy)
             reminded = now
         time.sleep(POLL_INTERVAL_S)
 

@@ -8,12 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning.runs import asked, with_train, work
 
+from async_grpo.devices.worker_bill import cached_tokens
 from async_grpo.errors import ConfigError
 from async_grpo.planning import search as search_module
 from async_grpo.planning.asked import Split
-from async_grpo.planning.bills import bills_of
+from async_grpo.planning.bills import bills_of, engine_of
 from async_grpo.planning.fits import check_fits
-from async_grpo.planning.kinds import H100, Fleet, fleet_of
+from async_grpo.planning.kinds import H100, KINDS, Fleet, fleet_of
 from async_grpo.planning.prediction import (
     Prediction,
     even_flow,
@@ -92,6 +93,31 @@ def test_whatever_is_recommended_fits_by_its_own_bill(model, nodes, parallel, kl
         for number, node in enumerate(sorted(nodes, reverse=True))
     ]
     assert min(left) >= 0 and sum(each // parallel for each in left) >= split.engines
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.sampled_from(["smollm2-135m", "qwen2.5-0.5b", "qwen2.5-1.5b", "qwen3-4b", "qwen2.5-7b"]),
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from([(0.55, 0.35), (0.3, 0.6), (0.7, 0.2)]),
+    st.sampled_from([2048, 8192]),
+)
+def test_shares_of_a_device_are_planned_only_where_each_fits_its_own(model, kind, shares, tokens):
+    run = asked(model, devices=f"1x{kind}", max_tokens_per_gpu=tokens, gpus_per_rank=shares[0])
+    engine = replace(run.workers[0], num_workers=1, gpus_per_worker=shares[1])
+    run = replace(run, workers=(engine,), num_ranks=1)
+    with patch.object(search_module, "predict", at_once):
+        try:
+            check_fits(run)
+        except ConfigError:
+            bills = bills_of(run, run.own_split)[:2]
+            lacks = cached_tokens(run.model, engine_of(run, 0)) < run.longest[0]
+            assert lacks or any(each.bill.total > each.room for each in bills)
+            return
+        split = search(work(run), run, bounds=(1,)).best.split
+    bills = bills_of(run, split)[:2]
+    assert split == run.own_split and all(each.bill.total <= each.room for each in bills)
+    assert sum(each.room for each in bills) <= run.fleet.kind.memory_bytes
 
 
 def test_ranks_that_rounding_left_too_few_are_looked_at_again():
