@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from async_grpo.errors import ConfigError
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.planning.fits import fewest_ranks, rank_fits, remedies
+from async_grpo.planning.kinds import fleet_of
 from async_grpo.planning.prediction import (
     LEAST_ENGINES,
     Prediction,
@@ -66,11 +67,8 @@ def search(
     fastest = max(each.samples_per_s for each in curve)
     best = next(each for each in curve if each.samples_per_s >= ENOUGH * fastest)
     as_asked = at(own, asked_bound) if _is_held(asked, own) else None
-    tried = sorted(known[key].split.engines for key in known if key[1] == middle)
-    splits = tuple(
-        known[key] for n in tried for key in known if key[1] == middle and key[0].engines == n
-    )
-    return Found(best, curve, tuple(dict.fromkeys(splits)), as_asked)
+    tried = [known[key] for key in known if key[1] == middle]
+    return Found(best, curve, tuple(sorted(tried, key=lambda each: each.split.engines)), as_asked)
 
 
 def _best_split(
@@ -104,22 +102,17 @@ def _too_few(asked: Asked) -> ConfigError:
 
     Of one engine with one worker of each role that scores.
     """
-    fleet, size = asked.fleet, asked.engine_devices
-
-    def on(num_devices: int) -> Asked:
-        whole, rest = divmod(num_devices, fleet.of_a_node)
-        nodes = (fleet.of_a_node,) * whole + (rest,) * (rest > 0)
-        return replace(asked, fleet=replace(fleet, nodes=nodes))
-
+    fleet, kind = asked.fleet, asked.fleet.kind.name
     more = range(fleet.num_devices + 1, 2 * fleet.num_devices + MORE_DEVICES)
-    enough = next((n for n in more if most_engines(on(n))), 0)
+    larger = ((n, replace(asked, fleet=fleet_of(str(n), kind=kind))) for n in more)
+    enough = next((n for n, run in larger if most_engines(run)), 0)
     found = [f"give {enough}"] if enough else []
     found += remedies(asked, lambda changed: most_engines(changed) > 0)
-    least, scorers = fewest_ranks(asked), len(asked.scorers)
+    roles = f"{fewest_ranks(asked)} trainer rank(s), {len(asked.scorers)} scoring worker(s)"
     return ConfigError(
-        f"--devices {fleet.num_devices} are too few for {least} trainer rank(s), {scorers} scoring "
-        f"worker(s) and an engine of {size} with a device each, ranks as many on each of their "
-        f"machines: {', or '.join(found) or 'train a smaller model'}"
+        f"--devices {fleet.num_devices} are too few for {roles} and an engine of "
+        f"{asked.engine_devices} with a device each, ranks as many on each of their machines: "
+        f"{', or '.join(found) or 'train a smaller model'}"
     )
 
 
