@@ -29,7 +29,8 @@ NOISE = 3.0  # deviations of one step, which a median over some does not move by
 REWARD_SHARE, LEAST_REWARD = 0.5, 0.01  # of what it was, by which it falls; a fall worth a word
 ENTROPY_FACTOR, LEAST_ENTROPY = 5.0, 0.5  # of what it was; nats a token that are worth a word
 KL_FACTOR, LEAST_KL = 10.0, 0.5
-SPIKE_FACTOR, NUM_NORMS = 10.0, 10  # of the median gradient norm; how many it must be made of
+LEAST_PAST = 10  # values that a median of the past must be made of
+SPIKE_FACTOR = 10.0  # of the median gradient norm
 SHRUNK_S = 60.0  # which workers that restart may take
 SETTLED_S = 3600.0  # after which a fleet is not smaller, but small
 
@@ -171,7 +172,7 @@ def _gradient_spikes(rows: Sequence[Row]) -> str | None:
     """The gradient is many times what it usually is."""
     norm = rows[-1].get("grad_norm")
     usual = [before for row in list(rows)[:-1] if (before := row.get("grad_norm"))]
-    if norm is None or len(usual) < NUM_NORMS:
+    if norm is None or len(usual) < LEAST_PAST:
         return None
     middle = median(usual)
     if norm < SPIKE_FACTOR * middle:
@@ -289,7 +290,7 @@ def _course(rows: Sequence[Row], name: str) -> tuple[float, float, float, float]
         return None
     values = [float(value) for row in rows if (value := row.get(name)) is not None]
     past, now = values[:-NUM_NOW], values[-NUM_NOW:]
-    if len(past) < NUM_COMPARED:
+    if len(past) < LEAST_PAST:
         return None
     noise = NOISE * median(abs(after - before) for before, after in pairwise(past))
     return median(past[: len(past) // 2]), median(past[-NUM_COMPARED:]), median(now), noise

@@ -166,6 +166,12 @@ def test_a_run_that_learnt_and_then_fails_says_so_and_says_it_until_the_end(alar
     assert len(rows) < raised[0] <= len(rows) + gradually + NUM_MOVED
 
 
+def test_a_run_that_fails_early_says_so_by_its_twentieth_step():
+    before, failed = [HEALTHY] * 10, HEALTHY | {"avg_reward": 0.02, "kl": 9.0}
+    told = {alarm: step for step, alarm, _ in changes([*before, *[failed] * 10])}
+    assert told == {"reward_fell": 19, "kl_rose": 19}
+
+
 @pytest.mark.parametrize("scale", [0.01, 100.0])
 def test_rewards_of_any_scale_are_held_against_their_own_past(scale):
     generator = random.Random(0)
