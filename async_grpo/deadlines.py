@@ -76,6 +76,7 @@ JAIL_TRIED_S = 30.0  # of a first program in a jail
 # Tools of environments.
 TOOL_S = 60.0  # one call, with its wait for a free thread
 TOOL_SERVER_S = 30.0  # of a server of tools that is started or called up
+SERVER_PROBE_S = 5.0  # of the port of a server that was away
 
 # The gateway.
 GATEWAY_HEAD_S = 10.0  # of a connection whose request has no head yet

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from enum import StrEnum
+from traceback import walk_tb
 from typing import Literal
 
 from async_grpo.errors import AsyncGrpoError
@@ -118,6 +119,8 @@ def request_of(error: BaseException) -> Literal["not sent", "cut", ""]:
     >>> request_of(FileNotFoundError())
     ''
     """
+    if isinstance(getattr(error, "cause", None), Cause):
+        return ""  # who has raised it knows more
     kinds = [_kind(each) for each in _chain(error)]
     return "not sent" if "not sent" in kinds else "cut" if "cut" in kinds else ""
 
@@ -136,9 +139,23 @@ def _kind(error: BaseException) -> str:
     return "cut" if names & CUT else ""
 
 
+def address_of(error: BaseException) -> tuple[str, int] | None:
+    """Of the server that failed so, which clients' frames hold; None where none does."""
+    for each in _chain(error):
+        frames = [frame.f_locals for frame, _ in walk_tb(each.__traceback__)]
+        clients = [getattr(names.get("self"), "__dict__", {}) for names in frames]
+        for names in (vars(each), *frames, *clients):
+            hosts = (names.get("host"), names.get("port"))
+            for found in (names.get("address"), hosts, (names.get("remote_host"), hosts[1])):
+                match found:
+                    case (str(host), int(port), *_):
+                        return host, port
+    return None
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """It, and what it was raised from, as clients' libraries say it."""
-    if error is None or isinstance(getattr(error, "cause", None), Cause):
+    if error is None:
         return
     yield error
     inner = (error.__cause__, getattr(error, "reason", None), *error.args[:1])

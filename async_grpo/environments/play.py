@@ -27,7 +27,7 @@ from async_grpo.environments.base import Environment, EpisodeFailed, FailureClas
 from async_grpo.environments.causes import Cause, ModelError, Next, cause_of, decide
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
-from async_grpo.environments.reach import TELL, Outage, Tell, reach
+from async_grpo.environments.reach import TELL, Outage, Tell, reach, until_back
 from async_grpo.errors import AsyncGrpoError, DeadlineError, ServerAway, escaped
 from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.together import together
@@ -153,7 +153,10 @@ class GroupPlay:
             if limit.expired():
                 what = f"took longer than --episode-timeout-s {request.episode_timeout_s:g}"
                 raise self._failed(FailureClass.TIMEOUT, what) from error
-            raise self._classified(FailureClass.ENVIRONMENT, error) from error
+            failed = self._classified(FailureClass.ENVIRONMENT, error)
+            if failed.cause is Cause.SERVER and member.num_turns:
+                await until_back(error, member.tell)
+            raise failed from error
 
     def _accepted(self, returned: object, policy: EpisodePolicy) -> Episode:
         if not isinstance(returned, Episode) or not returned.turns:

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from async_grpo.environments.causes import is_repeatable
+from async_grpo.deadlines import SERVER_PROBE_S
+from async_grpo.environments.causes import address_of, is_repeatable
 from async_grpo.errors import escaped
 
 T = TypeVar("T")
@@ -69,3 +70,18 @@ async def reach(
     finally:
         if outage:
             outage.close()
+
+
+async def until_back(error: BaseException, tell: Tell) -> None:
+    """Wait for the server whose failure was `error`, as long as it refuses to be connected with.
+
+    What was asked of it cannot be asked again from here.
+    """
+    if address := address_of(error):
+
+        async def connect() -> None:
+            async with asyncio.timeout(SERVER_PROBE_S):
+                _, writer = await asyncio.open_connection(*address)
+            writer.close()
+
+        await reach(connect, is_idempotent=True, who=f"{error!r}: ", tell=tell)

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import urllib.error
+import urllib.request
 
 import httpx2
 import pytest
@@ -16,6 +17,7 @@ from async_grpo.environments.base import Environment, EpisodeFailed, FailureClas
 from async_grpo.environments.causes import (
     Cause,
     Next,
+    address_of,
     cause_of,
     decide,
     is_repeatable,
@@ -222,3 +224,48 @@ def test_a_request_of_an_authors_own_is_sent_again_as_it_was(is_idempotent):
     ask = Played()
     asyncio.run(play(Mine(), ask, make_request(num_samples=1)))
     assert sent == [[11]] * 3 and len(ask.histories) == len(ask.told) == 1
+
+
+@pytest.mark.parametrize("with_toolbox", [False, True])
+def test_a_server_that_an_environment_asks_itself_is_waited_for_before_its_group_is_played_again(
+    with_toolbox,
+):
+    """Else other groups of its type, which do not ask it, would go on meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = held.getsockname()
+
+    class Mine(Fails):
+        async def play(self, question, policy, services):
+            await policy.sample(question.input_token_ids)
+            try:
+                await asyncio.to_thread(socket.create_connection, address, 5)
+            except OSError as error:
+                if with_toolbox:
+                    raise EpisodeFailed(FailureClass.TOOL, "t", cause=Cause.SERVER) from error
+                raise
+
+    async def scenario():
+        ask, started = Played(), asyncio.get_running_loop().time()
+        playing = asyncio.create_task(play(Mine(), ask, make_request(num_samples=1)))
+        await asyncio.sleep(0.3)
+        assert len(ask.told) == 1 and not ask.is_over and not playing.done()
+        async with await asyncio.start_server(lambda *_: None, *address):
+            with pytest.raises(EpisodeFailed) as caught:
+                await playing
+        assert asyncio.get_running_loop().time() - started < 20
+        return caught.value, ask
+
+    failed, ask = asyncio.run(scenario())
+    assert failed.cause is Cause.SERVER and len(ask.histories) == 1 and ask.is_over
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/x", "http://no.such.host.invalid:9/x"])
+def test_the_address_of_a_server_that_refuses_is_found(url):
+    with pytest.raises(OSError) as by_urllib:
+        urllib.request.urlopen(url, timeout=5)
+    with pytest.raises(httpx2.ConnectError) as by_httpx2:
+        httpx2.get(url, trust_env=False, timeout=5)
+    host = url.split("/")[2].partition(":")[0]
+    assert address_of(by_urllib.value) == address_of(by_httpx2.value) == (host, 9)
+    assert address_of(KeyError("x")) is None
