@@ -229,7 +229,10 @@ class ExperienceBatcher:
             workers={role: len(each.members) for role, each in registries.items()},
             worker_tokens=sum(each.num_tokens for each in registries.values()),
             problem=self._pipeline.progress.problem,
-            warnings=self._pipeline.grading.warnings + self._pipeline.outages.warnings,
+            warnings=(
+                *self._pipeline.grading.warnings,
+                *self._pipeline.outages.told.values(),
+            ),
             controls=self.controls.asked,
         )
 

@@ -21,14 +21,13 @@ from async_grpo.types import OutageRequest, Problem
 
 logger = logging.getLogger(__name__)
 SHOWN_INTERVAL_S = 1.0  # an answer to others takes a problem away from the screen
-MAX_KINDS = 50  # told
 
 
 class Outages:
     """By type of question; an episode trained without what it did not need would be a selection."""
 
     def __init__(self, *, timeout_s: float, progress: Progress) -> None:
-        self.warnings: tuple[str, ...] = ()
+        self.told: dict[str, str] = {}  # the first of each type, for people
         self._timeout_s = timeout_s
         self._progress = progress
         self._open = Counter[str]()
@@ -71,10 +70,9 @@ class Outages:
 
     def _tell(self, outage: OutageRequest) -> None:
         whose = f" of type {outage.dataset_type}" if outage.dataset_type else ""
-        logger.warning(
-            "a server is away, it is asked again for up to --stall-timeout-s %g; no question%s is "
-            "begun or trained meanwhile: %s", self._timeout_s, whose, outage.why,
-        )  # fmt: skip
-        said = f"environment{whose}: a server is away: {outage.why}"
-        if said not in self.warnings and len(self.warnings) < MAX_KINDS:
-            self.warnings += (said,)
+        said = (
+            f"a server is away, no question{whose} is begun or trained meanwhile; it is asked "
+            f"again for up to --stall-timeout-s {self._timeout_s:g}: {outage.why}"
+        )
+        logger.warning("%s", said)
+        self.told.setdefault(outage.dataset_type, said)

@@ -49,7 +49,11 @@ def test_a_type_whose_server_is_away_begins_when_it_is_back_and_is_then_trained_
     ends = [end for _, end in split_steps(items[0])]
     assert [end.num_samples for end in ends] == [12] * 3
     assert str(shown.problem) == "environment: tool look: ConnectionRefusedError()"
-    assert shown.warnings == ("environment: a server is away: tool look: ConnectionRefusedError()",)
+    (said,) = shown.warnings
+    assert said == (
+        "a server is away, no question is begun or trained meanwhile; it is asked again for up "
+        "to --stall-timeout-s 60: tool look: ConnectionRefusedError()"
+    )
 
 
 def test_a_type_goes_on_while_the_server_of_another_is_away():
