@@ -34,7 +34,7 @@ NOT_SENT = frozenset(
 CUT = frozenset(
     {"ConnectionError", "TimeoutError", "ConnectionClosed", "TransportError", "Timeout"}
     | {"APIConnectionError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead"}
-    | {"ProtocolError", "HTTPException"}
+    | {"ProtocolError"}
 )
 NO_WAY = frozenset({errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH})
 HTTP_AWAY = {429: "not sent", 503: "not sent", 502: "cut", 504: "cut"}  # refused; nobody knows

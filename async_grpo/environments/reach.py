@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from async_grpo.deadlines import SERVER_PROBE_S
-from async_grpo.environments.causes import address_of, is_repeatable
+from async_grpo.environments.causes import Next, address_of, cause_of, decide, is_repeatable
 from async_grpo.errors import escaped
 
 T = TypeVar("T")
@@ -62,7 +62,9 @@ async def reach(
             try:
                 return await send()
             except Exception as error:  # of the user's code
-                if not tell or not is_repeatable(error, is_idempotent=is_idempotent):
+                may_repeat = is_repeatable(error, is_idempotent=is_idempotent)
+                follows = decide(cause_of(error), has_sampled=True, is_repeatable=may_repeat)
+                if not tell or follows is not Next.REQUEST:
                     raise
                 check(error)
                 outage = outage or Outage(tell(escaped(f"{who}{error!r}")))
