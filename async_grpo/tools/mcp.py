@@ -123,6 +123,8 @@ class McpServer:
         except Exception as error:  # of a server that may do anything
             if made.done():
                 logger.warning("the tools of %s have been lost: %r", self._server, error)
+            elif isinstance(error, FileNotFoundError | PermissionError):
+                made.set_exception(error)  # there is no such command, and none will come
             else:
                 made.set_exception(ServerAway(f"no tools of {self._server}: {error!r}"))
 

@@ -15,6 +15,7 @@ from async_grpo.chat.base import ToolCall
 from async_grpo.environments import reach
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
+from async_grpo.errors import ServerAway
 from async_grpo.tools import mcp as tools_mcp
 from async_grpo.tools.mcp import McpServer
 from async_grpo.tools.toolbox import Toolbox
@@ -113,16 +114,20 @@ def test_an_answer_without_end_is_not_taken_in(by, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("server", "named"),
+    ("server", "named", "kind"),
     [
-        (["no-such-server"], "no-such-server"),
-        ([sys.executable, "-c", "print('no message'); input()"], "no message"),
-        ([sys.executable, "-c", "while True: print('x' * 10**6, end='')"], "while True"),
-        ("http://127.0.0.1:9/mcp", "127.0.0.1:9"),
+        (["no-such-server"], "no-such-server", FileNotFoundError),
+        ([sys.executable, "-c", "print('no message'); input()"], "no message", ServerAway),
+        (
+            [sys.executable, "-c", "while True: print('x' * 10**6, end='')"],
+            "while True",
+            ServerAway,
+        ),
+        ("http://127.0.0.1:9/mcp", "127.0.0.1:9", ServerAway),
     ],
 )
-def test_a_server_that_is_none_is_named(server, named):
-    with pytest.raises(ConnectionError, match=re.escape(named)):
+def test_a_server_that_is_none_is_named(server, named, kind):
+    with pytest.raises(kind, match=re.escape(named)):
         asyncio.run(McpServer(server).tools())
 
 
