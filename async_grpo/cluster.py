@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import re
-import signal
 import threading
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo import deadlines
@@ -38,10 +39,11 @@ Places = tuple[tuple[str, int], ...]  # host and port of each
 CONTROLLER = "controller"
 
 
-def connect(address: str, *, namespace: str) -> None:
+def connect(address: str, *, namespace: str, timeout_s: float = deadlines.CLUSTER_JOINED_S) -> None:
     """Join a running cluster as a driver, unless this process has.
 
-    Raises `ClusterError` within seconds when there is none, or when it refuses this machine.
+    Raises `ClusterError` within seconds when there is none, or when it refuses this machine, and
+    after `timeout_s` when it does not let this process in.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # An answer that nobody waits for any more may be an error, as when the run has ended.
@@ -52,15 +54,24 @@ def connect(address: str, *, namespace: str) -> None:
     if ray.is_initialized():
         return
     found = find_head(address)
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+    # Of its own thread, in which Ray leaves SIGTERM to the command, and says so.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
+    initialise = partial(
+        ray.init,
+        address=found,
+        namespace=namespace,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+    )
     try:
-        ray.init(
-            address=found,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
+        _within(timeout_s, initialise)
+    except TimeoutError:
+        raise ClusterError(
+            f"the Ray cluster at {found} must let this process in within {timeout_s:g} s, it did "
+            "not: this machine is busy, is no node of it, or the cluster listens on loopback alone "
+            "(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 for who joins it)"
+        ) from None
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         text = " ".join(str(error).split())[:300]
         raise ClusterError(
@@ -70,17 +81,36 @@ def connect(address: str, *, namespace: str) -> None:
     logger.info("joined the Ray cluster at %s", found)
     # Ray prints its own long account of every worker that dies; our one sentence stands for it.
     ray._private.worker._worker_logs_enabled = False
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place of the command's
+
+
+def _within(timeout_s: float, call: Callable[[], object]) -> None:
+    """Wait for the end of a call that may hang in C++; then it is left behind with its thread."""
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # a boundary: raised where the caller waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="join-cluster", daemon=True).start()
+    outcome.result(timeout_s)
+
+
+def head_address() -> str:
+    """The host:port of the head of the cluster that this process has joined."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def endpoints() -> Places:
     """Where the cluster's head and this node's raylet listen, for `has_ended`."""
     import ray
 
-    context = ray.get_runtime_context()
-    host, _, port = context.gcs_address.rpartition(":")
-    node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    here = ray.get_runtime_context().get_node_id()
+    host, _, port = head_address().rpartition(":")
+    node = next(node for node in ray.nodes() if node["NodeID"] == here)
     return (host, int(port)), (node["NodeManagerAddress"], int(node["NodeManagerPort"]))
 
 

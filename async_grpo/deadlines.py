@@ -25,6 +25,10 @@ STATUS_S = 10.0  # of the batcher, to a rank that waits for samples
 ANSWER_S = 60.0  # of an actor, which may be starting
 SSH_S = 60.0  # of a machine whose metrics are plotted
 
+# A process that joins a cluster.
+CLUSTER_JOINED_S = 120.0  # of a run, whose machine may be starting everything at once
+RUN_JOINED_S = 20.0  # by a command that asks a run something
+
 # The controller.
 CONTROLLER_SILENCE_S = 60.0  # of its process, which is frozen then: another is made
 CONTROLLER_FOUND_S = 180.0  # by who makes one while another ends

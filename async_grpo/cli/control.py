@@ -35,7 +35,7 @@ ACTIONS = ("show", *get_args(ControlAction))
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("action", type=click.Choice(ACTIONS))
 @click.argument("what", nargs=-1)
-@click.option("--ray-address", default="", show_default="as the run was started",
+@click.option("--ray-address", default="", show_default="the run's own",
               help="host:port of the Ray cluster in which the run trains")  # fmt: skip
 @command_boundary()
 def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> None:
@@ -54,12 +54,20 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     options = _options(run)
     if control is not None:  # what the options refuse is refused before anybody is asked
         with_settings(_config(options), control.settings)
-    from async_grpo import cluster, deadlines  # seconds, as all that needs Ray
-    from async_grpo.controller.find import WHO
+    from async_grpo import cluster, deadlines
+    from async_grpo.run.connection import join_run
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    address = ray_address or options["ray_address"]
-    cluster.connect(address, namespace=options["namespace"])
+    namespace, join_s = options["namespace"], deadlines.RUN_JOINED_S
+    if ray_address:
+        address = ray_address
+        cluster.connect(address, namespace=namespace, timeout_s=join_s)
+    else:
+        address = join_run(
+            run, namespace=namespace, address=options["ray_address"], timeout_s=join_s
+        )
+    from async_grpo.controller.find import WHO  # seconds, as all that needs Ray
+
     controller = cluster.find_actor(cluster.CONTROLLER)
     if controller is None:
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""One trainer an output folder: rank 0 locks a file in it, from before the run until its end."""
+"""One trainer an output folder: rank 0 locks a file in it, from before the run until its end.
+
+`async-grpo launch` locks it too, in another place, before it starts what rank 0 needs.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import logging
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 LOCK_FILE = "trainer.lock"
+TRAINER, LAUNCH = range(2)  # the byte of it that each of them locks
 
 
 @contextmanager
@@ -50,29 +55,57 @@ def _remove_if_unused(folder: Path) -> None:
             folder.rmdir()
 
 
-def lock(folder: Path) -> BinaryIO:
-    """The locked file, which tells others whose it is; closing it gives the folder back."""
-    file = _locked(folder)
+def lock(folder: Path, *, byte: int = TRAINER) -> BinaryIO:
+    """The locked file, which tells others whose it is; closing it gives the folder back.
+
+    `byte`: whose lock it is. A launch takes none while a trainer holds the folder.
+    """
+    file = _locked(folder, byte)
     while not os.fstat(file.fileno()).st_nlink:  # a refused run has just removed it
         file.close()
-        file = _locked(folder)
+        file = _locked(folder, byte)
     with contextlib.suppress(OSError):  # a full disk: it is locked all the same
         _sign(file)
     return file
 
 
-def _locked(folder: Path) -> BinaryIO:
+def is_given_back(folder: Path) -> bool:
+    """Whether a trainer of this machine has had the folder, and has ended however."""
+    try:
+        with open(folder / LOCK_FILE, "rb") as file:
+            is_here = json.loads(file.read())["host"] == socket.gethostname()
+            return is_here and not _is_taken(file, TRAINER)
+    except (OSError, ValueError, LookupError):  # nobody knows
+        return False
+
+
+def check_free(folder: Path) -> None:
+    """Raise `ConfigError` when a trainer or a launch has the folder; nothing is changed."""
+    with contextlib.suppress(OSError):  # none is there, or none can be locked
+        file = open(folder / LOCK_FILE, "rb")  # noqa: SIM115 - `_in_use` closes it
+        if _is_taken(file, TRAINER) or _is_taken(file, LAUNCH):
+            raise _in_use(folder, file)
+        file.close()
+
+
+def _is_taken(file: BinaryIO, byte: int) -> bool:
+    """Whether another process has locked that byte; who only asks disturbs nobody."""
+    asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    found: int = struct.unpack_from("h", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
+    return found != fcntl.F_UNLCK
+
+
+def _locked(folder: Path, byte: int) -> BinaryIO:
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK_FILE, "a+b", buffering=0)  # noqa: SIM115 - it stays open
     try:
         # Ends with this process, however that ends; unlike flock's, no forked child shares it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if byte == LAUNCH and _is_taken(file, TRAINER):
+            raise BlockingIOError
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
     except (BlockingIOError, PermissionError) as error:
-        raise ConfigError(
-            f"--output-dir {folder} is in use by another trainer{_holder(file)}: wait for its end, "
-            "or give another --output-dir"
-        ) from error
+        raise _in_use(folder, file) from error
     except OSError as error:
         logger.warning(
             "the file system of --output-dir %s cannot lock files (%s): see to it that no other "
@@ -91,6 +124,13 @@ def _sign(file: BinaryIO) -> None:
     }
     file.truncate(0)
     file.write(to_json(own) + b"\n")
+
+
+def _in_use(folder: Path, file: BinaryIO) -> ConfigError:
+    return ConfigError(
+        f"--output-dir {folder} is in use by another trainer{_holder(file)}: wait for its end, or "
+        "give another --output-dir"
+    )
 
 
 def _holder(file: BinaryIO) -> str:

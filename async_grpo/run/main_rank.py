@@ -39,6 +39,7 @@ from async_grpo.controller.find import find_or_make_controller
 from async_grpo.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.run.announcements import Announcements
+from async_grpo.run.connection import leave_connection
 from async_grpo.run.control_journal import ControlJournal
 from async_grpo.run.first_failure import RunRecord
 from async_grpo.run.recorder import start_recorder
@@ -138,6 +139,7 @@ class MainRank:
         self.report = report = Report(config, start=start, code=self.code, gauges=gauges)
         report.workers(self._workers)
         self._watcher.show, self._watcher.show_workers = report.status, report.workers
+        leave_connection(Path(config.output_dir))
         if url := cluster.metrics_url():
             logger.info("metrics for Prometheus: %s", url)
         return report

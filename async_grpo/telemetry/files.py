@@ -61,12 +61,12 @@ class JsonlWriter(LineFile):
             logger.warning("%s lacks %d lines", self.path, self.num_lost)
 
 
-def write_json_atomic(path: Path, value: Mapping[str, Any]) -> None:
+def write_json_atomic(path: Path, value: Mapping[str, Any], *, mode: int = 0o666) -> None:
     """Replace `path` with `value` as indented JSON: readers see the old file or the new one.
 
     Raises `ConfigError` when the folder cannot be written.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
+        with replacing(path, mode=mode) as file:
             file.write(to_json(value, indent=2) + b"\n")

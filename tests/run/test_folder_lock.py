@@ -14,7 +14,7 @@ from async_grpo.cli import train
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import ConfigError
 from async_grpo.run import folder_lock
-from async_grpo.run.folder_lock import LOCK_FILE, folder_held, lock
+from async_grpo.run.folder_lock import LAUNCH, LOCK_FILE, check_free, folder_held, lock
 
 HOLDER = """
 import os, sys, time
@@ -105,8 +105,8 @@ def test_a_run_that_is_refused_leaves_no_folder_and_one_that_was_there_stays(tmp
 def test_a_lock_whose_file_a_refused_run_removed_is_taken_again(tmp_path, monkeypatch):
     taken = []
 
-    def take(folder):
-        taken.append(file := locked(folder))
+    def take(folder, byte):
+        taken.append(file := locked(folder, byte))
         if len(taken) == 1:
             (folder / LOCK_FILE).unlink()
         return file
@@ -116,3 +116,46 @@ def test_a_lock_whose_file_a_refused_run_removed_is_taken_again(tmp_path, monkey
     with lock(tmp_path) as file:
         assert os.path.samestat(os.fstat(file.fileno()), (tmp_path / LOCK_FILE).stat())
     assert len(taken) == 2
+
+
+def in_another_process(code, folder):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PRELUDE}{code}", str(folder)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return done.returncode, (done.stderr.splitlines() or [""])[-1]
+
+
+PRELUDE = """
+import sys
+from pathlib import Path
+from async_grpo.run.folder_lock import *
+from async_grpo.run.folder_lock import LAUNCH
+folder = Path(sys.argv[1])
+"""
+
+
+def test_a_launch_and_its_trainer_hold_a_folder_together_and_nobody_else_joins_them(tmp_path):
+    with lock(tmp_path, byte=LAUNCH):
+        assert in_another_process("lock(folder)", tmp_path) == (0, "")
+        for code in ("lock(folder, byte=LAUNCH)", "check_free(folder)"):
+            code, said = in_another_process(code, tmp_path)
+            assert code == 1 and "is in use by another trainer (process" in said
+    assert in_another_process("check_free(folder); lock(folder, byte=LAUNCH)", tmp_path) == (0, "")
+
+
+def test_a_launch_is_refused_where_a_trainer_has_the_folder_and_leaves_its_files(tmp_path):
+    with another_trainer(tmp_path) as trainer:
+        before = (tmp_path / LOCK_FILE).read_bytes()
+        for refused in (lambda: lock(tmp_path, byte=LAUNCH), lambda: check_free(tmp_path)):
+            with pytest.raises(ConfigError, match=f"in use by another trainer.+ {trainer.pid} "):
+                refused()
+        assert (tmp_path / LOCK_FILE).read_bytes() == before
+        with pytest.raises(ConfigError):  # who has asked has not taken its lock away
+            lock(tmp_path)
+    check_free(tmp_path)
+
+
+def test_asking_who_has_a_folder_makes_none(tmp_path):
+    check_free(tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,131 @@
+"""How a run is joined by its folder: what it leaves there, and what is refused in one sentence."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from test_folder_lock import another_trainer
+
+from async_grpo import cluster
+from async_grpo.errors import ClusterError
+from async_grpo.run.connection import CONNECTION_FILE, join_run
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from async_grpo import cluster
+from async_grpo.run.connection import leave_connection
+from async_grpo.run.folder_lock import lock
+
+cluster.head_address, cluster.metrics_url = lambda: "127.0.0.1:7", lambda: "http://127.0.0.1:8/metrics"
+file = lock(Path("run"))
+leave_connection(Path("run"))
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What `cluster.connect` was asked."""
+    asked = []
+    monkeypatch.setattr(
+        cluster, "connect", lambda address, **options: asked.append((address, options))
+    )
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "of another cluster")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    return asked
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of a run that trains, and its trainer."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "auth_token").write_text("secret")
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": "tokens/auth_token",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    with subprocess.Popen(
+        [sys.executable, "trainer.py"], env={"PATH": os.defpath, **own}, stdout=subprocess.PIPE
+    ) as trainer:
+        try:
+            trainer.stdout.readline()
+            yield tmp_path / "run", trainer
+        finally:
+            trainer.kill()
+
+
+def join(folder, address="elsewhere:1"):
+    return join_run(folder, namespace="n", address=address, timeout_s=5)
+
+
+def test_a_run_leaves_all_that_a_client_of_its_cluster_needs_but_the_secret(run, tmp_path):
+    file = run[0] / CONNECTION_FILE
+    assert file.stat().st_mode & 0o777 == 0o600 and "secret" not in file.read_text()
+    assert json.loads(file.read_text()) == {
+        "ray_address": "127.0.0.1:7",
+        "metrics_url": "http://127.0.0.1:8/metrics",
+        "variables": {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": f"{tmp_path}/tokens/auth_token",
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        },
+    }
+
+
+def test_whoever_joins_a_run_has_its_address_and_its_variables(run, joined, tmp_path):
+    assert join(run[0]) == "127.0.0.1:7"
+    assert joined == [("127.0.0.1:7", {"namespace": "n", "timeout_s": 5})]
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == f"{tmp_path}/tokens/auth_token"
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == (
+        "token", "0",
+    )  # fmt: skip
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_a_connection_that_a_killed_run_has_left_is_not_tried(run, joined):
+    folder, trainer = run
+    trainer.kill()
+    trainer.wait()
+    with pytest.raises(ClusterError, match="it has ended, or has not begun yet: start it again"):
+        join(folder)
+    assert joined == []
+
+
+def test_a_token_that_is_gone_is_said(run, joined, tmp_path):
+    (tmp_path / "tokens" / "auth_token").unlink()
+    with pytest.raises(ClusterError, match="the token of the run's cluster must be in"):
+        join(run[0])
+    assert joined == []
+
+
+def test_a_run_without_a_connection_is_looked_for_where_its_options_say(joined, tmp_path):
+    with another_trainer(tmp_path):
+        assert join(tmp_path) == "elsewhere:1"
+    assert [address for address, _ in joined] == ["elsewhere:1"]
+
+
+def test_a_run_of_another_machine_may_live(joined, tmp_path):
+    """Its lock cannot be seen from here."""
+    (tmp_path / "trainer.lock").write_text(json.dumps({"host": f"not-{socket.gethostname()}"}))
+    assert join(tmp_path) == "elsewhere:1"
+
+
+def test_a_cluster_that_never_lets_in_is_given_up(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(cluster, "find_head", lambda address: address)
+    monkeypatch.setattr(ray, "init", lambda **_: time.sleep(30))
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match=r"must let this process in within 0\.2 s, it did not"):
+        cluster.connect("127.0.0.1:7", namespace="n", timeout_s=0.2)
+    assert time.monotonic() - started < 20
