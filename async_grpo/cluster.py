@@ -6,9 +6,7 @@ import asyncio
 import logging
 import os
 import re
-import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +22,7 @@ from async_grpo.errors import (
     WorkerError,
 )
 from async_grpo.head import find_head, refusal
+from async_grpo.together import in_background
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +53,7 @@ def connect(address: str, *, namespace: str, timeout_s: float = deadlines.CLUSTE
     if ray.is_initialized():
         return
     found = find_head(address)
-    # Of its own thread, in which Ray leaves SIGTERM to the command, and says so.
+    # It may hang in C++. In a thread it leaves SIGTERM to the command, and says so.
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     initialise = partial(
         ray.init,
@@ -65,7 +64,7 @@ def connect(address: str, *, namespace: str, timeout_s: float = deadlines.CLUSTE
         configure_logging=False,
     )
     try:
-        _within(timeout_s, initialise)
+        in_background(initialise, name="join-cluster").result(timeout_s)
     except TimeoutError:
         raise ClusterError(
             f"the Ray cluster at {found} must let this process in within {timeout_s:g} s, it did "
@@ -81,20 +80,6 @@ def connect(address: str, *, namespace: str, timeout_s: float = deadlines.CLUSTE
     logger.info("joined the Ray cluster at %s", found)
     # Ray prints its own long account of every worker that dies; our one sentence stands for it.
     ray._private.worker._worker_logs_enabled = False
-
-
-def _within(timeout_s: float, call: Callable[[], object]) -> None:
-    """Wait for the end of a call that may hang in C++; then it is left behind with its thread."""
-    outcome: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # a boundary: raised where the caller waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="join-cluster", daemon=True).start()
-    outcome.result(timeout_s)
 
 
 def head_address() -> str:

@@ -1,9 +1,11 @@
-"""Coroutines of which all are needed: one that fails ends the others."""
+"""Work beside other work: coroutines of which all are needed, and a thread that may hang."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,3 +19,25 @@ async def together(work: Iterable[Coroutine[Any, Any, T]], *, name: str) -> list
     finally:
         for task in tasks:
             task.cancel()
+
+
+def in_background(work: Callable[[], T], *, name: str) -> Future[T]:
+    """The future result of `work`, told once all that `work` held is given up.
+
+    A thread that hangs holds up nobody's end.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        nonlocal work
+        try:
+            result = work()
+        except BaseException as error:  # the thread's boundary: whoever waits is told
+            outcome.set_exception(error)
+        else:
+            # A daemon that frees tensors while the interpreter ends would abort the process.
+            del work
+            outcome.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.checkpoint.shared import NotSharedError, check_shared, files_of_all
 from async_grpo.checkpoint.tensors import Staging, Tensors, save_tensors
 from async_grpo.errors import AsyncGrpoError, CheckpointError
+from async_grpo.together import in_background
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
@@ -235,25 +235,3 @@ class Checkpoints:
                 cut.batches,
                 reason,
             )
-
-
-def in_background(work: Callable[[], T], *, name: str) -> Future[T]:
-    """The future result of `work`, told once all that `work` held is given up.
-
-    A thread that hangs holds up nobody's end.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        nonlocal work
-        try:
-            result = work()
-        except BaseException as error:  # the thread's boundary: whoever waits is told
-            outcome.set_exception(error)
-        else:
-            # A daemon that frees tensors while the interpreter ends would abort the process.
-            del work
-            outcome.set_result(result)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome

@@ -33,6 +33,7 @@ from async_grpo.environments.find import SHIPPED
 from async_grpo.model.folder import check_files, check_tokenizer_files
 from async_grpo.model.hub import local_folder
 from async_grpo.roles import ENVIRONMENT, GENERATION
+from async_grpo.together import in_background
 
 POLL_INTERVAL_S = 0.2
 OF_RUNS = ("set", "batch", "weights")  # what only lines of a run have
@@ -144,8 +145,7 @@ def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> Train
 def _evaluated(
     run: LocalRun, config: EvaluateConfig, data: str, workers: Sequence[Process]
 ) -> dict[str, Any]:
-    from async_grpo.checkpoint.saving import in_background  # seconds, as all that needs torch
-    from async_grpo.run.evaluating import evaluate
+    from async_grpo.run.evaluating import evaluate  # seconds, as all that needs torch
     from async_grpo.telemetry.evaluations import evaluation_row
 
     cluster.connect(run.train.ray_address, namespace=run.train.namespace)  # in the main thread

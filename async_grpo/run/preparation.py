@@ -20,7 +20,6 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.chat.find import AUTO, find_renderer
 from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.resume import Start, check_contents
-from async_grpo.checkpoint.saving import in_background
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.evaluation import UNNAMED
 from async_grpo.config.train import TrainConfig
@@ -46,6 +45,7 @@ from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, SetDemand, recruit
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.run.teaching import teachers_of
+from async_grpo.together import in_background
 from async_grpo.types import (
     GivenPair,
     Question,
