@@ -43,6 +43,7 @@ RELEASED_S = 5.0  # of whoever is told that a worker goes, which goes anyway
 # Workers of a dispatcher.
 PLACED_S = 20.0  # a worker that was killed may hold its CPU for 6 s
 ROOM_S = 5.0  # in which workers that have just ended give back what they held
+HEAD_SEEN_S = 2.0  # of a cluster's head that ends, once what was on it has failed
 HEAD_ENDED_S = 5.0  # of a cluster that loses its workers before its head
 
 # The dump of samples, which no step waits for longer than this.

@@ -14,6 +14,9 @@ READ_BYTES = 64 << 10  # of the end: a log may be large
 # What Ray writes between the lines of a process: ":job_id:01000000", ":actor_name:Worker".
 MARKS = (":job_id:", ":actor_name:", ":task_name:")
 PROGRESS = "%|"  # of tqdm's bars
+PROGRESS_LEVELS = ("INFO ", "DEBUG ")
+# Of a process of Ray's that `ray start --block` has found dead.
+DEAD = re.compile(r"END (\w+)\.\w+ tail \(exit code\(s\)=(.+)\) -")
 # At the start of a line, as Python prints it, or after the mark of vLLM's logger.
 ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) ERROR [^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)")
 
@@ -58,6 +61,32 @@ def first_error(lines: Sequence[str]) -> str:
     ''
     """
     return next((found[1] for line in lines if (found := ERROR.match(line))), "")
+
+
+def last_error(lines: Sequence[str]) -> str:
+    """What a command that has failed names as its cause: its own sentence, or what ended it.
+
+    >>> last_error(["INFO ready", "ValueError: no room", "error: it is full", "stopped"])
+    'it is full'
+    >>> last_error(["ValueError: handled", "OSError: gone", "INFO ready"])
+    'OSError: gone'
+    >>> last_error(["ERR -- ----- END raylet.out tail (exit code(s)=-9 (signal 9)) -----"])
+    'its raylet has ended (exit code -9 (signal 9))'
+    """
+    if own := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
+        return own[0]
+    if dead := [found for line in lines if (found := DEAD.search(line))]:
+        return f"its {dead[0][1]} has ended (exit code {dead[0][2]})"
+    return next((found[1] for line in reversed(lines) if (found := ERROR.match(line))), "")
+
+
+def last_said(lines: Sequence[str]) -> str:
+    """The last line that is no progress.
+
+    >>> last_said(["the cluster has ended", "INFO worker ready"]), last_said([])
+    ('the cluster has ended', '')
+    """
+    return next((line for line in reversed(lines) if not line.startswith(PROGRESS_LEVELS)), "")
 
 
 def tail(file: Path, *, num_lines: int) -> tuple[str, ...]:

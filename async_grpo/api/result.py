@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE
+from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE, newest_checkpoint
 from async_grpo.cli.plot import MANY
 from async_grpo.telemetry.progress import number, step_line
 from async_grpo.telemetry.rows import NewRows
@@ -87,8 +87,8 @@ class Result:
     @property
     def checkpoint(self) -> Path | None:
         """The newest checkpoint that a run can go on from; None before there is one."""
-        found = [*self.folder.glob("checkpoints/batch_*/COMMITTED")]
-        return max(found, key=lambda each: each.stat().st_mtime_ns).parent if found else None
+        newest = newest_checkpoint(self.folder)
+        return newest[1] if newest else None
 
     def plot(self, *variables: str, smooth_window: int = 0, x: str = "step") -> Figure:
         """Metrics over the run, which notebooks show; those that matter, if none are named.

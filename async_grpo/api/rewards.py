@@ -56,7 +56,7 @@ class RewardFile:
     def write(self) -> None:
         """Leave it in the run's folder, where it is called by its contents: none is replaced."""
         if self.text:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.write_text(self.text)
 
 

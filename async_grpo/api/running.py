@@ -37,6 +37,8 @@ from async_grpo.cli.processes import Process
 from async_grpo.cli.run_file import flags_of, values_of
 from async_grpo.cli.train import main as train_command
 from async_grpo.errors import ConfigError, RunFailed
+from async_grpo.run.first_checks import check_overwrite
+from async_grpo.run.folder_lock import check_free
 from async_grpo.telemetry.rows import NewRows
 
 POLL_INTERVAL_S = 0.2
@@ -102,7 +104,10 @@ def plan_run(
         if reward is not None:
             rewards = reward_file(reward, folder=first.folder)
             tables = with_rewards(tables, rewards.names)
-        return planned(**_launch_options(file, tables, words)), rewards
+        plan = planned(**_launch_options(file, tables, words))
+        check_overwrite(plan.train, is_typed=plan.types_overwrite)
+        check_free(plan.folder)
+        return plan, rewards
 
 
 class Run:
@@ -118,15 +123,17 @@ class Run:
         self._began_at_ns = time.time_ns()
         self._is_stopped = False
         self._open = contextlib.ExitStack()
-        plan.logs.mkdir(parents=True, exist_ok=True)
+        plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        plan.logs.mkdir(exist_ok=True)
         place = self._open.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-"))
         file = Path(place, "run.toml")
         file.write_text(as_toml(plan.tables))
+        typed = ["--overwrite"] if plan.types_overwrite and plan.train.overwrite else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.pop("MPLBACKEND", None)  # a notebook's own, which no other process can draw by
         child = Process(
             "the run",
-            [*COMMAND, "launch", str(file), "--ends-with-stdin"],
+            [*COMMAND, "launch", str(file), "--ends-with-stdin", *typed],
             log=self.log,
             environment=environment,
             stdin=subprocess.PIPE,

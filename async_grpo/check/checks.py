@@ -29,7 +29,7 @@ from async_grpo.errors import AsyncGrpoError
 from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import GENERATION, JUDGE
 from async_grpo.run.data import check_routes, few_lines
-from async_grpo.run.first_checks import check_output
+from async_grpo.run.first_checks import check_output, check_overwrite
 from async_grpo.run.recruitment import Demand, check_roles, check_worker
 from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
@@ -45,6 +45,7 @@ def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
     """The output folder, the dump and the trackers."""
     config = setup.train
     yield from _of("output", lambda: check_output(config), f"{config.output_dir} can be written")
+    yield from _of("output", lambda: check_overwrite(config, is_typed=setup.types_overwrite))
     trackers = ", ".join(config.tracker_names) or "none"
     yield from _of("trackers", lambda: check_trackers(config.tracker_names), trackers)
 

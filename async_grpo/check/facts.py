@@ -59,6 +59,7 @@ class Setup:
     ray_address: str = ""  # empty: the trainer's
     file: str = ""
     plot_variables: tuple[str, ...] = ()  # that are drawn at the end
+    types_overwrite: bool = False
 
     @property
     def learns_from_pairs(self) -> bool:

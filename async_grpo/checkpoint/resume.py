@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,12 @@ from typing import Any
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.manifest import MANIFEST_NAME, Manifest
-from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER, METRICS_FILE, PARAMETERS_FILE
+from async_grpo.checkpoint.run_folder import (
+    CHECKPOINTS_FOLDER,
+    METRICS_FILE,
+    PARAMETERS_FILE,
+    is_restart,
+)
 from async_grpo.config.option import Change, flag, options_of_change, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.errors import CheckpointError, ConfigError
@@ -85,7 +89,7 @@ def find_start(config: TrainConfig) -> Start:
     Raises `ConfigError` where a run would be lost, `CheckpointError` where none can be read.
     """
     output = Path(config.output_dir)
-    replaces = config.overwrite and not _is_restart()
+    replaces = config.overwrite and not is_restart()
     names_checkpoint = config.resume not in ("auto", "never")
     if replaces or not _holds_run(output):
         start = _named(config) if names_checkpoint else Start()
@@ -94,9 +98,9 @@ def find_start(config: TrainConfig) -> Start:
                 f"--resume {config.resume} must not lie in the run that --overwrite removes: leave "
                 "out --overwrite, or name another --output-dir"
             )
-        if not replaces and not _is_restart():
+        if not replaces and not is_restart():
             _check_dump_is_new(config, output)
-    elif config.resume == "never" and not _is_restart():
+    elif config.resume == "never" and not is_restart():
         raise _occupied(config, "--resume never was given")
     else:
         start = _own(config, output)
@@ -133,7 +137,7 @@ def _own(config: TrainConfig, output: Path) -> Start:
         if newest.folder and _saved_options(output).get("resume") == config.resume:
             return newest  # this very command line has gone on from there before
         if named.source is None or named.source.resolve() != output.resolve():
-            if newest.folder is None and _differing(config, output, INCIDENTAL) == []:
+            if newest.folder is None and differing_options(config, output, INCIDENTAL) == []:
                 return named
             raise _occupied(config, "it is not the run of --resume")
         if newest.folder is None or newest.folder.resolve() != Path(str(named.folder)).resolve():
@@ -244,16 +248,11 @@ def _holds_run(output: Path) -> bool:
     return (output / METRICS_FILE).exists() or any(checkpoints.glob("batch_*"))
 
 
-def _is_restart() -> bool:
-    """Whether torchrun has started these ranks again: the run in the folder is this one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
 def _check_nothing_due(config: TrainConfig, output: Path) -> None:
     """Start over only in the place of the same run, and when no checkpoint can have been lost."""
     if not _saved_options(output):
         raise _occupied(config, f"no {PARAMETERS_FILE} says how it was started")
-    if differing := _differing(config, output, INCIDENTAL):
+    if differing := differing_options(config, output, INCIDENTAL):
         raise _occupied(config, f"it was started with another {flag(differing[0])}")
     if not config.checkpoint_every_batches or _two_were_due(config, output / METRICS_FILE):
         raise _occupied(config, "it has left no checkpoint to go on from")
@@ -273,7 +272,8 @@ def _two_were_due(config: TrainConfig, metrics: Path) -> bool:
     return is_late or num_batches >= 2 * config.checkpoint_every_batches
 
 
-def _differing(config: TrainConfig, output: Path, ignored: tuple[str, ...]) -> list[str]:
+def differing_options(config: TrainConfig, output: Path, ignored: tuple[str, ...]) -> list[str]:
+    """Those that the run in `output` was not started with; all, where none was."""
     saved, own = _saved_options(output), dataclasses.asdict(config)
     return [name for name in own if name not in ignored and saved.get(name) != own[name]]
 

@@ -18,10 +18,26 @@ PARAMETERS_FILE = "training_params.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 
 
+def is_restart() -> bool:
+    """Whether torchrun has started these ranks again: the run in the folder is this one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
+    """After which batch the run in `folder` has saved last, and where; nothing of it is read."""
+    found = [
+        (marker.stat().st_mtime_ns, int(number), marker.parent)
+        for marker in folder.glob(f"{CHECKPOINTS_FOLDER}/batch_*/COMMITTED")
+        # A batch that was saved again lies in batch_12.2.
+        if (number := marker.parent.name.removeprefix("batch_").partition(".")[0]).isdigit()
+    ]
+    return max(found)[1:] if found else None
+
+
 def clear(folder: Path, *, files: tuple[str, ...], folders: tuple[str, ...]) -> None:
     """Make the folder of a new run, without what an older one has left in it."""
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in folders:  # the checkpoints first: they must not outlive their metrics
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in files:
@@ -34,7 +50,7 @@ def cut_back(folder: Path, sizes: Mapping[str, int], *, source: Path) -> None:
     `source`: the folder of the run that wrote the checkpoint, which keeps its own files.
     """
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, size_bytes in sizes.items():
             file = folder / name
             if source.absolute() != folder.absolute():

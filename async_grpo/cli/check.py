@@ -86,6 +86,7 @@ def findings_of(
         ray_address=run.ray_address,
         file=file,
         plot_variables=variables_of(run.plot),
+        types_overwrite=run.types_overwrite,
     )
     facts = gather(setup, tries_rewards=tries_rewards)
     found = tried(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 
 from async_grpo import deadlines
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, as_toml, resuming
@@ -41,6 +42,7 @@ def ray_job(run: LocalRun) -> str:
     here = 'cd $(printf %q "$PWD")'
     launch = f"async-grpo launch {_file(run)} --ray-address auto"
     command = f'ray job submit --address {address} -- bash -c "{here} && exec {launch}"'
+    run = replace(run, ray_address="auto")  # so `launch` will write the same file
     return f"#!/usr/bin/env bash\n{_body(run, command)}"
 
 
@@ -58,14 +60,19 @@ def _file(run: LocalRun) -> str:
 
 
 def _body(run: LocalRun, command: str) -> str:
-    """Write the run's file, unless an earlier job has, and go on with it."""
+    """Write the run's file, keep an older one that says otherwise, and go on with it."""
     file, folder = _file(run), shlex.quote(str(run.folder))
     return (
         "# Submit it in the folder that the paths of the run are relative to, which all machines\n"
-        f"# see; submitted again, the run goes on. Its options are in {file} from then on.\n"
+        f"# see; submitted again, the run goes on. Its options are those below, also in {file}.\n"
         "set -euo pipefail\n"
-        f"mkdir -p {folder}\n"
-        f"[ -e {file} ] || cat >{file} <<'{END_OF_FILE}'\n"
+        f"mkdir -p -m 700 {folder}\n"
+        f"cat >{file}.new <<'{END_OF_FILE}'\n"
         f"{as_toml(resuming(run).tables)}{END_OF_FILE}\n"
+        f"if [ -e {file} ] && ! cmp -s {file}.new {file}; then\n"
+        f"  cp {file} {file}.before\n"
+        f"  echo {file} had other options, now in {file}.before: those of this script hold >&2\n"
+        "fi\n"
+        f"mv {file}.new {file}\n"
         f"exec {command}\n"
     )

@@ -83,7 +83,7 @@ def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, Any
     )
     run.logs.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
-        environment = stack.enter_context(cluster_of(run))
+        environment, _ = stack.enter_context(cluster_of(run))
         workers = [
             stack.enter_context(dispatcher_of(run, number, environment))
             for number in range(len(run.workers))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from async_grpo import deadlines
+from async_grpo.checkpoint.run_folder import newest_checkpoint
 from async_grpo.errors import RankLostError
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class RankInterrupts:
         number = self.number or signal.SIGTERM  # another rank was asked
         if not self._is_main:
             sys.exit(128 + number)
-        raise Interrupted(number, where_to_go_on(output_dir))
+        raise Interrupted(number, f"interrupted; {where_to_go_on(output_dir)}")
 
     def _on_main_thread(self, number: int, _frame: FrameType | None) -> None:
         if self._is_main and not self._is_ending() and not self.number:
@@ -119,22 +120,16 @@ class RankInterrupts:
                 return number
 
 
-def where_to_go_on(output_dir: str | Path) -> str:
-    """One sentence for a user who has interrupted a run.
+def where_to_go_on(output_dir: str | Path, *, command: str = "the same command") -> str:
+    """What a user can do whose run has ended early.
 
     >>> where_to_go_on("/does/not/exist")
-    'interrupted; no checkpoint was saved yet'
+    'no checkpoint was saved yet'
     """
-    found = [
-        (marker.stat().st_mtime_ns, int(number), marker.parent)
-        for marker in Path(output_dir).glob("checkpoints/batch_*/COMMITTED")
-        # A batch that was saved again lies in batch_12.2.
-        if (number := marker.parent.name.removeprefix("batch_").partition(".")[0]).isdigit()
-    ]
-    if not found:
-        return "interrupted; no checkpoint was saved yet"
-    _, batches, folder = max(found)
-    return f"interrupted; the same command goes on after batch {batches}, from {folder}"
+    if not (newest := newest_checkpoint(Path(output_dir))):
+        return "no checkpoint was saved yet"
+    batches, folder = newest
+    return f"{command} goes on after batch {batches}, from {folder}"
 
 
 def interrupt_once() -> None:

@@ -8,7 +8,6 @@ it. Without workers, as for supervised fine-tuning, no head is started.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -26,16 +25,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from async_grpo import deadlines, head
-from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, PARAMETERS_FILE
-from async_grpo.cli.boundary import command_boundary
+from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
+from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
 from async_grpo.cli.emit import EMITTED
-from async_grpo.cli.interrupts import (
-    Interrupted,
-    interrupt_once,
-    stdin_option,
-    where_to_go_on,
-)
+from async_grpo.cli.interrupts import Interrupted, interrupt_once, stdin_option
 from async_grpo.cli.local_plan import described, devices_in, placed, plan_on
 from async_grpo.cli.local_run import (
     RUN_FILE,
@@ -49,14 +43,19 @@ from async_grpo.cli.local_run import (
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.processes import Process, Watched
 from async_grpo.cli.remote_process import RemoteProcess
+from async_grpo.cli.summary import conclusion, finished, how_to_go_on
 from async_grpo.cli.train import main as train
 from async_grpo.devices.checks import usable_devices
 from async_grpo.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.files import replacing
 from async_grpo.ports import free_port
+from async_grpo.run.connection import CONNECTION_FILE, LAUNCH_LOGS
+from async_grpo.run.first_checks import check_overwrite
+from async_grpo.run.folder_lock import LAUNCH, lock
 
 logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
+MAX_RESTARTS = 3  # of a dispatcher that was killed
 HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is
 
 
@@ -124,11 +123,21 @@ def run_here(run: LocalRun) -> None:
     """Carry the run out; exits with the trainer's code where that is not 0."""
     logging.basicConfig(level="INFO", format="%(message)s")
     interrupt_once()
+    check_overwrite(run.train, is_typed=run.types_overwrite)
+    if run.is_finished:
+        click.echo(finished(run))
+        return
     given, run = run, placed(run, usable_devices())
     if run.num_devices:
         logger.info("%s", run.placement)
+    with lock(run.folder, byte=LAUNCH):
+        (run.folder / CONNECTION_FILE).unlink(missing_ok=True)  # of one that was killed
+        _carry_out(run, given)
+
+
+def _carry_out(run: LocalRun, given: LocalRun) -> None:
     started = time.monotonic()
-    run.logs.mkdir(parents=True, exist_ok=True)
+    run.logs.mkdir(exist_ok=True)
     if run.goes_on and run.prepare:
         logger.info("the run goes on with what was prepared for it")
     for program, *options in () if run.goes_on else run.prepare:
@@ -139,13 +148,11 @@ def run_here(run: LocalRun) -> None:
         with _file_kept(given):
             _train(run)
     except KeyboardInterrupt as interrupt:
-        if run.train.overwrite:
-            raise
         number = getattr(interrupt, "number", signal.SIGINT)
-        raise Interrupted(number, where_to_go_on(run.folder)) from None
+        raise Interrupted(number, f"interrupted; {how_to_go_on(run)}") from None
     if run.plot:
         _finish(*COMMAND, "plot", *run.plot_options)
-    _conclude(run, seconds=time.monotonic() - started)
+    click.echo(conclusion(run, seconds=time.monotonic() - started))
 
 
 @contextlib.contextmanager
@@ -166,7 +173,7 @@ def _file_kept(run: LocalRun) -> Iterator[None]:
 
 def _train(run: LocalRun) -> None:
     with contextlib.ExitStack() as stack:
-        environment = stack.enter_context(cluster_of(run))
+        environment, heads = stack.enter_context(cluster_of(run))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
         logger.info("starting workers (%s) and the trainer ...", in_words(run, found))
@@ -181,14 +188,20 @@ def _train(run: LocalRun) -> None:
             "the trainer",
             [*COMMAND, "train", *run.train_options],
             log=run.logs / "trainer.log",
-            environment=environment,
+            environment=environment | {LAUNCH_LOGS: str(run.logs)},
             shows_output=True,
             stop_timeout_s=deadlines.TRAINER_ENDED_S,
         )
-        code = stack.enter_context(trainer).exit_code(watched=workers)
-    if code:
-        click.echo(f"error: {trainer.failure}", err=True)
-        sys.exit(code)
+        try:
+            code = stack.enter_context(trainer).exit_code(watched=workers)
+            failure = trainer.failure if code else ""
+        except WorkerError as error:
+            code, failure = EXIT_ERROR, str(error)
+        if failure:
+            for head in heads:  # who has lost its cluster may end before the head says why
+                failure = head.failure if head.ends_within(deadlines.HEAD_SEEN_S) else failure
+            click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
+            sys.exit(code)
 
 
 def _nodes(run: LocalRun) -> tuple[Node, ...]:
@@ -206,7 +219,9 @@ def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) ->
     """One of the run's dispatchers, to be started."""
     name, command = _name_of(run, number), [*COMMAND, "worker", *run.worker_options[number]]
     log = run.logs / f"{name}.log"
-    return Process(f"the {name} worker", command, log=log, environment=environment)
+    return Process(
+        f"the {name} worker", command, log=log, environment=environment, max_restarts=MAX_RESTARTS
+    )
 
 
 def _remote(run: LocalRun, number: int, _: Mapping[str, str], *, node: Node) -> RemoteProcess:
@@ -218,6 +233,7 @@ def _remote(run: LocalRun, number: int, _: Mapping[str, str], *, node: Node) -> 
         node_id=node.node_id,
         log=run.logs / f"{name}@{node.host}.log",
         environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
+        max_restarts=MAX_RESTARTS,
     )
 
 
@@ -228,11 +244,11 @@ def _name_of(run: LocalRun, number: int) -> str:
 
 
 @contextlib.contextmanager
-def cluster_of(run: LocalRun) -> Iterator[dict[str, str]]:
-    """The environment that leads to the run's cluster, which ends with the `with` block."""
+def cluster_of(run: LocalRun) -> Iterator[tuple[dict[str, str], list[Process]]]:
+    """The environment that leads to the run's cluster; its head, if it is its own, to the end."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
-        yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {})
+        yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {}), []
         return
     port = free_port()
     # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters; below a
@@ -264,7 +280,7 @@ def cluster_of(run: LocalRun) -> Iterator[dict[str, str]]:
         try:
             with ray_head:
                 ray_head.wait_for("Ray runtime started", timeout_s=deadlines.HEAD_READY_S)
-                yield environment
+                yield environment, [ray_head]
         finally:
             _keep_logs(Path(session), run.logs / "ray")
 
@@ -274,43 +290,6 @@ def _keep_logs(session: Path, target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
     with contextlib.suppress(OSError, shutil.Error):
         shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
-
-
-def _sampled(first: Mapping[str, Any]) -> str:
-    """When the first evaluation's tokens are from: one engine trains on while it evaluates.
-
-    >>> _sampled({"weights": "7.0"}), _sampled({"weights": "7.0..7.4"}), _sampled({})
-    ('before', 'in the first 4 batches', 'before')
-    """
-    _, is_span, last = first.get("weights", "").partition("..")
-    return f"in the first {last.rpartition('.')[2]} batches" if is_span else "before"
-
-
-def _conclude(run: LocalRun, *, seconds: float) -> None:
-    """What a person wants to know, as far as the run has written it."""
-    folder, lines = run.folder, [f"\n{seconds / 60:.1f} minutes in all"]
-    with contextlib.suppress(OSError, LookupError, ValueError):
-        rows = [json.loads(line) for line in (folder / EVALUATIONS_FILE).read_text().splitlines()]
-        name = next(key for key in rows[0] | rows[-1] if key.startswith("eval_accuracy"))
-        first, *_, last = sorted(
-            (row for row in rows if row.get(name) is not None), key=lambda row: row["step"]
-        )
-        whose = name.replace("eval_accuracy", "").replace("/", " of ")
-        lines[0] = (
-            f"\nheld-out accuracy{whose} {first[name]:.0%} {_sampled(first)}, "
-            f"{last[name]:.0%} after {run.train.num_training_batches} batches "
-            f"({last['total_samples_accumulated']} samples), {seconds / 60:.1f} minutes in all"
-        )
-    models = sorted((folder / "hf_format").glob("*"), key=os.path.getmtime)
-    for what, file in (
-        ("reward curve", folder / "reward.svg"),
-        ("metrics", folder / "training_metrics.jsonl"),
-        ("samples", folder / run.train.dump_samples_filename),
-        *(("model", model) for model in models[-1:]),
-    ):
-        if file.exists() and file != folder:
-            lines.append(f"{what:<14} {file}")
-    click.echo("\n".join(lines))
 
 
 def _finish(*command: str) -> None:

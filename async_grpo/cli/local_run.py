@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_grpo.checkpoint.run_folder import newest_checkpoint
+from async_grpo.cli.options import is_typed
 from async_grpo.cli.plot import plot
 from async_grpo.cli.run_file import MAY_REPEAT, SHARED_OPTIONS, flags_of, read_tables, values_of
 from async_grpo.cli.train import check_algorithm, config_of
@@ -49,6 +51,7 @@ class LocalRun:
     ray_address: str  # empty: a head of its own
     num_devices: int = 0  # that its own head counts
     placement: str = ""  # who gets which device, in a sentence
+    types_overwrite: bool = False  # or a file alone says it
 
     @property
     def folder(self) -> Path:
@@ -66,8 +69,15 @@ class LocalRun:
     @property
     def goes_on(self) -> bool:
         """Whether there is a checkpoint that it resumes."""
-        saved = any(self.folder.glob("checkpoints/batch_*/COMMITTED"))
-        return saved and not self.train.overwrite and self.train.resume != "never"
+        saved = newest_checkpoint(self.folder)
+        return bool(saved) and not self.train.overwrite and self.train.resume != "never"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether its folder holds all of its batches, and the model that came of them."""
+        batches, _ = newest_checkpoint(self.folder) or (0, None)
+        is_trained = self.goes_on and batches >= self.train.num_training_batches
+        return is_trained and any(self.folder.glob("hf_format/samples_*"))
 
     @property
     def worker_options(self) -> list[list[str]]:
@@ -152,6 +162,7 @@ def read_run(
     values = values_of(tables.get("train", [shared])[0], command=train, where=f"{config}: [train]")
     context = train.make_context("train", [*flags_of(values, command=train), *train_options])
     trained = config_of(context)
+    typed = train.make_context("train", [*train_options], resilient_parsing=True)
     [picture] = tables.get("plot", [{}])
     values_of(picture, command=plot, where=f"{config}: [plot]")
     _check_cluster(trained.ray_address, of_workers=ray_address if workers else None)
@@ -164,6 +175,7 @@ def read_run(
         plot=_without_shared({**own, **picture}) if "plot" in tables else {},
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each in workers)),
         ray_address=ray_address,
+        types_overwrite=is_typed(typed, "overwrite"),
     )
 
 

@@ -108,6 +108,11 @@ def given_options(context: click.Context) -> dict[str, Any]:
     }
 
 
+def is_typed(context: click.Context, name: str) -> bool:
+    """Whether an option stands on the command line, not in a file alone."""
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
 def _click_option(
     config_class: type[Any], field: dataclasses.Field[Any], settings: dict[str, Any]
 ) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -15,11 +16,12 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from async_grpo import deadlines
+from async_grpo.cli.interrupts import NUMBERS
 from async_grpo.errors import DeadlineError, WorkerError
-from async_grpo.log_tail import NUM_LINES_SEARCHED, tail
+from async_grpo.log_tail import NUM_LINES_SEARCHED, last_error, last_said, tail
 
+logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
-TAIL_LINES = 5
 
 
 class Watched(Protocol):
@@ -58,11 +60,15 @@ class Process:
     stdin: int = subprocess.DEVNULL  # or a pipe, by which the child sees the end of this process
     stop_signal: signal.Signals = signal.SIGINT
     stop_timeout_s: float = deadlines.CHILD_ENDED_S
+    max_restarts: int = 0  # after a signal that nobody here has sent; `check` does it
 
     def __enter__(self) -> Self:
         sees_our_end = self.stdin == subprocess.PIPE  # by itself: it is not asked twice
         leashed = () if sees_our_end else leash(self.stop_signal)
-        with self.log.open("wb") as log:
+        is_first = not hasattr(self, "child")
+        # Ray blocks signals in the threads of an actor, and a child would inherit that.
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+        with self.log.open("wb" if is_first else "ab") as log:
             self.child = subprocess.Popen(  # it leads a session of its own
                 [*leashed, *self.command],
                 env=self.environment,
@@ -72,10 +78,12 @@ class Process:
                 stderr=log,
                 start_new_session=True,
             )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Send the stop signal, wait, then kill the whole group."""
+        self.max_restarts = 0
         if self.child.poll() is None:
             self.interrupt()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -107,14 +115,27 @@ class Process:
         return code if code >= 0 else 128 - code  # as shells have it
 
     def check(self) -> None:
-        """Raise `WorkerError` when the child has ended, as nobody asked it to."""
-        if self.has_ended:
-            raise WorkerError(f"{self.name} ended early: {self.last_words}")
+        """Start a child again that was killed; raise `WorkerError` when it has ended otherwise."""
+        if not self.has_ended:
+            return
+        if self.child.returncode >= 0 or not self.max_restarts:
+            raise WorkerError(self.failure)
+        self.max_restarts -= 1
+        left = f"{self.max_restarts} times more at most"
+        logger.warning("%s; it is started again, %s", self.failure, left)
+        self._signal(signal.SIGKILL)  # whom it has left behind
+        self.__enter__()
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Whether the child ends so soon."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout_s)
+        return self.has_ended
 
     @property
     def failure(self) -> str:
         """One sentence on a child that has failed."""
-        return f"{self.name} failed with exit code {self.child.poll()}: {self.last_words}"
+        return f"{self.name} {self.last_words}"
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -126,7 +147,11 @@ class Process:
 
     @property
     def last_words(self) -> str:
-        """Its error if it named one, else the end of its log."""
+        """How it has ended, and why, as far as its log says so."""
+        code = self.child.poll() or 0
         lines = tail(self.log, num_lines=NUM_LINES_SEARCHED)
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return f"{' | '.join(errors[:1] or lines[-TAIL_LINES:])} (all of it in {self.log})"
+        cause = last_error(lines) or ("" if code < 0 else last_said(lines))
+        how = f"failed with exit code {code}" if code else "ended early"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        return f"{how}{f': {cause}' if cause else ''} (all of it in {self.log})"

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import click
 
+from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch, run_here
-from async_grpo.cli.local_run import options_of_run, planned
+from async_grpo.cli.local_run import LocalRun, options_of_run, planned
 from async_grpo.cli.options import CONTEXT
+from async_grpo.cli.train import resolved
 from async_grpo.errors import ConfigError
 
 FILE = "examples/quickstart.toml"
@@ -34,11 +36,8 @@ def quickstart(
     """
     folder = Path(output_dir)
     questions, held_out = folder / "questions.jsonl", folder / "held_out.jsonl"
-    if folder.exists() and not (folder / "logs").is_dir():
-        raise ConfigError(
-            f"--output-dir {folder} exists and is not a quick start's: name another folder"
-        )
     train_options = (
+        "--overwrite",
         *(f"--data-path={questions}", f"--eval-data-path={held_out}"),
         *(f"--output-dir={folder}", f"--num-training-batches={num_batches}"),
         *(f"--nproc-per-node={num_ranks}", f"--max-staleness={max_staleness}"),
@@ -47,4 +46,19 @@ def quickstart(
     prepare_options = (f"--seed={seed}", f"--output={questions}", f"--held-out-output={held_out}")
     options = launch.make_context("launch", [config, *train_options]).params
     options["prepare"] = f"{options['prepare']} {shlex.join(prepare_options)}"
-    run_here(planned(**options_of_run(options)))
+    run = planned(**options_of_run(options))
+    if folder.exists() and not _is_own(run):
+        raise ConfigError(
+            f"--output-dir {folder} exists and is not a quick start's: name another folder"
+        )
+    run_here(run)
+
+
+def _is_own(run: LocalRun) -> bool:
+    """Whether a quick start has made the run's folder: its options differ in nothing else."""
+    from async_grpo.checkpoint.resume import INCIDENTAL, differing_options  # not for --help
+
+    if not (run.folder / PARAMETERS_FILE).exists():  # it ended before it was one
+        return run.logs.is_dir()
+    own = ("num_training_batches", "infinite_sampler_seed", "max_staleness")
+    return not differing_options(resolved(run.train), run.folder, (*INCIDENTAL, *own))

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from async_grpo import cluster, deadlines
-from async_grpo.cli.interrupts import NUMBERS
 from async_grpo.cli.processes import Process
 from async_grpo.errors import AsyncGrpoError, WorkerError
 
@@ -32,7 +30,13 @@ class CommandHost:
     """The actor there, which holds the command as its child."""
 
     def __init__(
-        self, name: str, words: Sequence[str], folder: str, log: str, variables: Mapping[str, str]
+        self,
+        name: str,
+        words: Sequence[str],
+        folder: str,
+        log: str,
+        variables: Mapping[str, str],
+        max_restarts: int,
     ) -> None:
         """`words` behind Python; `folder`: where it works, the same on all machines."""
         Path(log).parent.mkdir(parents=True, exist_ok=True)
@@ -43,18 +47,18 @@ class CommandHost:
             environment={**os.environ, **variables},
             stdin=subprocess.PIPE,
             folder=folder,
+            max_restarts=max_restarts,
         )
-        # Ray blocks signals in the thread that makes an actor, and a child would inherit that.
-        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
-        try:
-            self._process.__enter__()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._process.__enter__()
 
     async def last_words(self) -> str:
-        """Once the command has ended by itself, or was stopped."""
-        await asyncio.to_thread(self._process.child.wait)
-        return self._process.last_words
+        """Once the command has ended by itself and is not started again, or was stopped."""
+        while True:
+            await asyncio.to_thread(self._process.child.wait)
+            try:
+                self._process.check()
+            except WorkerError:
+                return self._process.last_words
 
     async def stop(self) -> None:
         """Ask it to end, and return when it has."""
@@ -71,6 +75,7 @@ class RemoteProcess:
     node_id: str
     log: Path
     environment: Mapping[str, str]  # that the command gets beside those of `ray start` there
+    max_restarts: int = 0
 
     def __enter__(self) -> Self:
         import ray
@@ -81,7 +86,7 @@ class RemoteProcess:
         self._host = actor.options(num_cpus=0, scheduling_strategy=place, max_concurrency=10)
         log = str(self.log.absolute())
         self._host = self._host.remote(
-            self.name, [*self.words], os.getcwd(), log, dict(self.environment)
+            self.name, [*self.words], os.getcwd(), log, dict(self.environment), self.max_restarts
         )
         self._last_words = self._host.last_words.remote()
         return self
@@ -97,7 +102,7 @@ class RemoteProcess:
     def check(self) -> None:
         """Raise `WorkerError` when the command has ended, as nobody asked it to."""
         if self.has_ended:
-            raise WorkerError(f"{self.name} ended early: {self.last_words}")
+            raise WorkerError(f"{self.name} {self.last_words}")
 
     @property
     def has_ended(self) -> bool:

@@ -16,7 +16,7 @@ from async_grpo import __version__, deadlines
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import RankInterrupts
 from async_grpo.cli.local_ranks import run_ranks
-from async_grpo.cli.options import CONTEXT, GroupedOption, given_options, options_of
+from async_grpo.cli.options import CONTEXT, GroupedOption, given_options, is_typed, options_of
 from async_grpo.cli.predecessor import predecessor_options
 from async_grpo.cli.run_file import config_option
 from async_grpo.cli.torchrun import (
@@ -33,7 +33,7 @@ from async_grpo.devices.environment import prepare_for_devices
 from async_grpo.devices.reservation import rank_device
 from async_grpo.imports import without_collection
 from async_grpo.model.hub import local_folder
-from async_grpo.run.first_checks import check_at_once
+from async_grpo.run.first_checks import check_at_once, check_overwrite
 from async_grpo.run.stopping import StopRequest
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def main(*, nproc_per_node: int, **_: Any) -> None:
     \b
     e.g. --model-name-or-path models/mine --data-path questions.jsonl --output-dir runs/mine
     """
-    config = config_of(click.get_current_context())
+    context = click.get_current_context()
+    config = config_of(context)
+    check_overwrite(config, is_typed=is_typed(context, "overwrite"))
     check_algorithm(config)
     if "RANK" not in os.environ and nproc_per_node > 1:
         sys.exit(run_ranks(nproc_per_node))

@@ -13,6 +13,7 @@ from async_grpo.run.folder_lock import is_given_back
 from async_grpo.telemetry.files import write_json_atomic
 
 CONNECTION_FILE = "connection.json"
+LAUNCH_LOGS = "ASYNC_GRPO_LAUNCH_LOGS"  # where `launch` has what the run's workers say
 # Of the environment, what a client of the cluster must have as the run has it; none is a secret.
 VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 

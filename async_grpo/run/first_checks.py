@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from async_grpo import head
+from async_grpo.checkpoint.run_folder import is_restart, newest_checkpoint
 from async_grpo.config.option import flag, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
@@ -51,6 +52,17 @@ def check_output(config: TrainConfig) -> None:
             not (output / dump).is_dir(), "dump_samples_filename", "must not be a folder", dump,
             "name a file in it",
         )  # fmt: skip
+
+
+def check_overwrite(config: TrainConfig, *, is_typed: bool) -> None:
+    """Raise `ConfigError` where a line of a file alone would remove a run with a checkpoint."""
+    newest = newest_checkpoint(Path(config.output_dir))
+    if newest and config.overwrite and not is_typed and not is_restart():
+        raise ConfigError(
+            f"--overwrite must be typed to remove a run with a checkpoint, got {newest[1]}, and a "
+            f"file that says it: type --no-overwrite to go on after batch {newest[0]}, or type "
+            "--overwrite to remove the run (overwrite=False or True of async_grpo.train)"
+        )
 
 
 def _check_folder(folder: Path, option: str) -> None:

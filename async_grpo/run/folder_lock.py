@@ -97,7 +97,7 @@ def _is_taken(file: BinaryIO, byte: int) -> bool:
 
 def _locked(folder: Path, byte: int) -> BinaryIO:
     with explained(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = open(folder / LOCK_FILE, "a+b", buffering=0)  # noqa: SIM115 - it stays open
     try:
         # Ends with this process, however that ends; unlike flock's, no forked child shares it.

@@ -9,6 +9,7 @@ unblocked by: a registration
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from async_grpo.roles import (
     named,
     role_of,
 )
+from async_grpo.run.connection import LAUNCH_LOGS
 from async_grpo.types import SamplingContract, WorkerInfo
 from async_grpo.weight_sync.routes import check_route
 
@@ -124,6 +126,9 @@ def _find(
     controller: ControllerHandle, role: str, demand: Demand, why: str
 ) -> tuple[WorkerInfo, ...]:
     remedy = f"start one with {command_for(role, model=demand.config.model_name_or_path)}"
+    hint = f"where none was started, {remedy}"
+    if logs := os.environ.get(LAUNCH_LOGS):
+        remedy = hint = f"what those of launch say is in {logs}"
     timeout_s = demand.config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")
     while True:
@@ -141,7 +146,7 @@ def _find(
                 f"a {role} worker{why}, {remedy}"
             )
         if now - reminded > REMIND_INTERVAL_S:
-            logger.info("waiting for a %s worker to load; where none was started, %s", role, remedy)
+            logger.info("waiting for a %s worker to load; %s", role, hint)
             reminded = now
         time.sleep(POLL_INTERVAL_S)
 

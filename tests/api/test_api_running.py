@@ -11,7 +11,7 @@ import pytest
 
 import async_grpo
 from async_grpo.api import running
-from async_grpo.errors import RunFailed
+from async_grpo.errors import ConfigError, RunFailed
 
 REPOSITORY = Path(__file__).parents[2]
 # In the place of `async-grpo launch`: trains as `script.py` says, notes how it was ended.
@@ -162,3 +162,20 @@ def test_every_name_of_the_package_is_there():
     assert all(hasattr(async_grpo, name) for name in async_grpo.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         async_grpo.trian  # noqa: B018
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_overwrite_as_an_argument_is_typed_to_the_launch(overwrite, config):
+    script("accepted()\nPath('typed').write_text(' '.join(sys.argv[4:]))")
+    async_grpo.train(config, overwrite=overwrite)
+    assert Path("typed").read_text() == ("--overwrite" if overwrite else "")
+
+
+def test_a_second_run_in_a_folder_in_use_leaves_the_first_one_s_log(config):
+    script("from async_grpo.run.folder_lock import lock\nheld = lock(folder)\naccepted()\n"
+           "print('of the first', flush=True)\nPath('held').touch()\ntime.sleep(60)")  # fmt: skip
+    with async_grpo.start(config) as first:
+        wait_for("held")
+        with pytest.raises(ConfigError, match="in use by another trainer"):
+            async_grpo.start(config)
+        assert "of the first" in first.log.read_text()

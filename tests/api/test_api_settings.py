@@ -91,3 +91,14 @@ def test_what_a_command_would_refuse_is_a_config_error(config, options, sentence
         plan_run(config, **options)
     assert sentence in str(error.value) and "\n" not in str(error.value)
     assert not Path("runs/it").exists()
+
+
+def test_overwrite_holds_as_an_argument_and_not_in_a_config(tmp_path):
+    config = {"train": {**TRAIN, "output_dir": str(tmp_path / "run"), "overwrite": True}}
+    assert plan(config).train.overwrite
+    (tmp_path / "run" / "checkpoints" / "batch_3").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "batch_3" / "COMMITTED").touch()
+    with pytest.raises(ConfigError, match=r"--overwrite must be typed to remove .*batch_3"):
+        plan(config)
+    for overwrite in (True, False):
+        assert plan(config, overwrite=overwrite).train.overwrite is overwrite

@@ -273,6 +273,13 @@ def test_a_folder_that_holds_another_run_is_told():
     assert "error    start" in line and "holds a run already" in line and "--overwrite" in line
 
 
+def test_overwrite_in_a_file_is_told_where_the_folder_holds_a_checkpoint():
+    Path("run/checkpoints/batch_3").mkdir(parents=True)
+    Path("run/checkpoints/batch_3/COMMITTED").touch()
+    [line] = look(train={"overwrite": True})
+    assert line.startswith("error    output ") and "--overwrite must be typed to remove" in line
+
+
 def test_a_port_that_is_taken_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

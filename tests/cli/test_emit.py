@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.emit import num_devices
-from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_run import read_run
+from async_grpo.cli.launch_file import _file_kept, launch
+from async_grpo.cli.local_run import options_of_run, read_run
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = str(REPOSITORY / "examples" / "quickstart.toml")
@@ -55,12 +55,32 @@ def test_a_slurm_job_launches_the_file_that_it_brings(submit, tmp_path):
     assert saved["train"]["learning_rate"] == 2e-4 and saved["train"]["overwrite"] is False
 
 
-def test_a_job_that_is_submitted_again_keeps_the_run_s_own_file(submit, tmp_path):
+@pytest.mark.parametrize(("kind", "typed"), [("slurm", []), ("ray-job", ["--ray-address=auto"])])
+def test_a_job_that_is_submitted_again_finds_the_file_as_the_run_has_left_it(
+    kind, typed, submit, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    script, folder = emitted(kind), Path("runs/quickstart")
+    submit(script, RAY_API_SERVER_ADDRESS="http://head:8265")
+    options = launch.make_context("launch", [str(folder / "run.toml"), *typed]).params
+    with _file_kept(read_run(**options_of_run(options))):
+        (folder / "training_params.json").touch()
+    done, _ = submit(script, RAY_API_SERVER_ADDRESS="http://head:8265")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in folder.iterdir()} == {"run.toml", "training_params.json"}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_job_with_other_options_keeps_an_older_file_under_another_name_and_says_so(
+    submit, tmp_path
+):
     submit(emitted("slurm"))
     file = tmp_path / "runs" / "quickstart" / "run.toml"
     file.write_text("as it was changed")
-    submit(emitted("slurm"))
-    assert file.read_text() == "as it was changed"
+    done, _ = submit(emitted("slurm", "--learning-rate", "2e-4"))
+    assert tomllib.loads(file.read_text())["train"]["learning_rate"] == 2e-4
+    assert file.with_name("run.toml.before").read_text() == "as it was changed"
+    assert done.stderr.startswith("runs/quickstart/run.toml had other options, now in")
 
 
 def test_a_ray_job_joins_the_cluster_and_needs_its_address(submit, tmp_path):

@@ -131,7 +131,7 @@ def test_a_rank_that_loads_is_broken_off_and_lets_go_of_what_it_has(tmp_path):
     with rank("load", tmp_path, is_polled=False) as child:
         child.send_signal(signal.SIGTERM)
         child.send_signal(signal.SIGTERM)
-        assert end_of(child) == (143, "released\n", where_to_go_on(tmp_path))
+        assert end_of(child) == (143, "released\n", f"interrupted; {where_to_go_on(tmp_path)}")
 
 
 def test_another_rank_that_loads_ends_without_a_word(tmp_path):
@@ -165,7 +165,7 @@ def test_a_deliberate_second_ctrl_c_ends_at_once(tmp_path):
 
 def test_a_rank_whose_neighbour_was_asked_ends_with_it(tmp_path):
     with rank("asked_by_a_neighbour", tmp_path) as child:
-        assert end_of(child) == (143, "", where_to_go_on(tmp_path))
+        assert end_of(child) == (143, "", f"interrupted; {where_to_go_on(tmp_path)}")
 
 
 def test_a_rank_ends_in_order_when_torchrun_is_killed(tmp_path):

@@ -1,6 +1,10 @@
 """A run of one machine from one file: what is started, what ends it, and with which code."""
 
+import dataclasses
+import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +14,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from async_grpo.cli import launch_file
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.cli.quickstart import quickstart
+from async_grpo.cli.train import resolved
+from async_grpo.run.first_checks import check_overwrite
 
 REPOSITORY = Path(__file__).parents[2]
 FILE = """
@@ -35,6 +42,14 @@ output_dir = "{folder}/run"
 learning_rate = 1e-5
 deterministic = true
 max_staleness = 0
+"""
+HOLDER = """
+import sys, time
+from pathlib import Path
+from async_grpo.run.folder_lock import lock
+file = lock(Path(sys.argv[1]))
+print(flush=True)
+time.sleep(60)
 """
 # In the place of `async-grpo`: workers wait to be interrupted, the trainer does what a test wants.
 COMMAND = """
@@ -145,6 +160,108 @@ def test_every_example_is_a_run_on_what_it_prepares(example, monkeypatch):
     assert {file.source.path for file in run.train.data_files} <= set(words)
 
 
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of `file`'s run, which has trained all of its batches."""
+    folder = tmp_path / "run"
+    for name in ("checkpoints/batch_4", "checkpoints/batch_7", "hf_format/samples_9"):
+        (folder / name).mkdir(parents=True)
+    for number in (4, 7):
+        (folder / "checkpoints" / f"batch_{number}" / "COMMITTED").touch()
+    return folder
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def nothing_starts(monkeypatch):
+    for name in ("_finish", "_train"):
+        monkeypatch.setattr(launch_file, name, lambda *_: pytest.fail("something was started"))
+    monkeypatch.setattr(launch_file, "interrupt_once", lambda: None)
+
+
+def test_a_line_in_a_file_removes_no_run_that_has_a_checkpoint(file, finished, monkeypatch):
+    nothing_starts(monkeypatch)
+    with open(file, "a") as run:
+        run.write("overwrite = true\n")
+    before = contents(finished)
+    result = CliRunner().invoke(launch, [file])
+    assert result.exit_code == 1 and contents(finished) == before
+    assert (
+        f"--overwrite must be typed to remove a run with a checkpoint, got {finished}/checkpoints/"
+        "batch_7, and a file that says it: type --no-overwrite to go on after batch 7, or type "
+        "--overwrite to remove the run"
+    ) in result.stderr
+
+
+def test_overwrite_that_is_typed_holds_and_so_does_one_of_a_file_without_a_checkpoint(
+    file, finished, monkeypatch
+):
+    trained = []
+    monkeypatch.setattr(launch_file, "interrupt_once", lambda: None)
+    monkeypatch.setattr(launch_file, "_train", trained.append)
+    assert CliRunner().invoke(launch, [file, "--overwrite"]).exit_code == 0
+    shutil.rmtree(finished / "checkpoints")
+    with open(file, "a") as run:
+        run.write("overwrite = true\n")
+    assert CliRunner().invoke(launch, [file]).exit_code == 0
+    assert [run.train.overwrite for run in trained] == [True, True]
+    assert all("--overwrite" in run.train_options for run in trained)
+
+
+def test_no_example_removes_a_run():
+    for example in EXAMPLES:
+        assert not re.search(r"overwrite", (REPOSITORY / example).read_text()), example
+
+
+def test_a_run_that_is_finished_is_said_to_be_before_anything_starts(file, finished, monkeypatch):
+    nothing_starts(monkeypatch)
+    before = contents(finished)
+    result = CliRunner().invoke(launch, [file, "--num-training-batches", "7"])
+    assert (result.exit_code, contents(finished)) == (0, before)
+    assert result.stdout.startswith(f"{finished} is finished: all of its 7 batches are trained")
+    assert f"`async-grpo launch {finished}/run.toml --num-training-batches 14`" in result.stdout
+
+
+def test_a_finished_run_goes_on_for_longer(file, finished, monkeypatch):
+    trained = []
+    monkeypatch.setattr(launch_file, "interrupt_once", lambda: None)
+    monkeypatch.setattr(launch_file, "_train", trained.append)
+    assert CliRunner().invoke(launch, [file, "--num-training-batches", "14"]).exit_code == 0
+    assert [run.train.num_training_batches for run in trained] == [14]
+
+
+def test_a_second_launch_into_a_folder_in_use_touches_nothing_of_the_first(
+    file, tmp_path, monkeypatch
+):
+    nothing_starts(monkeypatch)
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "trainer.log").write_text("of the first")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE
+    ) as first:
+        first.stdout.readline()
+        before = contents(tmp_path / "run")
+        result = CliRunner().invoke(launch, [file, "--prepare", "python make.py"])
+        assert result.exit_code == 1 and f"in use by another trainer (process {first.pid} on" in (
+            result.stderr
+        )
+        assert contents(tmp_path / "run") == before
+        first.kill()
+
+
+def test_only_a_folder_that_a_launch_makes_is_its_user_s_alone(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_file, "interrupt_once", lambda: None)
+    monkeypatch.setattr(launch_file, "_train", lambda _: None)
+    assert CliRunner().invoke(launch, [file]).exit_code == 0
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "run").chmod(0o750)
+    assert CliRunner().invoke(launch, [file]).exit_code == 0
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o750
+
+
 def test_a_run_s_folder_keeps_the_very_file_that_was_launched(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     first = CliRunner().invoke(launch, ["examples/laptop.toml", "--dry-run"]).stdout
@@ -207,6 +324,34 @@ def test_the_quick_start_replaces_no_folder_that_is_not_its_own(monkeypatch, tmp
     assert result.exit_code == 1 and "exists and is not a quick start's" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("changed", "is_own"),
+    [
+        ({}, True),
+        ({"num_training_batches": 7, "infinite_sampler_seed": 3, "max_staleness": 0}, True),
+        ({"learning_rate": 0.5}, False),
+        ({"data_path": "mine.jsonl"}, False),
+    ],
+)
+def test_the_quick_start_run_twice_replaces_what_a_quick_start_has_made(
+    changed, is_own, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(REPOSITORY)
+    runs, folder = [], tmp_path / "first"
+    monkeypatch.setattr("async_grpo.cli.quickstart.run_here", runs.append)
+    again = ["--output-dir", str(folder)]
+    assert CliRunner().invoke(quickstart, again, catch_exceptions=False).exit_code == 0
+    (folder / "checkpoints" / "batch_9").mkdir(parents=True)
+    (folder / "checkpoints" / "batch_9" / "COMMITTED").touch()
+    (folder / "logs").mkdir()
+    saved = dataclasses.asdict(resolved(runs[0].train)) | changed
+    (folder / "training_params.json").write_text(json.dumps(saved))
+    result = CliRunner().invoke(quickstart, again)
+    assert (result.exit_code, len(runs)) == ((0, 2) if is_own else (1, 1))
+    assert is_own or "exists and is not a quick start's" in result.stderr
+    check_overwrite(runs[-1].train, is_typed=runs[-1].types_overwrite)
+
+
 @pytest.fixture
 def started(file, tmp_path):
     """Starts `async-grpo launch` with a stand-in for the commands that it starts itself."""
@@ -254,7 +399,7 @@ def has_ended(pid):
         ("time.sleep(1)", 0, ""),
         ("sys.exit('error: no luck')", 1, "the trainer failed with exit code 1: no luck (all of"),
         ("sys.exit(7)", 7, "the trainer failed with exit code 7"),
-        ("os.kill(os.getpid(), 9)", 137, "the trainer failed with exit code -9"),
+        ("os.kill(os.getpid(), 9)", 137, "the trainer was killed by SIGKILL (all of it in"),
     ],
 )
 def test_the_code_is_the_trainer_s_and_the_workers_end_with_it(
@@ -272,8 +417,31 @@ def test_a_worker_that_ends_early_ends_the_run_and_is_named(started, tmp_path):
     (tmp_path / "no_workers").touch()
     child = started("time.sleep(600)")
     _, err = child.communicate(timeout=60)
-    assert child.returncode == 1 and "worker ended early" in err
+    assert child.returncode == 1 and "worker ended early" in err and "no checkpoint" in err
     assert ["train", "stopped"] in [line[:-1] for line in notes(tmp_path)]
+
+
+@pytest.mark.integration
+def test_a_worker_that_is_killed_is_started_again_three_times_and_then_ends_the_run(
+    started, tmp_path
+):
+    child = started("time.sleep(600)")
+    for number in range(1, 5):
+        deadline = time.monotonic() + 60
+        while len(found := workers_of(notes(tmp_path))) < number + 1:
+            assert time.monotonic() < deadline, notes(tmp_path)
+            time.sleep(0.1)
+        os.kill(int(found[0] if number == 1 else found[-1]), signal.SIGKILL)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert err.count("worker was killed by SIGKILL (all of it in") == 4
+    assert [f"it is started again, {left} times more" in err for left in (2, 1, 0)] == [True] * 3
+    assert ["train", "stopped"] in [line[:-1] for line in notes(tmp_path)]
+    assert all(has_ended(line[-1]) for line in notes(tmp_path))
+
+
+def workers_of(lines):
+    return [line[1] for line in lines if line[0] == "worker" and len(line) == 2]
 
 
 @pytest.mark.integration
@@ -291,7 +459,7 @@ def test_an_interrupt_ends_the_trainer_first_and_says_where_to_go_on(
     child.send_signal(number)
     _, err = child.communicate(timeout=60)
     assert child.returncode == code
-    assert "interrupted; the same command goes on after batch 4" in err
+    assert f"interrupted; `async-grpo launch {tmp_path}/run/run.toml` goes on after batch 4" in err
     ends = [line[0] for line in notes(tmp_path) if "stopped" in line]
     assert ends == ["train", "worker", "worker"]
 

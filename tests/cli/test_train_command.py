@@ -110,3 +110,23 @@ def test_no_thread_keeps_a_failed_rank_alive(error, code, last_line):
     )
     assert finished.returncode == code
     assert finished.stderr.splitlines()[-1] == last_line
+
+
+@pytest.mark.parametrize(("typed", "is_refused"), [((), True), (("--overwrite",), False)])
+def test_a_file_alone_has_no_run_with_a_checkpoint_removed(
+    typed, is_refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("async_grpo.cli.train.check_algorithm", _is_passed)
+    Path("run/checkpoints/batch_3").mkdir(parents=True)
+    Path("run/checkpoints/batch_3/COMMITTED").touch()
+    Path("run.toml").write_text('[train]\noverwrite = true\noutput_dir = "run"\n')
+    result = CliRunner().invoke(main, [*REQUIRED, "--config", "run.toml", *typed])
+    said = (
+        "--overwrite must be typed to remove a run with a checkpoint, got run/checkpoints/batch_3"
+    )
+    assert (said in result.stderr, result.exit_code) == (is_refused, 1 if is_refused else 7)
+
+
+def _is_passed(_):
+    raise SystemExit(7)

@@ -156,7 +156,7 @@ def test_ranks_that_wait_for_workers_end_with_the_sentence_alone(
     options = (*LOCAL_RANKS, "--namespace", "nobody")
     output = tmp_path / "run"
     with trainer(ray_cluster, tiny_model, questions, output, *options) as command:
-        command.wait_for("waiting for a generation worker", timeout_s=TIMEOUT_S)
+        command.wait_for("waiting for a generation worker to load", timeout_s=TIMEOUT_S)
         command.send(number)
         assert command.wait(timeout_s=60) == code
         assert command.err == "interrupted; no checkpoint was saved yet\n"

@@ -1,0 +1,59 @@
+"""How a child's end is told: by its signal or code, and by what its log names as the cause."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from async_grpo.cli.processes import Process
+from async_grpo.errors import WorkerError
+
+NOISE = "print('INFO worker verifier-1 is ready after 0.5 s'); "
+
+
+def ended(code, folder, **options):
+    log = folder / "it.log"
+    command = [sys.executable, "-c", f"import os, sys, signal\n{code}"]
+    child = Process("the generation worker", command, log=log, environment=os.environ, **options)
+    with child:
+        child.child.wait(timeout=30)
+        with pytest.raises(WorkerError) as error:
+            child.check()
+    return str(error.value).replace(f" (all of it in {log})", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("sys.exit('error: no room')", "failed with exit code 1: no room"),
+        ("raise OSError('disk')", "failed with exit code 1: OSError: disk"),
+        ("print('it is over'); sys.exit(0)", "ended early: it is over"),
+        ("sys.exit(7)", "failed with exit code 7"),
+    ],
+)
+def test_the_cause_is_told_and_no_line_of_progress(code, said, tmp_path):
+    assert ended(f"{NOISE}{code}", tmp_path) == f"the generation worker {said}"
+
+
+def test_a_log_is_kept_over_restarts_and_whoever_fails_by_itself_is_not_started_again(
+    tmp_path, caplog
+):
+    (tmp_path / "runs").touch()
+    code = f"""
+with open({str(tmp_path / "runs")!r}, "a") as file:
+    file.write("x")
+print("error: no luck" if os.path.getsize({str(tmp_path / "runs")!r}) > 2 else "alive", flush=True)
+os.kill(os.getpid(), 9) if os.path.getsize({str(tmp_path / "runs")!r}) <= 2 else sys.exit(1)
+"""
+    log = tmp_path / "it.log"
+    child = Process("it", [sys.executable, "-c", code.replace("\nwith", "import os, sys\nwith", 1)],
+                    log=log, environment=os.environ, max_restarts=5)  # fmt: skip
+    deadline = time.monotonic() + 60
+    with child, pytest.raises(WorkerError, match="it failed with exit code 1: no luck"):
+        while time.monotonic() < deadline:
+            child.check()
+            time.sleep(0.05)
+    assert log.read_text().split() == ["alive", "alive", "error:", "no", "luck"]
+    assert ["started again" in message for message in caplog.messages] == [True, True]
