@@ -10,6 +10,7 @@ from async_grpo.errors import ConfigError, DeadlineError
 from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher
 from async_grpo.run import recruitment
+from async_grpo.run.connection import LAUNCH_LOGS
 from async_grpo.run.recruitment import Demand, check_worker, command_for, recruit
 from async_grpo.types import WorkerInfo
 
@@ -158,6 +159,16 @@ def test_a_missing_role_is_named_with_the_command_that_starts_it(look, missing, 
     present = {GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER} - {missing}
     with pytest.raises(DeadlineError, match=f"within --worker-timeout-s 0.05: .*{sentence}"):
         look(*present, **EVERYTHING)
+
+
+def test_under_launch_nobody_is_told_to_start_a_worker(look, monkeypatch, caplog):
+    monkeypatch.setenv(LAUNCH_LOGS, "run/logs")
+    caplog.set_level("INFO")
+    with pytest.raises(DeadlineError, match=r"a generation worker, what those of launch say is in"):
+        look(VERIFIER)
+    assert caplog.messages == [
+        "waiting for a generation worker; what those of launch say is in run/logs"
+    ]
 
 
 @pytest.mark.parametrize("role", [GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER])
