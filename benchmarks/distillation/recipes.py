@@ -76,7 +76,7 @@ def accuracy(model: Path, kind: str) -> float:
 def _ours(example: str, output: Path, *, seed: int, kinds: Sequence[str]) -> Outcome:
     command = [
         *(sys.executable, "-m", "async_grpo.cli.main", "launch", example),
-        *("--infinite-sampler-seed", str(seed), "--output-dir", str(output)),
+        *("--infinite-sampler-seed", str(seed), "--output-dir", str(output), "--overwrite"),
     ]
     seconds = _timed("the recipe", command, log=output.with_suffix(".log"))
     models = sorted(output.glob("hf_format/samples_*"), key=lambda path: path.stat().st_mtime)
