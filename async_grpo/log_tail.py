@@ -16,7 +16,7 @@ MARKS = (":job_id:", ":actor_name:", ":task_name:")
 PROGRESS = "%|"  # of tqdm's bars
 PROGRESS_LEVELS = ("INFO ", "DEBUG ")
 # Of a process of Ray's that `ray start --block` has found dead.
-DEAD = re.compile(r"END (\w+)\.\w+ tail \(exit code\(s\)=(.+)\) -")
+DEAD = re.compile(r"END (\w+)\.\w+ tail \(exit code\(s\)=(-?\d+)")
 # At the start of a line, as Python prints it, or after the mark of vLLM's logger.
 ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) ERROR [^]]*\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: .+)")
 
@@ -71,7 +71,7 @@ def last_error(lines: Sequence[str]) -> str:
     >>> last_error(["ValueError: handled", "OSError: gone", "INFO ready"])
     'OSError: gone'
     >>> last_error(["ERR -- ----- END raylet.out tail (exit code(s)=-9 (signal 9)) -----"])
-    'its raylet has ended (exit code -9 (signal 9))'
+    'its raylet has ended (exit code -9)'
     """
     if own := [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]:
         return own[0]

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,16 +192,26 @@ def _train(run: LocalRun) -> None:
             shows_output=True,
             stop_timeout_s=deadlines.TRAINER_ENDED_S,
         )
-        try:
-            code = stack.enter_context(trainer).exit_code(watched=workers)
-            failure = trainer.failure if code else ""
-        except WorkerError as error:
-            code, failure = EXIT_ERROR, str(error)
-        if failure:
-            for head in heads:  # who has lost its cluster may end before the head says why
-                failure = head.failure if head.ends_within(deadlines.HEAD_SEEN_S) else failure
-            click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
-            sys.exit(code)
+        stack.enter_context(trainer)
+        code, failure = _outcome(trainer, workers, heads)
+    if code:  # said last, when a trainer that was asked to end has saved what it had
+        click.echo(f"error: {failure}; {how_to_go_on(run)}", err=True)
+        sys.exit(code)
+
+
+def _outcome(
+    trainer: Process, workers: Sequence[Watched], heads: Sequence[Process]
+) -> tuple[int, str]:
+    """The run's exit code, and what has ended it where that is not 0."""
+    code, failure = EXIT_ERROR, ""
+    try:
+        code = trainer.exit_code(watched=workers)
+        failure = trainer.failure if code else ""
+    except WorkerError as error:
+        failure = str(error)
+    for ray_head in heads if code else ():  # who loses its cluster may be seen to end before it
+        failure = ray_head.failure if ray_head.ends_within(deadlines.HEAD_SEEN_S) else failure
+    return code, failure
 
 
 def _nodes(run: LocalRun) -> tuple[Node, ...]:

@@ -102,7 +102,8 @@ class Process:
             self.check()
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"{self.name} was not ready within {timeout_s:g} s, its log is {self.log}"
+                    f"{self.name} must be ready within {timeout_s:g} s, it was not: is the machine "
+                    f"busy? Its log is {self.log}"
                 )
             time.sleep(POLL_INTERVAL_S)
 

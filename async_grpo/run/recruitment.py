@@ -128,7 +128,7 @@ def _find(
     remedy = f"start one with {command_for(role, model=demand.config.model_name_or_path)}"
     hint = f"where none was started, {remedy}"
     if logs := os.environ.get(LAUNCH_LOGS):
-        remedy = hint = f"what those of launch say is in {logs}"
+        remedy = hint = f"launch keeps the logs of its workers in {logs}"
     timeout_s = demand.config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")
     while True:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from async_grpo.cli.processes import Process
-from async_grpo.errors import WorkerError
+from async_grpo.errors import AsyncGrpoError, WorkerError
 
 NOISE = "print('INFO worker verifier-1 is ready after 0.5 s'); "
 
@@ -57,3 +57,30 @@ os.kill(os.getpid(), 9) if os.path.getsize({str(tmp_path / "runs")!r}) <= 2 else
             time.sleep(0.05)
     assert log.read_text().split() == ["alive", "alive", "error:", "no", "luck"]
     assert ["started again" in message for message in caplog.messages] == [True, True]
+
+
+RAY = """
+print('''INFO node.py:349 -- starting
+Traceback (most recent call last):
+    node = ray._private.node.Node(
+           ^^^^^^^^^^^^^^^^^^^^^^^
+Exception: The current node timed out during startup.''', flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("sys.exit(1)", "failed with exit code 1: Exception: The current node timed out during"),
+        (
+            "import time; time.sleep(60)",
+            "must be ready within 3 s, it was not: is the machine busy",
+        ),
+    ],
+)
+def test_a_ray_that_does_not_start_is_one_sentence(code, said, tmp_path):
+    command = [sys.executable, "-c", f"import sys\n{RAY}{code}"]
+    head = Process("the Ray head", command, log=tmp_path / "ray.log", environment=os.environ)
+    with head, pytest.raises(AsyncGrpoError) as error:
+        head.wait_for("Ray runtime started", timeout_s=3)
+    assert str(error.value).startswith(f"the Ray head {said}") and "^^^" not in str(error.value)

@@ -1,6 +1,7 @@
 """A command on another node of a cluster: its end is seen, and it ends with who started it."""
 
 import os
+import signal
 import sys
 import time
 
@@ -9,6 +10,7 @@ from local_ray import local_ray
 
 from async_grpo import cluster
 from async_grpo.cli.remote_process import RemoteProcess
+from async_grpo.errors import WorkerError
 
 pytestmark = pytest.mark.integration
 WAITS = """
@@ -36,11 +38,11 @@ def command(connected, tmp_path, monkeypatch):
     [here] = cluster.nodes_with_room()
     assert here.free["CPU"] == 1.0
 
-    def start(text):
+    def start(text, **options):
         (tmp_path / "command.py").write_text(text)
         return RemoteProcess(
             "it", ["command.py"], node_id=here.node_id, log=tmp_path / "logs" / "it.log",
-            environment={"GIVEN": "given"},
+            environment={"GIVEN": "given"}, **options,
         )  # fmt: skip
 
     return start
@@ -80,6 +82,27 @@ def test_one_that_ends_by_itself_says_why(command):
     with command("print('error: no luck')\nraise SystemExit(1)") as process:
         wait_for(lambda: process.has_ended)
         assert "no luck (all of it in " in process.last_words
+
+
+def test_one_that_is_killed_is_started_again_and_ends_with_the_block_all_the_same(
+    command, tmp_path
+):
+    with command(WAITS, max_restarts=1) as process:
+        first = pid_in(tmp_path)
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: pid_in(tmp_path) != first)
+        process.check()
+        second = pid_in(tmp_path)
+    wait_for(lambda: not is_alive(second))
+    said = (tmp_path / "logs" / "it.log").read_text()
+    assert said.split()[-2:] == ["error:", "interrupted"] and said.count("given") == 2
+
+
+def test_one_that_is_killed_too_often_has_ended(command, tmp_path):
+    with command("import os; os.kill(os.getpid(), 9)", max_restarts=2) as process:
+        wait_for(lambda: process.has_ended)
+        with pytest.raises(WorkerError, match=r"^it was killed by SIGKILL \(all of it in"):
+            process.check()
 
 
 def test_it_does_not_outlive_its_host(command, connected, tmp_path):

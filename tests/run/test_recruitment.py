@@ -164,10 +164,10 @@ def test_a_missing_role_is_named_with_the_command_that_starts_it(look, missing, 
 def test_under_launch_nobody_is_told_to_start_a_worker(look, monkeypatch, caplog):
     monkeypatch.setenv(LAUNCH_LOGS, "run/logs")
     caplog.set_level("INFO")
-    with pytest.raises(DeadlineError, match=r"a generation worker, what those of launch say is in"):
+    with pytest.raises(DeadlineError, match=r"a generation worker, launch keeps the logs"):
         look(VERIFIER)
     assert caplog.messages == [
-        "waiting for a generation worker; what those of launch say is in run/logs"
+        "waiting for a generation worker; launch keeps the logs of its workers in run/logs"
     ]
 
 
