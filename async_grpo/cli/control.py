@@ -55,17 +55,11 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     if control is not None:  # what the options refuse is refused before anybody is asked
         with_settings(_config(options), control.settings)
     from async_grpo import cluster, deadlines
-    from async_grpo.run.connection import join_run
+    from async_grpo.run.connection import way_to
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    namespace, join_s = options["namespace"], deadlines.RUN_JOINED_S
-    if ray_address:
-        address = ray_address
-        cluster.connect(address, namespace=namespace, timeout_s=join_s)
-    else:
-        address = join_run(
-            run, namespace=namespace, address=options["ray_address"], timeout_s=join_s
-        )
+    address = ray_address or way_to(run, by_options=options["ray_address"])
+    cluster.connect(address, namespace=options["namespace"], timeout_s=deadlines.RUN_JOINED_S)
     from async_grpo.controller.find import WHO  # seconds, as all that needs Ray
 
     controller = cluster.find_actor(cluster.CONTROLLER)

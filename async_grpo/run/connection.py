@@ -31,34 +31,27 @@ def leave_connection(folder: Path) -> None:
     write_json_atomic(folder / CONNECTION_FILE, connection, mode=0o600)
 
 
-def join_run(folder: Path, *, namespace: str, address: str, timeout_s: float) -> str:
-    """Join the cluster of the run in `folder`, and return its address; Ray is not imported before.
+def way_to(folder: Path, *, by_options: str) -> str:
+    """The address of the run's cluster, whose variables this process has from now on.
 
-    `address`: what the run's options say, for a run that has left no connection. Raises
-    `ClusterError` within `timeout_s` where the run has ended, or its cluster cannot be joined.
+    To be asked before Ray is imported. `by_options`: the address of a run that has left no
+    connection. Raises `ClusterError` where the run has ended, or the token is gone.
     """
     if is_given_back(folder):
         raise ClusterError(
             f"the run in {folder} must be training, it has ended, or has not begun yet: start it "
             f"again with `async-grpo launch {folder}/run.toml`, or with its own command"
         )
-    if left := _read(folder / CONNECTION_FILE):
-        address, variables = left["ray_address"], left["variables"]
-        token = variables.get("RAY_AUTH_TOKEN_PATH", "")
-        if token and not os.access(token, os.R_OK):
-            raise ClusterError(
-                f"the token of the run's cluster must be in {token}, it cannot be read there: its "
-                "cluster has ended, or is another machine's or another user's"
-            )
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # it would go before the run's own
-        os.environ.update(variables)
-    cluster.connect(address, namespace=namespace, timeout_s=timeout_s)
-    return address
-
-
-def _read(file: Path) -> dict[str, Any]:
     try:
-        left: dict[str, Any] = json.loads(file.read_text())
+        left: dict[str, Any] = json.loads((folder / CONNECTION_FILE).read_text())
     except (OSError, ValueError):
-        return {}
-    return left
+        return by_options
+    token = left["variables"].get("RAY_AUTH_TOKEN_PATH", "")
+    if token and not os.access(token, os.R_OK):
+        raise ClusterError(
+            f"the token of the run's cluster must be in {token}, it cannot be read there: its "
+            "cluster has ended, or is another machine's or another user's"
+        )
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would go before the run's own
+    os.environ.update(left["variables"])
+    return str(left["ray_address"])

@@ -12,7 +12,7 @@ from test_folder_lock import another_trainer
 
 from async_grpo import cluster
 from async_grpo.errors import ClusterError
-from async_grpo.run.connection import CONNECTION_FILE, join_run
+from async_grpo.run.connection import CONNECTION_FILE, way_to
 
 TRAINER = """
 import sys, time
@@ -30,16 +30,11 @@ time.sleep(60)
 
 
 @pytest.fixture
-def joined(monkeypatch):
-    """What `cluster.connect` was asked."""
-    asked = []
-    monkeypatch.setattr(
-        cluster, "connect", lambda address, **options: asked.append((address, options))
-    )
+def elsewhere(monkeypatch):
+    """The environment of somebody who uses another cluster."""
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "of another cluster")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
-    return asked
 
 
 @pytest.fixture
@@ -64,8 +59,8 @@ def run(tmp_path, monkeypatch):
             trainer.kill()
 
 
-def join(folder, address="elsewhere:1"):
-    return join_run(folder, namespace="n", address=address, timeout_s=5)
+def way(folder):
+    return way_to(folder, by_options="elsewhere:1")
 
 
 def test_a_run_leaves_all_that_a_client_of_its_cluster_needs_but_the_secret(run, tmp_path):
@@ -82,9 +77,8 @@ def test_a_run_leaves_all_that_a_client_of_its_cluster_needs_but_the_secret(run,
     }
 
 
-def test_whoever_joins_a_run_has_its_address_and_its_variables(run, joined, tmp_path):
-    assert join(run[0]) == "127.0.0.1:7"
-    assert joined == [("127.0.0.1:7", {"namespace": "n", "timeout_s": 5})]
+def test_whoever_joins_a_run_has_its_address_and_its_variables(run, elsewhere, tmp_path):
+    assert way(run[0]) == "127.0.0.1:7"
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == f"{tmp_path}/tokens/auth_token"
     assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == (
         "token", "0",
@@ -92,32 +86,29 @@ def test_whoever_joins_a_run_has_its_address_and_its_variables(run, joined, tmp_
     assert "RAY_AUTH_TOKEN" not in os.environ
 
 
-def test_a_connection_that_a_killed_run_has_left_is_not_tried(run, joined):
+def test_a_connection_that_a_killed_run_has_left_is_not_tried(run, elsewhere):
     folder, trainer = run
     trainer.kill()
     trainer.wait()
     with pytest.raises(ClusterError, match="it has ended, or has not begun yet: start it again"):
-        join(folder)
-    assert joined == []
+        way(folder)
 
 
-def test_a_token_that_is_gone_is_said(run, joined, tmp_path):
+def test_a_token_that_is_gone_is_said(run, elsewhere, tmp_path):
     (tmp_path / "tokens" / "auth_token").unlink()
     with pytest.raises(ClusterError, match="the token of the run's cluster must be in"):
-        join(run[0])
-    assert joined == []
+        way(run[0])
 
 
-def test_a_run_without_a_connection_is_looked_for_where_its_options_say(joined, tmp_path):
+def test_a_run_without_a_connection_is_looked_for_where_its_options_say(elsewhere, tmp_path):
     with another_trainer(tmp_path):
-        assert join(tmp_path) == "elsewhere:1"
-    assert [address for address, _ in joined] == ["elsewhere:1"]
+        assert way(tmp_path) == "elsewhere:1"
 
 
-def test_a_run_of_another_machine_may_live(joined, tmp_path):
+def test_a_run_of_another_machine_may_live(elsewhere, tmp_path):
     """Its lock cannot be seen from here."""
     (tmp_path / "trainer.lock").write_text(json.dumps({"host": f"not-{socket.gethostname()}"}))
-    assert join(tmp_path) == "elsewhere:1"
+    assert way(tmp_path) == "elsewhere:1"
 
 
 def test_a_cluster_that_never_lets_in_is_given_up(monkeypatch):
