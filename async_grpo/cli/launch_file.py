@@ -136,6 +136,7 @@ def run_here(run: LocalRun) -> None:
 
 
 def _carry_out(run: LocalRun, given: LocalRun) -> None:
+    """In a folder that is locked; `given`: the run before its devices were placed."""
     started = time.monotonic()
     run.logs.mkdir(exist_ok=True)
     if run.goes_on and run.prepare:

@@ -19,18 +19,18 @@ def how_to_go_on(run: LocalRun) -> str:
     return where_to_go_on(run.folder, command=relaunch(run))
 
 
-def relaunch(run: LocalRun) -> str:
-    """The command that goes on with it."""
-    return f"`async-grpo launch {shlex.quote(str(run.folder / RUN_FILE))}`"
+def relaunch(run: LocalRun, *options: str) -> str:
+    """The command that goes on with it, or does with its folder what the options say."""
+    return f"`async-grpo launch {shlex.join([str(run.folder / RUN_FILE), *options])}`"
 
 
 def finished(run: LocalRun) -> str:
     """Of one of which nothing is left to train."""
     number = run.train.num_training_batches
+    longer = relaunch(run, "--num-training-batches", str(2 * number))
     return (
         f"{run.folder} is finished: all of its {number} batches are trained, nothing was started; "
-        f"{relaunch(run)[:-1]} --num-training-batches {2 * number}` trains on, the same with "
-        "--overwrite alone begins anew"
+        f"{longer} trains on, {relaunch(run, '--overwrite')} begins anew"
     )
 
 
