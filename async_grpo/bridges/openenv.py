@@ -7,8 +7,9 @@ produces:     episodes of one WebSocket session each, with the sum of the server
 waits for:    the server's answers, and its free sessions
 unblocked by: these, their deadline, or the end of the connection
 
-An action of one text is what the model says. Any other is a call of a tool: of those that the
-server lists, where its actions are calls, else of one tool with the fields of an action.
+An action whose only field is a free text is what the model says. Any other, be its further fields
+optional, is a call of a tool: of those that the server lists, where its actions are calls, else of
+one tool with the fields of an action.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from async_grpo.types import Episode, Question, Verdict
 MAX_BYTES = 16 << 20  # of one answer
 CAPACITY_INTERVAL_S = 1.0  # at a server whose sessions are all taken
 CALLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers of tools
-NOT_SHOWN = ("done", "reward", "metadata")
+NOT_SHOWN, NOT_SAID = ("done", "reward", "metadata"), ("metadata",)  # of observation, action
 
 
 class OpenEnvEnvironment(Environment):
@@ -89,10 +90,18 @@ class Session:
 
     @property
     def text_field(self) -> str:
-        """The field of an action that is one text; empty: it is called as a tool."""
-        required = self._schema.get("required", [])
-        kinds = [self._schema["properties"][name].get("type") for name in required]
-        return required[0] if kinds == ["string"] and not self._has_calls else ""
+        """The only field of an action, a free text; empty: it is called as a tool."""
+        name, *more = self._fields or ("",)
+        field = self._fields.get(name, {})
+        # Of a text that must be one of a few words the model is to be told which.
+        is_free = field.get("type") == "string" and not {"enum", "const"} & field.keys()
+        return name if is_free and not more and not self._has_calls else ""
+
+    @property
+    def _fields(self) -> Mapping[str, Any]:
+        """What an action may say, by name."""
+        properties = self._schema.get("properties", {})
+        return {name: field for name, field in properties.items() if name not in NOT_SAID}
 
     @property
     def _has_calls(self) -> bool:
@@ -116,11 +125,8 @@ class Session:
         if self.text_field:
             return []
         if not self._has_calls:
-            properties = dict(self._schema.get("properties", {}))
-            properties.pop("metadata", None)
-            return [
-                ServerTool(self, "act", "One action.", {**self._schema, "properties": properties})
-            ]
+            schema = {**self._schema, "properties": self._fields}
+            return [ServerTool(self, "act", "One action.", schema)]
         listed = await self.ask("step", {"type": "list_tools"})
         return [
             ServerTool(self, tool["name"], tool["description"], tool["input_schema"], is_call=True)

@@ -128,6 +128,52 @@ def test_an_action_of_several_fields_is_a_tool_and_one_that_is_none_is_told():
     assert group.verdicts[0].reward == 1.0
 
 
+OTHER = {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments", "told"),
+    [
+        (
+            {"way": {"type": "string", "enum": ["left", "up"]}, "steps": {"type": "integer"}},
+            {"way": "up", "steps": 2},
+            ["left", "steps"],
+        ),
+        (
+            {"message": {"type": "string"}, "to": OTHER},
+            {"message": "hello", "to": "Ann"},
+            ["message", "to"],
+        ),
+        (
+            {"tool": {"type": "string"}, "args": {"type": "object", "default": {}}},
+            {"tool": "add", "args": {"a": 2}},
+            ["args"],
+        ),
+        ({"way": {"type": "string", "enum": ["left", "up"]}}, {"way": "left"}, ["left", "up"]),
+        ({"go": {"type": "string", "const": "on"}}, {"go": "on"}, ["go", "const"]),
+    ],
+)
+def test_an_action_with_optional_fields_or_set_words_is_a_call_that_the_model_is_told(
+    fields, arguments, told
+):
+    properties = {"metadata": {"type": "object"}, **fields}
+    schema = {"title": "Step", "required": list(fields)[:1], "properties": properties}
+    group, history, asked = played(
+        schema, [call("act", **arguments)], observed({"text": "Yes."}, reward=1, done=True)
+    )
+    read = TOKENIZER.decode(history[0][0])
+    assert all(f'"{word}"' in read for word in told)
+    assert "metadata" not in read
+    assert asked[-1] == {"type": "step", "data": arguments}
+    assert group.verdicts[0].reward == 1
+
+
+def test_a_text_that_has_a_default_is_still_what_the_model_says():
+    schema = {"title": "Say", "properties": {"text": {"type": "string", "default": ""}}}
+    _, _, asked = played(schema, [said("4")], observed({"text": "Yes."}, done=True))
+    assert asked[-1] == {"type": "step", "data": {"text": "4"}}
+
+
 def test_tools_of_a_server_are_listed_and_called_until_the_model_calls_none():
     result = {"tool_name": "add", "result": {"content": [{"type": "text", "text": "five"}]}}
     group, history, asked = played(
