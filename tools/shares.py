@@ -18,7 +18,7 @@ def shares(folder: Path) -> dict[int, Counter[str]]:
     slots: dict[tuple[int, int], str] = {}
     with (folder / "samples.jsonl").open() as file:
         for line in map(json.loads, file):
-            if line["fate"] != "replaced" and not line["given"]:
+            if line["fate"] not in ("replaced", "failed") and not line["given"]:
                 slots[line["batch"], line["ordinal"]] = line["dataset_type"]
     found: dict[int, Counter[str]] = {}
     for (batch, _), kind in sorted(slots.items()):

@@ -233,6 +233,7 @@ class ExperienceBatcher:
                 *self._pipeline.grading.warnings,
                 *self._pipeline.outages.told.values(),
             ),
+            failures=self._pipeline.progress.failures,
             controls=self.controls.asked,
         )
 
@@ -250,6 +251,9 @@ class ExperienceBatcher:
             else:
                 group = await self._first_group_to_keep(ordinal, step)
         except SlotFailed as failure:
+            if pairs:
+                question = pairs[0].question
+                self._log.failed(question, failure, batch=step.batch, slot=(ordinal, 0))
             await self._step_groups.leave(step, ordinal)
             self._settle_failure(ordinal, step, failure)
         else:
@@ -272,11 +276,11 @@ class ExperienceBatcher:
         reference = self._reference_of(step)
         for attempt in itertools.count():
             index = self._plan.index(ordinal, attempt=attempt)
-            if index in self._quarantine:
-                raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
             question, request = self._plan.draw(ordinal, attempt=attempt)
             books = SlotBooks(self._ledger, ordinal)
             try:
+                if index in self._quarantine:
+                    raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
                 group = await self._pipeline.run(
                     question,
                     request,
@@ -288,6 +292,7 @@ class ExperienceBatcher:
             except SlotFailed as failure:
                 if failure.stage == QUARANTINE:
                     self._exclude(index, question, failure)
+                self._log.failed(question, failure, batch=step.batch, slot=(ordinal, attempt))
                 raise
             finally:
                 self._pipeline.sampled(books)
@@ -327,7 +332,8 @@ class ExperienceBatcher:
         )  # fmt: skip
 
     def _receive(self, group: Group, step: StepKey) -> None:
-        self._hopeless.sampled(step.batch)
+        kind = group.samples[0].question.dataset_type
+        self._hopeless.sampled(step.batch, dataset_type=kind)
         self._sums.add(step, group, batch=step.batch)
 
     def _replace(self, group: Group, step: StepKey) -> None:
@@ -357,7 +363,8 @@ class ExperienceBatcher:
         self._ledger.settle(ordinal, fate="failed", reason=failure.stage)
         num_samples, kind = self._plan.config.samples_per_question, self._plan.type_of(ordinal)
         self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
-        self._hopeless.failed(step.batch, failure, is_given=bool(self._plan.pairs_of(ordinal)))
+        is_given = bool(self._plan.pairs_of(ordinal))
+        self._hopeless.failed(step.batch, failure, is_given=is_given, dataset_type=kind)
 
     async def _send_rounds(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """Verdicts for the outputs of a question, and what went wrong on the way to them.
 
 consumes:     outputs to grade
-produces:     a verdict for each; the first failure of each kind, for people
+produces:     a verdict for each; the first trouble of each kind, for people
 waits for:    verifiers, and whatever a reward is connected to, up to the stall timeout
 unblocked by: verdicts; a connection that is back
 """
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from async_grpo.batching.leased_work import Progress, SlotFailed
+from async_grpo.batching.leased_work import MAX_KINDS, Progress, SlotFailed
 from async_grpo.environments.base import FailureClass
 from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import Problem, Verdict, VerificationRequest
@@ -25,7 +25,6 @@ VERIFICATION = "verification"  # the stage that loses what cannot be graded
 # A batch of which no group comes to a grade for one of these ends the run.
 UNGRADED = (VERIFICATION, f"{ENVIRONMENT}: {FailureClass.ENVIRONMENT}")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
-MAX_KINDS = 50  # told; a reward that fails in ever new ways is told often enough by then
 
 
 class Grading:
@@ -49,7 +48,7 @@ class Grading:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence for the first failure of each kind: the adapter, the exception, its line."""
+        """A sentence for the first trouble of each kind that costs no group, or not yet."""
         return tuple(self._warnings.values())
 
     async def verdicts(
@@ -82,7 +81,9 @@ class Grading:
     def _tell(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
             kind = (verdict.adapter, verdict.status, verdict.cause, verdict.place)
-            if verdict.cause and kind not in self._warnings and len(self._warnings) < MAX_KINDS:
+            if verdict.status == "error" and verdict.cause != "connection":
+                self._progress.failed(" ".join(kind), self._sentence(verdict))
+            elif verdict.cause and kind not in self._warnings and len(self._warnings) < MAX_KINDS:
                 self._warnings[kind] = self._sentence(verdict)
                 logger.warning("%s", self._warnings[kind])
 

@@ -23,6 +23,7 @@ TRIES_AFTER_S = (0.0, 1.0, 8.0)
 # Workers that are lost are no fault of the work: deaths are bounded by the quarantine, these here.
 MAX_REVOCATIONS = 16
 AFTER_LOSS_S = 1.0
+MAX_KINDS = 50  # told; what fails in ever new ways is told often enough by then
 
 
 class SlotFailed(WorkerError):
@@ -41,12 +42,17 @@ class Progress:
 
     def __init__(self) -> None:
         self.answers = 0  # good ones, of workers
+        self.failures: dict[str, str] = {}  # why groups were dropped: the first of each kind
         self.problem: Problem | None = None  # why work is being tried again; empty when all is well
 
     @property
     def reason(self) -> str:
         """Of the problem, for people."""
         return self.problem.reason if self.problem else ""
+
+    def failed(self, kind: str, sentence: str) -> None:
+        if len(self.failures) < MAX_KINDS:
+            self.failures.setdefault(kind, sentence)
 
     def moved(self) -> None:
         self.answers += 1

@@ -211,6 +211,8 @@ class SlotPipeline:
             num_tries = books.resampled.total() + 1
             follows = decide(failed.cause, has_sampled=has_sampled, num_tries=num_tries)
             if follows not in (Next.GROUP, Next.MEMBER):
+                sentence = f"{failed}: the groups of such episodes are dropped, and counted"
+                self.progress.failed(f"{stage} {kind} {failed.place}", sentence)
                 raise SlotFailed(stage, str(failed)) from failed
             books.sampled_again(reason)
 

@@ -17,9 +17,20 @@ from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.errors import AsyncGrpoError, ProcessLostError
-from async_grpo.types import EndOfStep, Episode, Group, Minibatch, RowKey, Sample, VersionSpan
+from async_grpo.types import (
+    EndOfStep,
+    Episode,
+    Group,
+    Minibatch,
+    Question,
+    RowKey,
+    Sample,
+    Verdict,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
+    from async_grpo.batching.leased_work import SlotFailed
     from async_grpo.config.train import TrainConfig
     from async_grpo.types.handles import RecorderHandle
 
@@ -71,6 +82,19 @@ class SampleLog:
             for sample, fate in zip(group.samples, fates, strict=True)
         ]
         self._queue_up(lines, num_samples=len(lines))
+
+    def failed(
+        self, question: Question, failure: SlotFailed, *, batch: int, slot: tuple[int, int]
+    ) -> None:
+        """Queue one line for a group that was dropped; `slot`: its ordinal and attempt."""
+        if self._recorder is None:
+            return
+        verdict = Verdict("error", 0.0, None, "", str(failure), 0.0)
+        ordinal, attempt = slot
+        nobody = Sample(ordinal, 0, question, Episode(()), verdict, advantage=0.0)
+        line = _line(nobody, attempt, batch, "failed", has_tokens=self._has_tokens)
+        line |= {"given": False, "verdict": "error", "finish_reason": None, "stage": failure.stage}
+        self._queue_up([line], num_samples=1)
 
     def sent(self, minibatches: Sequence[Minibatch]) -> None:
         """Remember a round of the current step: a minibatch for each rank."""

@@ -67,9 +67,10 @@ class EpisodeFailed(WorkerError):
         self.failure = failure
         self.again = again or {}
         self.cause = cause or CAUSES.get(failure, Cause.UNKNOWN)
+        self.place = ""  # what was raised and the line, where the episode was played
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.failure, str(self), self.again), {"cause": self.cause}
+        return type(self), (self.failure, str(self), self.again), vars(self)
 
 
 class Policy(Protocol):

@@ -219,19 +219,36 @@ class GroupPlay:
 
     def _classified(self, failure: FailureClass, error: Exception) -> EpisodeFailed:
         """The error with the user's own line, as far down as it goes."""
+        code = self.request.environment
+        line = code.line_in(traceback.extract_tb(error.__traceback__))
         if isinstance(error, EpisodeFailed):  # or the user's own kind of it, of any class
             known = error.failure in list(FailureClass)
             failure = FailureClass(error.failure) if known else failure
-            return EpisodeFailed(failure, str(error)[:MAX_REASON_CHARACTERS], cause=error.cause)
-        line = self.request.environment.line_in(traceback.extract_tb(error.__traceback__))
-        return self._failed(failure, f"raised {error!r} at {line}", cause=cause_of(error))
+            at = f" at {line}" if code.place in line else ""
+            failed = EpisodeFailed(failure, shortened(f"{error}{at}"), cause=error.cause)
+        else:
+            failed = self._failed(failure, f"raised {error!r} at {line}", cause=cause_of(error))
+        failed.place = f"{type(error).__name__} {line}"
+        return failed
 
     def _failed(
         self, failure: FailureClass, what: str, *, cause: Cause | None = None
     ) -> EpisodeFailed:
-        what = what[:MAX_REASON_CHARACTERS]
+        what = shortened(what)
         who = f"{self.request.environment.name} of question {self.request.ordinal}"
         return EpisodeFailed(failure, f"environment {who} {what}", cause=cause)
+
+
+def shortened(text: str) -> str:
+    """A reason that is not too long: who has failed, and the end, where the error is named.
+
+    >>> shortened("agent.py: " + "x" * 9000 + " KeyError")[-24:]
+    'xxxxxxxxxxxxxxx KeyError'
+    """
+    if len(text) <= MAX_REASON_CHARACTERS:
+        return text
+    head = MAX_REASON_CHARACTERS * 2 // 5
+    return f"{text[:head]} ... {text[head - MAX_REASON_CHARACTERS :]}"
 
 
 def _plain(verdict: object) -> Verdict:

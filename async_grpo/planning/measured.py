@@ -83,7 +83,7 @@ def read_lengths(folder: Path, rows: Sequence[Row], *, dump: str) -> Lengths:
     groups: dict[tuple[int, int], list[int]] = {}
     for line in _last_lines(folder / dump) if dump else ():
         sample = json.loads(line)
-        if not sample.get("given"):
+        if not sample.get("given") and sample.get("fate") != "failed":
             key = sample["ordinal"], sample["attempt"]
             groups.setdefault(key, []).append(sample["num_output_tokens"])
     if not groups:

@@ -171,6 +171,7 @@ class Report:
         """What every stage is doing, and who works; heard from a thread."""
         self._gauges.repeat()
         self._alarms.see_workers(status.workers, now_s=time.monotonic())
+        self._alarms.see_failures(status.failures)
         self.console.alarms(self._alarms.active)
         self.console.status(status)
 

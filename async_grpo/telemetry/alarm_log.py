@@ -52,6 +52,11 @@ class AlarmLog:
         with self._lock:
             self._tell(self._alarms.see_workers(workers, now_s=now_s))
 
+    def see_failures(self, failures: Mapping[str, str]) -> None:
+        """Take in why groups were dropped, a sentence a kind."""
+        with self._lock:
+            self._tell(self._alarms.see_failures(failures))
+
     def _tell(self, changes: Sequence[Change]) -> None:
         for change in changes:
             self.num_raised += change.is_raised

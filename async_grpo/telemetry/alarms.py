@@ -33,6 +33,8 @@ LEAST_PAST = 10  # values that a median of the past must be made of
 SPIKE_FACTOR = 10.0  # of the median gradient norm
 SHRUNK_S = 60.0  # which workers that restart may take
 SETTLED_S = 3600.0  # after which a fleet is not smaller, but small
+GROUPS_FAIL = "groups_fail"  # of every kind of failure
+NUM_DEAD_STEPS = 2  # in which all groups of a type have failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Alarms:
     _held: Counter[str] = field(default_factory=Counter)  # steps in a row, by alarm
     _clean: Counter[str] = field(default_factory=Counter)  # likewise, without its condition
     _fleets: dict[str, _Fleet] = field(default_factory=dict)  # by role
+    _failures: set[str] = field(default_factory=set)  # kinds that have been told
 
     def see_row(self, row: Row) -> list[Change]:
         """Take in the metrics of the step that has just ended."""
@@ -76,7 +79,21 @@ class Alarms:
                 changes += self._raise(name, sentence)
             elif self._clean[name] >= NUM_CLEAN:
                 changes += self._clear(name)
-        return changes
+        return changes + self._see_failed(row.get("perc_failed_samples"))
+
+    def see_failures(self, failures: Mapping[str, str]) -> list[Change]:
+        """Take in why groups were dropped: each kind is raised once in a run."""
+        new = {kind: failures[kind] for kind in failures if kind not in self._failures}
+        self._failures |= new.keys()
+        self._clean[GROUPS_FAIL] = 0 if new else self._clean[GROUPS_FAIL]
+        return [change for kind in new for change in self._raise(kind, new[kind], GROUPS_FAIL)]
+
+    def _see_failed(self, share: float | int | None) -> list[Change]:
+        """All kinds are over when no group has failed for a few steps."""
+        self._clean[GROUPS_FAIL] = 0 if share else self._clean[GROUPS_FAIL] + (share is not None)
+        if self._clean[GROUPS_FAIL] < NUM_CLEAN:
+            return []
+        return [change for kind in self._failures for change in self._clear(kind, GROUPS_FAIL)]
 
     def see_workers(self, workers: Mapping[str, int], *, now_s: float) -> list[Change]:
         """Take in how many workers each role has; times are of one clock."""
@@ -97,15 +114,15 @@ class Alarms:
                 changes += self._raise(name, _shrunk(role, fleet.size, count))
         return changes
 
-    def _raise(self, name: str, sentence: str) -> list[Change]:
+    def _raise(self, name: str, sentence: str, alarm: str = "") -> list[Change]:
         if name in self.active:
             return []
         self.active[name] = sentence
-        return [Change(name, True, sentence)]
+        return [Change(alarm or name, True, sentence)]
 
-    def _clear(self, name: str) -> list[Change]:
+    def _clear(self, name: str, alarm: str = "") -> list[Change]:
         sentence = self.active.pop(name, None)
-        return [] if sentence is None else [Change(name, False, sentence)]
+        return [] if sentence is None else [Change(alarm or name, False, sentence)]
 
 
 def _shrunk(role: str, size: int, count: int) -> str:
@@ -296,6 +313,23 @@ def _course(rows: Sequence[Row], name: str) -> tuple[float, float, float, float]
     return median(past[: len(past) // 2]), median(past[-NUM_COMPARED:]), median(now), noise
 
 
+def _types_fail(rows: Sequence[Row]) -> str | None:
+    """Of a type among several no group comes to an end."""
+    start = "perc_failed_samples/"
+    dead = []
+    for name in (name for name in rows[-1] if name.startswith(start)):
+        shares = [share for row in rows if (share := row.get(name)) is not None]
+        if shares[-NUM_DEAD_STEPS:] == [1.0] * NUM_DEAD_STEPS:
+            dead.append(name.removeprefix(start))
+    if not dead:
+        return ""
+    return (
+        f"all groups of the types {', '.join(dead)} failed in their last {NUM_DEAD_STEPS} steps: "
+        "nothing is learnt of them; alarms of groups_fail, and lines of the dump whose fate is "
+        "failed, say why; a type that goes on so ends the run"
+    )
+
+
 def _past_and_now(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]] | None:
     """The first and the last values that are kept; None before there are enough.
 
@@ -338,5 +372,6 @@ CONDITIONS: Mapping[str, tuple[int, Condition]] = {
         "lower --learning-rate or raise --kl-coefficient, and start again from an earlier "
         "checkpoint",
     )),
+    "types_fail": (1, _types_fail),
 }  # fmt: skip
 """{alarm: (for how many steps in a row its condition must hold, the condition)}"""

@@ -106,7 +106,8 @@ class PipelineStatus:
     workers: Mapping[str, int] = field(default_factory=dict)  # healthy workers by role
     worker_tokens: int = 0  # that workers have made, of answers that have come and that will
     problem: Problem | None = None  # what the pipeline is waiting for, when it cannot move
-    warnings: tuple[str, ...] = ()  # of the rewards: the first failure of each kind
+    warnings: tuple[str, ...] = ()  # of the rewards: the first trouble of each kind
+    failures: Mapping[str, str] = field(default_factory=dict)  # why groups were dropped, by kind
     controls: tuple[Control, ...] = ()  # what was asked of the run, the latest last
 
     @property

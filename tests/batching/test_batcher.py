@@ -275,8 +275,46 @@ def test_dumped_samples_tell_the_same_story(tmp_path):
     trained = {key for step in script.steps for key in script.step(step).trained}
     kept = {(o, i) for o in range(12) if o != 1 for i in range(3)}
     assert len(lines) == len(told)
+    assert told.pop((1, 0)) == "failed"
     assert told == {key: "trained" if key in trained else "zero_contribution" for key in kept}
     assert all(line["batch"] == line["ordinal"] // 4 for line in lines)
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_a_group_that_failed_has_a_line_with_its_reason_and_no_reward(has_tokens, tmp_path):
+    config = make_config(
+        output_dir=str(tmp_path), dump_samples_filename="samples.jsonl", dynamic_sampling=1,
+        dump_token_columns=has_tokens,
+    )  # fmt: skip
+    even = frozenset({4})
+    run(train(Script(config=config, failing=frozenset({1}), even=even, failing_later=even)))
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    failed = {line["ordinal"]: line for line in lines if line["fate"] == "failed"}
+    assert {*failed} == {1, 4}
+    assert [failed[ordinal]["attempt"] for ordinal in (1, 4)] == [0, 1]
+    for line in failed.values():
+        assert (line["stage"], line["reason"]) == ("verification", "reward scripted: killed")
+        assert (line["reward"], line["advantage"], line["verdict"]) == (None, None, "error")
+        assert line["input"].startswith("2+2") and not line["given"]
+        assert {*lines[0]} <= {*line}
+
+
+def test_the_status_says_why_episodes_fail_once_a_kind():
+    running = Run(Script(config=make_config(), max_rows=3))
+    play, lines = running.cluster.play, {2: "mine.py:8", 3: "mine.py:9", 9: "mine.py:8"}
+
+    async def fails(request):
+        if line := lines.get(request.ordinal):
+            told = f"environment mine.py:Mine raised KeyError({request.ordinal}) at {line}"
+            raise EpisodeFailed(FailureClass.ENVIRONMENT, told, place=line)
+        return await play(request)
+
+    running.cluster.play = fails
+    run(running.train())
+    told = [*running.batcher.status().failures.values()]
+    assert sorted(sentence.partition(":Mine ")[2].partition(":")[0] for sentence in told) == [
+        "raised KeyError(2) at mine.py", "raised KeyError(3) at mine.py",
+    ]  # fmt: skip
 
 
 def test_what_goes_to_ranks_has_no_text():

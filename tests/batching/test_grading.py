@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from scripted import make_completion, make_question, make_verdict, run
 
-from async_grpo.batching.grading import MAX_KINDS, Grading, require_graded
-from async_grpo.batching.leased_work import Progress, SlotFailed
+from async_grpo.batching.grading import Grading, require_graded
+from async_grpo.batching.leased_work import MAX_KINDS, Progress, SlotFailed
 from async_grpo.types import VerificationRequest, WeightsVersion
 
 QUESTION, COMPLETION = make_question(), make_completion(WeightsVersion(7, 0))
@@ -61,10 +61,12 @@ def test_the_first_failure_of_each_kind_is_told_and_no_other():
     grading = make_grading(Pool((GOOD, first, again), (other, again, first)))
     told = "reward mine: ValueError: 1 [mine.py:3]"
     assert lose(grading) == ("verification", told)
-    assert grading.warnings == (f"{told}: the groups of such outputs are dropped, and counted",)
+    failures = grading._progress.failures
+    assert [*failures.values()] == [f"{told}: the groups of such outputs are dropped, and counted"]
     lose(grading)
-    assert len(grading.warnings) == 2
-    assert "ValueError: 3 [mine.py:8]" in grading.warnings[1]
+    assert len(failures) == 2
+    assert "ValueError: 3 [mine.py:8]" in [*failures.values()][1]
+    assert grading.warnings == ()
 
 
 def test_ever_new_failures_do_not_fill_the_console():
@@ -72,7 +74,7 @@ def test_ever_new_failures_do_not_fill_the_console():
     grading = make_grading(pool)
     for _ in range(60):
         lose(grading)
-    assert len(grading.warnings) == MAX_KINDS
+    assert len(grading._progress.failures) == MAX_KINDS
 
 
 def test_an_overrun_that_counts_as_0_is_told_with_its_option():

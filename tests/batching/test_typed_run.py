@@ -10,6 +10,7 @@ from scripted_run import QUESTIONS, Run, make_config, split_steps
 from async_grpo.config.evaluation import SAMPLES_PER_QUESTION
 from async_grpo.data.mixture import TypedQuestions
 from async_grpo.data.stream import QuestionStream
+from async_grpo.errors import WorkerError
 from async_grpo.telemetry.metrics import metrics_row
 from async_grpo.types import SamplingContract
 
@@ -18,9 +19,10 @@ SIZE = len(QUESTIONS) // 3
 WEIGHTS = (2, 1, 1)
 
 
-def typed_run(*, held_out=(), **script):
+def typed_run(*, held_out=(), batches=3, **script):
     data = "sums=s.jsonl,rewards=countdown;odes=o.jsonl;jokes=j.jsonl"
     changes = {"data_path": "", "data": data, "batch_size": 8, "samples_per_question": 4}
+    changes["num_training_batches"] = batches
     running = Run(Script(config=make_config(**changes), **script), held_out=held_out)
     questions = TypedQuestions(
         [QuestionStream(SIZE, seed=kind) for kind in range(3)], weights=WEIGHTS, batch_size=8
@@ -88,6 +90,24 @@ def test_the_outputs_of_a_question_are_graded_together_by_the_rewards_of_its_typ
 def test_a_run_without_types_says_nothing_of_them():
     rows = rows_of(Run(Script(config=make_config(), seed=3)))
     assert not any("/" in key for row in rows for key in row)
+
+
+def test_a_type_of_which_nothing_comes_to_an_end_ends_the_run_of_several():
+    """Two groups of `odes` a batch: eight have failed with the fourth."""
+    kinds = typed_run(batches=6).plan
+    dead = frozenset(n for n in range(48) if kinds.type_of(n) == "odes")
+    running = typed_run(batches=6, failing=dead)
+    said = r"none of the 8 groups of type 'odes' in 4 batches in a row could be: reward scripted"
+    with pytest.raises(WorkerError, match=said):
+        run(running.train())
+    assert running.num_published < 6
+
+
+def test_a_type_that_has_one_good_group_in_time_ends_no_run():
+    kinds = typed_run(batches=6).plan
+    dead = [n for n in range(48) if kinds.type_of(n) == "odes"]
+    running = typed_run(batches=6, failing=frozenset({*dead} - {dead[4]}))
+    assert len(split_steps(run(running.train())[0])) == 6
 
 
 def test_an_evaluation_counts_each_type_of_its_own():

@@ -12,6 +12,7 @@ from two_turns import TwoTurns
 
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
+from async_grpo.environments.find import make_environment
 from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.errors import DeadlineError, ProcessLostError, WorkerError
 from async_grpo.types import Verdict
@@ -86,6 +87,29 @@ def test_an_environment_that_keeps_failing_is_named_with_its_line():
         found
     )
     assert "test_play.py" in str(found)
+
+
+def test_a_long_reason_keeps_who_has_failed_and_the_end_which_names_the_error():
+    said = "Traceback (most recent call last): " + "File x.py, line 1, in f " * 80
+    said = f"agent python mine.py exited with 1: {said}openai.NotFoundError: 404"
+    found = failure_of(Guess(times=3, error=EpisodeFailed(FailureClass.ENVIRONMENT, said)), ONE)
+    assert str(found).startswith("agent python mine.py exited with 1: Traceback")
+    assert str(found).endswith("openai.NotFoundError: 404")
+    assert len(str(found)) < module.MAX_REASON_CHARACTERS + 20
+
+
+def test_what_an_author_says_has_failed_is_told_with_the_line(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from async_grpo.environments.base import Environment, EpisodeFailed\n"
+        "class Mine(Environment):\n"
+        "    async def play(self, question, policy, services):\n"
+        "        raise EpisodeFailed('tool infrastructure', 'the index is down')\n"
+    )
+    code = UserCode(f"{path}:Mine", path.read_text())
+    found = failure_of(make_environment(code), ONE, replace(ONE, environment=code))
+    assert str(found).startswith(f"the index is down at {path}:4, raise EpisodeFailed(")
+    assert found.place.startswith(f"{path}:4")
 
 
 def test_an_environment_may_say_which_part_has_failed():

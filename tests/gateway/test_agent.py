@@ -115,6 +115,7 @@ def test_completions_of_ids_and_texts_train_too(played):
         ("chat(task); 1 / 0", "ZeroDivisionError"),
         ("chat([{'role': 'king'}])", "exited with 1: a message must be an object with a role"),
         ("os.environ['OPENAI_API_KEY'] = 'x'; chat(task)", "must carry the token of its session"),
+        ("raise OSError('deep ' * 99 + 'at the end')", "exited with 1: .*deep at the end$"),
     ],
 )
 def test_an_agent_that_fails_is_an_error_and_no_reward(played, text, sentence):

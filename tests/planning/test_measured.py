@@ -101,6 +101,7 @@ def test_lengths_are_those_of_the_dumped_groups(tmp_path):
         for ordinal in range(2)
         for index in range(3)
     ] + [{"ordinal": 9, "attempt": 0, "num_output_tokens": 999, "given": True}]
+    samples.append({"ordinal": 7, "attempt": 0, "num_output_tokens": 0, "fate": "failed"})
     rows = [{"avg_prompt_tokens": 20.0, "avg_output_tokens": 7.4}] * 5
     write(tmp_path, rows, samples)
     found = read_lengths(tmp_path, read_rows(tmp_path), dump="samples.jsonl")

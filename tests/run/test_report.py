@@ -140,6 +140,19 @@ def test_the_first_lines_and_the_parameters_say_of_each_pool_whether_it_confines
     assert "v2: own rewards run UNCONFINED" in said[1][1] and "bwrap: no" in said[1][1]
 
 
+def test_why_groups_fail_is_told_once_and_kept_with_the_alarms(tmp_path, caplog):
+    why = "environment mine.py:Mine of question 3 raised KeyError('x') at mine.py:27"
+    failing = dataclasses.replace(STATUS, failures={"environment mine.py:27": why})
+    with Report(make_config(tmp_path)) as report:
+        report.status(failing)
+        report.status(failing)
+        assert why in report.console._progress.alarms
+    told = [(record.levelname, record.message) for record in caplog.records]
+    assert told.count(("WARNING", why)) == 1
+    (line,) = rows_of(tmp_path, ALARMS_FILE)
+    assert (line["alarm"], line["event"], line["sentence"]) == ("groups_fail", "raised", why)
+
+
 def test_the_parameters_keep_what_earlier_parts_were_trained_with(tmp_path, clock):
     first = make_config(tmp_path, learning_rate=1e-3)
     with Report(first) as report:

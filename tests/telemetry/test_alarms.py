@@ -16,6 +16,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.telemetry.alarm_log import ALARMS_FILE, AlarmLog
 from async_grpo.telemetry.alarms import (
     CONDITIONS,
+    GROUPS_FAIL,
     NUM_CLEAN,
     NUM_COMPARED,
     NUM_NOW,
@@ -80,6 +81,7 @@ PROVOKED = {
     "entropy_fell": ([HEALTHY | {"entropy": 0.05}] * 30, NUM_MOVED),
     "entropy_rose": ([HEALTHY | {"entropy": 2.5}] * 30, NUM_MOVED),
     "kl_rose": ([HEALTHY | {"kl": 2.0}] * 30, NUM_MOVED),
+    "types_fail": ([HEALTHY | {"perc_failed_samples/maths": 1.0}] * 2, 2),
 }
 
 
@@ -251,6 +253,30 @@ def test_a_run_that_goes_on_is_not_told_of_steps_skipped_before():
     assert changes([earlier] * 10) == []
     first = HEALTHY | {"step": 1, "skipped_steps_non_finite": 1}
     assert changes([first])[0][1] == "not_finite"
+
+
+def test_a_type_that_fails_whole_is_named_and_one_that_fails_now_and_then_is_not():
+    shares = [(0.5, 1.0), (1.0, None), (0.0, 1.0), (1.0, None), (0.5, None)]
+    rows = [
+        HEALTHY | {"perc_failed_samples/odd": odd, "perc_failed_samples/rare": rare}
+        for odd, rare in shares
+    ]
+    (sentence,) = sentences(rows)
+    assert sentence.startswith("all groups of the types rare failed in their last 2 steps")
+
+
+def test_each_kind_of_failure_is_raised_once_and_over_when_no_group_fails():
+    alarms, why = Alarms(), {"a": "KeyError at mine.py:3", "b": "no server"}
+    failing, whole = HEALTHY | {"perc_failed_samples": 0.1}, HEALTHY | {"perc_failed_samples": 0.0}
+    raised = [*alarms.see_failures(why), *alarms.see_failures(why)]
+    assert [(change.alarm, change.sentence) for change in raised] == [
+        (GROUPS_FAIL, "KeyError at mine.py:3"), (GROUPS_FAIL, "no server"),
+    ]  # fmt: skip
+    rows = [whole] * (NUM_CLEAN - 1) + [failing] + [whole] * (NUM_CLEAN - 1)
+    assert [change for row in rows for change in alarms.see_row(row)] == []
+    cleared = alarms.see_row(whole)
+    assert {change.sentence for change in cleared if not change.is_raised} == {*why.values()}
+    assert alarms.see_failures(why) == [] and not alarms.active
 
 
 def test_words_name_options_that_exist():

@@ -111,6 +111,19 @@ class Tokenizer:
         return " ".join(f"w{each}" for each in ids)
 
 
+def test_a_group_that_failed_is_shown_with_its_reason(tmp_path):
+    nobody = {
+        "fate": "failed", "output": "", "reward": None, "advantage": None, "verdict": "error",
+        "finish_reason": None, "num_output_tokens": 0, "weights_versions": [],
+        "reason": "environment mine.py:Mine raised KeyError", "stage": "environment: environment",
+    }  # fmt: skip
+    tokens = {"input_token_ids": [], "output_token_ids": [], "loss_mask": [], "scores": {}}
+    lines = [sample(0), sample(1, **nobody), sample(2, **nobody, **tokens)]
+    shown = Page(write(write_dump(tmp_path, lines), tokenizer=Tokenizer()))
+    assert shown.labels("fate") == ["trained", "failed", "failed"]
+    assert [told["reason"] for told in shown.details[1:]] == [nobody["reason"]] * 2
+
+
 def test_pieces_joined_are_the_text():
     ids = [3, 1, 2]
     assert Words(Tokenizer())(ids) == ["w3", " w1", " w2"]
