@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
@@ -66,9 +66,10 @@ async def _try(worker: WorkerConfig, questions: Sequence[Question], config: Trai
     try:
         async with asyncio.timeout(found.start_timeout_s):
             await sandbox.start()
+        rewards = replace(found.rewards(num_cores=1), groupwise=sandbox.groupwise)
         trials: list[Trial] = []
         for question in questions:
-            request = request_of(question, config)
+            request = request_of(question, config, rewards=rewards)
             sample = adapter_sample(request.outputs[0])
             verdicts: Sequence[Verdict | None] = (None,)
             with contextlib.suppress(TimeoutError):

@@ -218,6 +218,6 @@ async def _grade(sandbox: Sandbox, outputs: Outputs, *, num_samples: int) -> lis
         adapter_sample(VerificationRequest(0, index, question, turn))
         for index, (question, turn) in enumerate(outputs)
     ]
-    size = num_samples if sandbox.has_groupwise else len(samples)
+    size = num_samples if sandbox.groupwise else len(samples)
     groups = [samples[first : first + size] for first in range(0, len(samples), size)]
     return list(chain(*await asyncio.gather(*map(sandbox.grade, groups))))

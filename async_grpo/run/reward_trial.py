@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from async_grpo.roles import VERIFIER
 from async_grpo.types import (
     GradingRequest,
     Question,
+    Rewards,
     Turn,
     Verdict,
     VerificationRequest,
@@ -62,7 +64,8 @@ def try_rewards(
             (found and found.environment) or config.environment_of(question.dataset_type)
         )
     ]
-    requests = [request_of(question, config, found) for question in questions]
+    alike = pools[0][0].rewards if pools else None
+    requests = [request_of(question, config, found, rewards=alike) for question in questions]
     for info, _ in pools:
         check_names(info.rewards.names if info.rewards else (), config)
     calls = [
@@ -80,12 +83,24 @@ def try_rewards(
 
 
 def request_of(
-    question: Question, config: TrainConfig, found: EvaluationSet | None = None
+    question: Question,
+    config: TrainConfig,
+    found: EvaluationSet | None = None,
+    *,
+    rewards: Rewards | None = None,
 ) -> GradingRequest:
-    """A question's own answer, to be graded by the rewards of its type, or of its set."""
+    """A question's own answer, to be graded by the rewards of its type, or of its set.
+
+    `rewards`: what the verifiers have; a groupwise one that another type names is not for this one.
+    """
     output = VerificationRequest(0, 0, question, example_output(question))
-    rewards = (found.rewards if found else ()) or config.rewards_of(question.dataset_type)
-    return GradingRequest((output,), rewards=rewards)
+    asked = (found.rewards if found else ()) or config.rewards_of(question.dataset_type)
+    if not asked and rewards and rewards.groupwise:
+        of_others = [file.rewards for file in config.data_files]
+        of_others += [each.rewards for each in config.named_sets]
+        elsewhere = {*chain.from_iterable(of_others)}.intersection(rewards.groupwise)
+        asked = tuple(name for name in rewards.names if name not in elsewhere)
+    return GradingRequest((output,), rewards=asked)
 
 
 def check_names(known: Sequence[str], config: TrainConfig) -> None:

@@ -22,6 +22,7 @@ class Rewards:
     hashes: Mapping[str, str]
     num_verifiers: int  # processes wanted of all pools together
     num_cores: int  # of the pool's node
+    groupwise: tuple[str, ...] = ()  # of the names: these grade a question alone
 
     def __str__(self) -> str:
         return f"--reward-fns {','.join(self.names)} of {self.registry}"

@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
@@ -92,7 +92,9 @@ class VerifierPool:
             overhead=float(TEXTS_WAITING * num_cores),
             max_model_len=0,
             lease_s=self._lease_s,
-            rewards=self._config.rewards(num_cores=num_cores),
+            rewards=replace(
+                self._config.rewards(num_cores=num_cores), groupwise=self._sandbox.groupwise
+            ),
             confinement=self._sandbox.confinement,
         )
 

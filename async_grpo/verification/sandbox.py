@@ -59,9 +59,9 @@ class Sandbox:
         return bool(self.confinement) and not any(self.confinement.values())
 
     @property
-    def has_groupwise(self) -> bool:
-        """Whether an adapter grades all samples of a question in one call."""
-        return any(server.groupwise for server in self._servers.values())
+    def groupwise(self) -> tuple[str, ...]:
+        """The adapters that grade all samples of a question in one call, and alone."""
+        return tuple(name for name, server in self._servers.items() if name in server.groupwise)
 
     async def start(self) -> None:
         """Start the servers.
@@ -113,7 +113,10 @@ class Sandbox:
     async def grade(
         self, samples: Sequence[dict[str, Any]], names: Sequence[str] = ()
     ) -> tuple[Verdict, ...]:
-        """Run these adapters, or all, on samples of one group: the best verdict of each sample."""
+        """Run these adapters, or all but groupwise ones, on samples of one group.
+
+        The best verdict of each sample.
+        """
         started = time.perf_counter()
         outcomes = await self._outcomes(samples, names)
         seconds = time.perf_counter() - started
@@ -128,7 +131,7 @@ class Sandbox:
         again, others grade without the rest of it.
         """
         asked = names or self._config.reward_names
-        groupwise = [name for name in asked if name in self._servers[name].groupwise]
+        groupwise = [name for name in asked if name in self.groupwise]
         if groupwise and len(asked) > 1:
             raise ConfigError(
                 f"a groupwise reward must grade its questions alone, got {','.join(asked)}: give "
@@ -145,8 +148,9 @@ class Sandbox:
     async def _outcomes(
         self, samples: Sequence[dict[str, Any]], names: Sequence[str]
     ) -> list[list[Outcome]]:
-        """By adapter, and sample."""
-        asked = names or self._config.reward_names
+        """By adapter, and sample; without `names`, of all that grade beside others, if any do."""
+        every = self._config.reward_names
+        asked = names or [name for name in every if name not in self.groupwise] or every
         return await asyncio.gather(*(self._grade_with(name, samples) for name in asked))
 
     async def _grade_with(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:

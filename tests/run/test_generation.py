@@ -128,7 +128,7 @@ def test_the_same_reward_that_grades_a_run_grades_here(config_of):
 @pytest.mark.parametrize(("is_groupwise", "together"), [(True, 2), (False, 6)])
 def test_a_groupwise_reward_is_given_the_outputs_of_one_question_at_a_time(is_groupwise, together):
     class Box:
-        has_groupwise = is_groupwise
+        groupwise = ("vote",) * is_groupwise
 
         async def grade(self, samples):
             assert len(samples) == together

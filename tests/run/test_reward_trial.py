@@ -26,10 +26,11 @@ def graded(status):
 class Pool:
     """The only one of its controller, which it plays too."""
 
-    def __init__(self, *verdicts):
+    def __init__(self, *verdicts, groupwise=()):
         self.requests = []
         info = SimpleNamespace(
-            worker_id="verifier-1", rewards=SimpleNamespace(names=("mine", "other"))
+            worker_id="verifier-1",
+            rewards=SimpleNamespace(names=("mine", "other"), groupwise=groupwise),
         )
         self.receivers = SimpleNamespace(remote=lambda role: ((info, self),))
         self.try_out = SimpleNamespace(remote=lambda request: self._answer(request, verdicts))
@@ -88,6 +89,20 @@ def test_each_type_is_tried_with_its_own_rewards_on_its_first_line():
     told = "it must grade the first line of o.jsonl"
     with pytest.raises(ConfigError, match=told):
         try_rewards(Pool(failed("exception")), questions[1:], config)
+
+
+@pytest.mark.parametrize(
+    ("groupwise", "asked_of_odes"),
+    [((), ()), (("mine",), ("other",)), (("other",), ("mine", "other"))],
+)
+def test_a_type_that_names_no_rewards_is_not_tried_with_a_groupwise_one_of_another(
+    groupwise, asked_of_odes
+):
+    """Where no type names it, it stays in, and is refused: its questions would be graded twice."""
+    config = make_config(data_path="", data="sums=s.jsonl,rewards=mine;odes=o.jsonl")
+    pool = Pool(graded("scored"), groupwise=groupwise)
+    try_rewards(pool, [replace(QUESTION, dataset_type=kind) for kind in ("sums", "odes")], config)
+    assert [request.rewards for request in pool.requests] == [("mine",), asked_of_odes]
 
 
 def test_a_reward_that_no_verifier_has_refuses_the_run():

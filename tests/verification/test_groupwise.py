@@ -148,6 +148,12 @@ def test_a_groupwise_reward_beside_others_is_refused_before_a_run(adapters):
 
 
 @pytest.mark.integration
+def test_questions_that_name_no_rewards_are_graded_by_those_that_grade_beside_others(adapters):
+    (verdicts,), _ = grade(adapters, group("good", "bad"))
+    assert [(verdict.adapter, verdict.reward) for verdict in verdicts] == [(adapters[1], 0.25)] * 2
+
+
+@pytest.mark.integration
 def test_the_shipped_majority_is_graded_without_network_like_the_others():
     async def graded():
         async with sandbox("majority", "countdown") as box:
