@@ -44,7 +44,7 @@ TOKENS = Metric(
 )  # fmt: skip
 BYTES = Metric(
     "teacher_bytes_per_token", "teacher_bytes", "teacher_tokens", "bytes", "Payload of a token",
-    "what a teacher's distribution over a token takes in the object store",
+    "what a teacher sends of its distribution over a token, by the object store or by express",
 )  # fmt: skip
 WAIT = Metric(
     "teacher_buffer_seconds", "teacher_buffer_seconds", "", "seconds", "Waiting for room",

@@ -115,7 +115,9 @@ class ExperienceBatcher:
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
         self._by_express = bool(config.express)
         self._sums = StepSums(
-            staleness_of=self._window.staleness_of, by_express=self._by_express, types=config.types
+            staleness_of=self._window.staleness_of,
+            express_bytes=self._teachers.express_bytes,
+            types=config.types,
         )
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished

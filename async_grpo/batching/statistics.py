@@ -35,18 +35,18 @@ class StepSums:
         self,
         *,
         staleness_of: Callable[[int], int],
-        by_express: bool = False,
+        express_bytes: Callable[[], int] = lambda: 0,
         types: Collection[str] = (),
     ) -> None:
         """`staleness_of` a batch: the largest lag that its samples may have.
 
-        `by_express`: teachers score the samples where they are trained.
+        `express_bytes`: of a token whose teacher scores it where it is trained; 0: none does.
 
         `types`: those of the questions whose sums are wanted alone too, as `reward_sum/TYPE`.
         """
         self._staleness_of = staleness_of
         self._types = types
-        self._by_express = by_express
+        self._express_bytes = express_bytes
         self._steps: dict[StepKey, _Step] = {}
 
     def add(self, step: StepKey, group: Group, *, batch: int) -> None:
@@ -56,7 +56,7 @@ class StepSums:
         """
         opened = self._steps.setdefault(step, _Step())
         if group.is_given:
-            sums = given_sums(group.samples) | teacher_sums(group.samples, self._by_express)
+            sums = given_sums(group.samples) | teacher_sums(group.samples, self._express_bytes())
             opened.sums[group.ordinal, group.attempt] = sums
             return
         most = self._staleness_of(batch)
@@ -70,7 +70,7 @@ class StepSums:
             opened.sums[group.ordinal, group.attempt] = replaced
             return
         lag_sums = _lag_sums(lags, most)
-        taught = teacher_sums(group.samples, self._by_express)
+        taught = teacher_sums(group.samples, self._express_bytes())
         sums = self._with_own(group_sums(group.samples), kind)
         opened.sums[group.ordinal, group.attempt] = sums | taught | lag_sums
         opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
@@ -157,11 +157,13 @@ def num_taught(samples: Sequence[Sample], by_express: bool) -> int:
     )
 
 
-def teacher_sums(samples: Sequence[Sample], by_express: bool) -> Sums:
+def teacher_sums(samples: Sequence[Sample], express_bytes: int) -> Sums:
     """What teachers say of a group; empty where it has none."""
-    if not (num_tokens := num_taught(samples, by_express)):
+    if not (num_tokens := num_taught(samples, express_bytes > 0)):
         return {}
     num_bytes = sum(ticket.num_bytes for sample in samples for ticket in sample.tickets)
+    sent = (s.num_trained_tokens for s in samples if s.contributes and TEACHER not in s.scores)
+    num_bytes += express_bytes * sum(sent)
     return {"teacher_tokens": num_tokens, "teacher_bytes": num_bytes}
 
 

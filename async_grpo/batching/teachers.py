@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Self
 
@@ -77,11 +78,20 @@ class Teachers:
         """
         if not self._config.express:
             return False
-        info = self._info(teacher(self._config.teacher_names[0]))
-        width = min(info.vocab_size, self.vocab_size) if info else self.vocab_size
+        width, _ = self._express_row()
         rows = [row for sample in samples for row in sample.episode.rows]
         ids = (ids for row in rows for ids in (row.prompt_token_ids, row.token_ids))
         return all(array.max(initial=0) < width for array in ids)
+
+    def express_bytes(self) -> int:
+        """What travels by express of each token that is trained; 0: nothing does."""
+        return math.prod(self._express_row()) if self._config.express else 0
+
+    def _express_row(self) -> tuple[int, int]:
+        """Logits of a token, and bytes of each; without a teacher yet, those of the policy."""
+        info = self._info(teacher(self._config.teacher_names[0]))
+        own = (self.vocab_size, 2)
+        return (min(info.vocab_size, self.vocab_size), info.item_size) if info else own
 
     def sizes(self, role: str, request: LogprobRequest) -> list[int]:
         """Bytes of the payload of each row of a request; none where no payload is asked."""

@@ -107,7 +107,8 @@ class EpisodePolicy:
         prefer = self._turns[-1].worker_id if self._turns else ""
         turn = await self._generate(history, sampling, prefer)
         turn = cut(turn) if cut else turn
-        self._add(history, turn)
+        is_own = turn.finish_reason == "length" and longest < self._sampling.max_tokens
+        self._add(history, replace(turn, finish_reason="max_tokens") if is_own else turn)
         return turn
 
     def episode(self, *, is_cut: bool = False) -> Episode:

@@ -14,7 +14,8 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
@@ -317,9 +318,15 @@ class _Member:
         self, role: str, method: str, request: Any, *, cost: float = 1.0, **where: Any
     ) -> Any:
         """See `Services`."""
+        with self._busy():
+            return await self._ask(role, method, request, cost=cost, **where)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Within, the environment waits for what it has asked for."""
         self.asks += 1
         try:
-            return await self._ask(role, method, request, cost=cost, **where)
+            yield
         finally:
             self.asks -= 1
             self._idle_since_s = time.monotonic()
@@ -341,7 +348,8 @@ class _Member:
         """See `Services`."""
         request = self._request
         # Only the first to chat with a model waits for its tokenizer.
-        renderer = await asyncio.to_thread(self._find_renderer, request.model, request.renderer)
+        with self._busy():
+            renderer = await asyncio.to_thread(self._find_renderer, request.model, request.renderer)
         return Dialogue(renderer, tools=tools)
 
     async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:

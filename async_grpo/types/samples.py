@@ -17,7 +17,8 @@ from async_grpo.types.message import Message
 from async_grpo.types.teaching import Ticket
 from async_grpo.types.weights import VersionSpan
 
-FinishReason = Literal["stop", "length", "abort"]
+# length: at the run's longest output; max_tokens: at a shorter one that an environment asked for.
+FinishReason = Literal["stop", "length", "max_tokens", "abort"]
 VerdictStatus = Literal["scored", "unscorable", "error"]
 FailureCause = Literal["", "exception", "connection", "overrun", "end", "lost"]
 

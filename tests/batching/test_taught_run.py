@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from script import Script
 from scripted import run
 from scripted_run import Run, make_config, split_steps
-from taught import LEARNS, LOGPROBS, MATH, Teacher, TeacherRegistry
+from taught import LEARNS, LOGPROBS, MATH, SIZES, Teacher, TeacherRegistry
 
 from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.errors import ProcessLostError, WorkerError
@@ -167,7 +167,11 @@ def test_what_goes_by_express_is_counted_and_takes_no_room():
     ends = [end for _, end in split_steps(items)]
     assert sum(end.sums["teacher_tokens"] for end in ends) == tokens > 0
     assert ends[-1].resume.ledger["teacher_tokens"] == tokens
-    assert sum(end.sums["teacher_bytes"] for end in ends) == school.buffer.num_bytes == 0
+    trained, (_, item_size, _) = sum(s.num_trained_tokens for s in samples), SIZES[MATH]
+    sent = sum(end.sums["teacher_bytes"] for end in ends)
+    width = min(SIZES[MATH][2], school.plan.vocab_size)
+    assert sent == trained * item_size * width > 0
+    assert school.buffer.num_bytes == 0
 
 
 def test_a_payload_that_nobody_can_make_again_is_an_error_of_the_rank():

@@ -90,6 +90,20 @@ def test_what_is_read_between_turns_is_masked_and_a_rewritten_history_forks():
     assert (second.prompt_token_ids.tolist(), second.token_ids.tolist()) == ([99, 5], [4])
 
 
+def test_a_turn_that_ends_at_its_own_max_tokens_is_not_truncated_by_the_run():
+    async def generate(history, sampling, prefer):
+        return make_turn([9] * sampling.max_tokens, finish_reason="length")
+
+    async def reasons(max_tokens):
+        policy = EpisodePolicy(generate, sampling=sampling, max_row_tokens=64)
+        turn = await policy.sample([5], max_tokens=max_tokens)
+        return turn.finish_reason, policy.episode().finish_reason
+
+    sampling = SamplingContract(1.0, (1,), 6)
+    assert asyncio.run(reasons(5)) == ("length", "max_tokens")  # who asked reads OpenAI's word
+    assert asyncio.run(reasons(None)) == asyncio.run(reasons(9)) == ("length", "length")
+
+
 def test_a_turn_that_may_not_fit_is_not_asked_for():
     async def never(history, sampling, prefer):
         raise AssertionError("asked")

@@ -151,6 +151,18 @@ def test_an_environment_that_stalls_is_named_with_its_line():
     assert "test_play.py" in str(found)
 
 
+def test_waiting_for_the_tokenizer_is_no_stall():
+    class Chats(Guess):
+        async def play(self, question, policy, services):
+            await services.dialogue()
+            return await super().play(question, policy, services)
+
+    request = replace(ONE, idle_timeout_s=0.05)
+    group = module.GroupPlay(request, Scripted([20]), lambda model, name: time.sleep(0.3))
+    (episode,) = asyncio.run(group.run(Chats())).episodes
+    assert len(episode.turns) == 1
+
+
 def test_a_long_turn_is_no_stall():
     class Slow(Scripted):
         async def __call__(self, *asked, **where):
