@@ -204,7 +204,7 @@ def _line(
         "num_output_tokens": episode.num_sampled_tokens,
         "num_trained_tokens": sample.num_trained_tokens,
         "workers": list(dict.fromkeys(turn.worker_id for turn in episode.turns)),
-        "weights_versions": _by_row(_spans(row.weights_versions) for row in episode.rows),
+        "weights_versions": [_spans(row.weights_versions) for row in episode.rows],
         **({"turns": _turns(episode)} if len(episode.turns) > 1 else {}),
         **(_token_columns(sample) if has_tokens else {}),
     }
@@ -239,23 +239,17 @@ def _spans(spans: Iterable[VersionSpan]) -> list[list[object]]:
 
 
 def _token_columns(sample: Sample) -> dict[str, object]:
-    """About 90 bytes an output token, as JSON."""
+    """A list each, of one a row; about 90 bytes an output token, as JSON."""
     parts, rows = sample.parts(), sample.episode.rows
     return {
-        "input_token_ids": _by_row(row.prompt_token_ids for row in rows),
-        "output_token_ids": _by_row(row.token_ids for row in rows),
-        "loss_mask": _by_row(row.loss_mask for row in rows),
-        "behaviour_logprobs": _by_row(row.logprobs for row in rows),
-        "reference_logprobs": _by_row(part.scores.get("reference") for part in parts),
+        "input_token_ids": [row.prompt_token_ids for row in rows],
+        "output_token_ids": [row.token_ids for row in rows],
+        "loss_mask": [row.loss_mask for row in rows],
+        "behaviour_logprobs": [row.logprobs for row in rows],
+        "reference_logprobs": [part.scores.get("reference") for part in parts],
         "scores": {
-            name: _by_row(part.scores[name] for part in parts)
+            name: [part.scores[name] for part in parts]
             for name in sample.scores
             if name != "reference"
         },
     }
-
-
-def _by_row(values: Iterable[object]) -> object:
-    """The value of an episode's only row, or a list of one a row."""
-    found = list(values)
-    return found[0] if len(found) == 1 else found

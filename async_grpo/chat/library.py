@@ -69,8 +69,7 @@ class LibraryRenderer:
 
     def __init__(self, tokenizer: Any, renderer: Any) -> None:
         self._renderer = renderer
-        tokens = tokenizer.added_tokens_decoder.values()
-        self._cleaner = Cleaner(str(token) for token in tokens if token.special)
+        self._cleaner = Cleaner(tokenizer)
         self.stop_token_ids = tuple(renderer.get_stop_token_ids())
         self.render([{"role": "user", "content": "a"}])  # which raises where tokens are missing
 

@@ -1,7 +1,9 @@
 """Messages from outside, put into the one shape that renderers read, without control tokens.
 
 Texts of users and tools come from anywhere. One that spells a control token of the model's, such as
-the end of a turn, would be read as that token, and could speak for the user or for the model.
+the end of a turn, would be read as that token, and could speak for the user or for the model. What
+tools say spells no mark of the chat format either, such as the end of a result, which tokenizers do
+not call special; in a prompt of the user's `<think>` may be meant.
 """
 
 from __future__ import annotations
@@ -14,21 +16,29 @@ from typing import Any
 from async_grpo.chat.base import Message, MessagesError, ToolSpec
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
 class Cleaner:
-    """Cleans for a tokenizer with these control tokens."""
+    """Cleans for a tokenizer: Hugging Face's, or anything with the members of theirs used here."""
 
-    def __init__(self, control_tokens: Iterable[str]) -> None:
-        longest_first = sorted(set(control_tokens), key=len, reverse=True)
-        words = [re.escape(token) for token in longest_first if len(token) > 1]
-        self._spelt = re.compile("|".join(words) or r"(?!)")
+    def __init__(self, tokenizer: Any) -> None:
+        added, template = tokenizer.added_tokens_decoder.values(), str(tokenizer.chat_template)
+        control = [*(str(token) for token in added if token.special), *tokenizer.all_special_tokens]
+        # Not each added token is a mark: some vocabularies have line ends, or tags of HTML.
+        marks = [word for word in map(str, added) if word.strip() and word in template]
+        self._spelt = _any_of(control)
+        self._spelt_by_tools = _any_of([*control, *marks, *TOOL_MARKS])
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Each of them `in_shape`; raises `MessagesError`."""
         if not messages:
             raise MessagesError("there must be at least one message, got none")
-        return [self._broken(in_shape(message)) for message in messages]
+        shaped = map(in_shape, messages)
+        return [
+            self._broken(each, self._spelt_by_tools if each["role"] == "tool" else self._spelt)
+            for each in shaped
+        ]
 
     def tools(self, tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
         """The same descriptions; raises `MessagesError` for one that names no function."""
@@ -38,18 +48,26 @@ class Cleaner:
                 raise MessagesError(
                     f"a tool must be an object with function.name, got {str(tool)[:80]!r}"
                 )
-        return [self._broken(tool) for tool in tools]
+        return [self._broken(tool, self._spelt_by_tools) for tool in tools]
 
-    def _broken(self, value: Any) -> Any:
-        """The same with a space in every control token that a text spells, and all of it UTF-8."""
+    def _broken(self, value: Any, spelt: re.Pattern[str]) -> Any:
+        """The same with a space in all that is `spelt` in a text, and all of it UTF-8."""
         if isinstance(value, str):
             text = value.encode("utf-8", "replace").decode()  # halves of surrogates have none
-            return self._spelt.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            return spelt.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
         if isinstance(value, Mapping):
-            return {self._broken(key): self._broken(each) for key, each in value.items()}
+            return {
+                self._broken(key, spelt): self._broken(each, spelt) for key, each in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._broken(each) for each in value]
+            return [self._broken(each, spelt) for each in value]
         return value
+
+
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(set(tokens), key=len, reverse=True)
+    words = [re.escape(token) for token in longest_first if len(token) > 1]
+    return re.compile("|".join(words) or r"(?!)")
 
 
 def in_shape(message: Message) -> dict[str, Any]:

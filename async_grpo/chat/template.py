@@ -37,7 +37,7 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         tokens = tokenizer.added_tokens_decoder
         control = [str(token) for token in tokens.values() if token.special]
-        self._cleaner = Cleaner([*control, *tokenizer.all_special_tokens])
+        self._cleaner = Cleaner(tokenizer)
         if not tokenizer.chat_template:
             raise ModelError(f"{self._name} has no chat template: choose a chat model")
         self._end = self._end_of_turn(control)

@@ -241,5 +241,5 @@ def test_a_dumped_line_says_that_it_was_given_and_has_no_reward(tmp_path):
         assert line["output"] == f"completion {number}"
         assert (line["reward"], line["advantage"], line["verdict"]) == (None, None, None)
         assert (line["fate"], line["num_output_tokens"]) == ("trained", 0)
-        assert len(line["output_token_ids"]) == 1 + int(number)
-        assert line["behaviour_logprobs"] is None
+        assert len(line["output_token_ids"][0]) == 1 + int(number)
+        assert line["behaviour_logprobs"] == [None]

@@ -73,14 +73,14 @@ def test_a_line_says_what_became_of_a_sample(has_tokens, tmp_path):
         "num_output_tokens": 4,
         "num_trained_tokens": 4,
         "workers": [samples[0].episode.turns[0].worker_id],
-        "weights_versions": [[str(span.version), span.start, span.stop] for span in spans],
+        "weights_versions": [[[str(span.version), span.start, span.stop] for span in spans]],
     }
     tokens = {
-        "input_token_ids": samples[0].question.input_token_ids.tolist(),
-        "output_token_ids": samples[0].episode.rows[0].token_ids.tolist(),
-        "loss_mask": samples[0].episode.rows[0].loss_mask.tolist(),
-        "behaviour_logprobs": samples[0].episode.rows[0].logprobs.tolist(),
-        "reference_logprobs": None,
+        "input_token_ids": [samples[0].question.input_token_ids.tolist()],
+        "output_token_ids": [samples[0].episode.rows[0].token_ids.tolist()],
+        "loss_mask": [samples[0].episode.rows[0].loss_mask.tolist()],
+        "behaviour_logprobs": [samples[0].episode.rows[0].logprobs.tolist()],
+        "reference_logprobs": [None],
         "scores": {},
     }
     assert first == (columns | tokens if has_tokens else columns)
@@ -245,6 +245,8 @@ def test_an_episode_of_many_turns_is_told_turn_by_turn(tmp_path, monkeypatch):
     (line,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     model = {"role": "model", "text": "said", "finish_reason": "stop", "worker": ""}
     one = [[str(VERSION), 0, 1]]
+    of_two = [[str(VERSION), 0, 2], [str(VERSION), 4, 5]]
+    assert line["weights_versions"] == [of_two, one]  # a list a row, however many there are
     assert line["turns"] == [
         {"role": "environment", "row": 0, "text": "5 6", "num_tokens": 2},
         model | {"row": 0, "num_tokens": 2, "weights_versions": [[str(VERSION), 0, 2]]},

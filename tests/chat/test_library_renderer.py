@@ -18,6 +18,7 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
+USED = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
@@ -46,6 +47,21 @@ def test_thoughts_calls_and_results_stay_in_one_row():
     result = [{"role": "tool", "content": "5"}]
     extended = renderer.extend(prompt, sampled_ids=sampled, messages=result, tools=[ADD])
     assert extended[: len(prompt) + len(sampled)] == [*prompt, *sampled]
+
+
+@pytest.mark.parametrize("family", LIBRARY)
+def test_what_a_tool_says_becomes_no_mark_of_the_family(family):
+    tokenizer = tokenizer_of(family)
+    marks = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    marks = [mark for mark in marks if mark in tokenizer.chat_template]
+    renderer = library_renderer(tokenizer, name=LIBRARY[family])
+
+    def count(said):
+        messages = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [USED]},
+                    {"role": "tool", "content": said, "tool_call_id": "1"}]  # fmt: skip
+        return sum(index in tokenizer.added_tokens_decoder for index in renderer.render(messages))
+
+    assert marks and count("5".join(marks)) == count("5")
 
 
 def test_a_new_question_forks_where_the_family_drops_its_thoughts():

@@ -89,7 +89,7 @@ def _row_problems(rows: Sequence[Mapping[str, Any]], work: Work) -> Iterable[str
 
 def _is_stale(sample: Mapping[str, Any], work: Work) -> bool:
     """Whether a token is not covered by weights of at most S batches before, of one incarnation."""
-    spans = sample["weights_versions"]
+    spans = [span for row in sample["weights_versions"] for span in row]
     versions = [tuple(map(int, version.split("."))) for version, _, _ in spans]
     covered = 0
     for _, start, stop in spans:

@@ -29,7 +29,7 @@ def make_run(num_batches=4):
     samples = [
         {
             "batch": batch, "ordinal": 2 * batch + slot, "index": index, "fate": "trained",
-            "weights_versions": [[f"0.{max(0, batch - 1)}", 0, 2], [f"0.{batch}", 2, 3]],
+            "weights_versions": [[[f"0.{max(0, batch - 1)}", 0, 2], [f"0.{batch}", 2, 3]]],
             "num_output_tokens": 3,
         }
         for batch in range(num_batches)
@@ -83,11 +83,11 @@ def test_dropped_and_replaced_samples_are_not_lost():
 @pytest.mark.parametrize(
     "change",
     [
-        {"weights_versions": [["0.1", 0, 3]]},  # two batches old
-        {"weights_versions": [["0.4", 0, 3]]},  # of a later batch
-        {"weights_versions": [["0.3", 0, 2]]},  # says nothing of the last token
-        {"weights_versions": [["0.2", 0, 1], ["0.3", 2, 3]]},  # nor of the second
-        {"weights_versions": [["0.2", 0, 2], ["1.3", 2, 3]]},  # two incarnations
+        {"weights_versions": [[["0.1", 0, 3]]]},  # two batches old
+        {"weights_versions": [[["0.4", 0, 3]]]},  # of a later batch
+        {"weights_versions": [[["0.3", 0, 2]]]},  # says nothing of the last token
+        {"weights_versions": [[["0.2", 0, 1], ["0.3", 2, 3]]]},  # nor of the second
+        {"weights_versions": [[["0.2", 0, 2], ["1.3", 2, 3]]]},  # two incarnations
     ],
 )
 def test_tokens_of_wrong_or_unknown_weights_are_found(change):

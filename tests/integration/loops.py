@@ -15,6 +15,11 @@ from async_grpo import cluster
 from async_grpo.telemetry.schema import METRICS
 from async_grpo.types import WeightsVersion
 
+OF_ROWS = (
+    "input_token_ids", "output_token_ids", "loss_mask", "behaviour_logprobs",
+    "reference_logprobs", "weights_versions",
+)  # fmt: skip
+
 READY_S, TIMEOUT_S = 180.0, 60.0
 REWARDS = """
 def share_of_digits(sample, **kwargs):
@@ -73,13 +78,24 @@ class Setup:
 
     def samples(self, name):
         """The lines of a run's samples so far."""
-        return read_lines(self.folder / name / "samples.jsonl")
+        return read_samples(self.folder / name)
 
     def versions(self, name):
         """The model after 0, 1, 2 ... batches of a run that exported after each."""
         exports = (self.folder / name / "hf_format").iterdir()
         ordered = sorted(exports, key=lambda folder: int(folder.name.removeprefix("samples_")))
         return [load_model(folder) for folder in (self.model, *ordered)]
+
+
+def read_samples(folder):
+    """The lines of a dump whose samples have one row each, without the list that it stands in."""
+    lines = read_lines(folder / "samples.jsonl")
+    for line in lines:
+        for columns in (line, line.get("scores", {})):
+            for name, rows in columns.items():
+                if name in OF_ROWS or columns is not line:
+                    (columns[name],) = rows
+    return lines
 
 
 def read_lines(path):

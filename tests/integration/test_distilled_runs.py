@@ -12,7 +12,7 @@ import signal
 import pytest
 import torch
 from commands import Command, trainer, wait_until
-from loops import read_lines
+from loops import read_lines, read_samples
 from private_cluster import PrivateCluster, environment
 from tiny_models import load_model, make_model
 
@@ -124,7 +124,7 @@ def run_of(address, tiny_model, puzzles, pairs, tmp_path_factory):
 def first_loss(folder, model, teachers, *, top_k):
     """The loss of the first step, of whole float32 distributions in this process."""
     losses = []
-    for sample in (s for s in read_lines(folder / "samples.jsonl") if s["batch"] == 0):
+    for sample in (s for s in read_samples(folder) if s["batch"] == 0):
         prompt, output = sample["input_token_ids"], sample["output_token_ids"]
         logits, taught = (
             each(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].double()
@@ -177,7 +177,7 @@ def test_every_step_says_what_its_teachers_did(payload, run_of):
         num_given = BATCH * GROUP // 2 if payload == "given" else 0
         assert (row["trained_samples"], row["given_samples"]) == (BATCH * GROUP, num_given)
         assert row["num_samples"] == BATCH * GROUP - num_given
-        given = [s for s in read_lines(run_of(payload) / "samples.jsonl") if s["given"]]
+        given = [s for s in read_samples(run_of(payload)) if s["given"]]
         given = [len(s["output_token_ids"]) for s in given if s["batch"] == row["iteration"]]
         assert len(given) == num_given
         num_sampled = row["avg_output_tokens"] * row["num_samples"]

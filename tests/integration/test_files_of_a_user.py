@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import Command, trainer
-from loops import read_lines, recomputed_samples
+from loops import read_lines, read_samples, recomputed_samples
 from private_cluster import environment
 from tiny_models import load_model, make_model
 
@@ -69,7 +69,7 @@ def folder(ray_cluster, tiny_model, teacher, questions, sevens, tmp_path_factory
 
 @pytest.fixture(scope="module")
 def samples(folder):
-    return read_lines(folder / "samples.jsonl")
+    return read_samples(folder)
 
 
 def test_every_step_trains_what_was_sent_with_finite_losses(folder):

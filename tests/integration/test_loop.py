@@ -18,6 +18,7 @@ from loops import (
     engine_differences,
     on_a_worker,
     read_lines,
+    read_samples,
     recomputed,
     recomputed_samples,
     wait_until_registered,
@@ -105,7 +106,7 @@ def test_every_step_accounts_for_every_sample(setup, trained):
 
 
 def test_dumped_samples_are_those_of_the_steps(setup, trained):
-    samples = read_lines(trained / "samples.jsonl")
+    samples = read_samples(trained)
     keys = {(sample["ordinal"], sample["index"]) for sample in samples}
     assert keys == {(o, i) for o in range(BATCHES * BATCH) for i in range(GROUP)}
     assert len(samples) == len(keys)
@@ -121,7 +122,7 @@ def test_dumped_samples_are_those_of_the_steps(setup, trained):
 
 
 def test_questions_are_drawn_evenly(trained):
-    drawn = Counter(s["input"] for s in read_lines(trained / "samples.jsonl"))
+    drawn = Counter(s["input"] for s in read_samples(trained))
     assert set(drawn.values()) == {2 * GROUP, 3 * GROUP}  # 18 questions out of 8
 
 
@@ -140,7 +141,7 @@ def test_the_reference_starts_as_the_policy_and_stays(setup, trained):
 
 
 def test_the_first_gradient_is_that_of_the_dumped_samples(setup, trained):
-    lines = read_lines(trained / "samples.jsonl")
+    lines = read_samples(trained)
     samples = [
         make_sample(
             line["input_token_ids"],
@@ -185,7 +186,7 @@ def test_workers_serve_what_was_exported(setup, trained, driver):
     """The engines the last weights, the reference the first, to the precision of float32."""
     (export,) = (trained / "hf_format").iterdir()
     assert export.name == f"samples_{BATCHES * BATCH * GROUP}"
-    ((text, _, _),) = read_lines(trained / "samples.jsonl")[0]["weights_versions"]
+    ((text, _, _),) = read_samples(trained)[0]["weights_versions"]
     incarnation = WeightsVersion.parse(text).incarnation
     sampling = SamplingContract(1.0, (1,), 24)
     request = GenerationRequest(0, 0, PROMPT, 8, sampling)

@@ -243,7 +243,7 @@ def test_the_recorded_lag_is_the_one_that_was_forced(case, trained, papers):
         assert (row["avg_lag"], row["max_lag"]) == (forced, forced)
         assert row["fate_trained"] == config.questions_per_step * GROUP
     for sample in trained.samples(case):
-        ((version, start, stop),) = sample["weights_versions"]
+        (((version, start, stop),),) = sample["weights_versions"]
         assert WeightsVersion.parse(version).batches == max(0, sample["batch"] - lag)
         assert (start, stop) == (0, sample["num_output_tokens"])
 
@@ -272,5 +272,5 @@ def test_a_learning_rate_of_0_keeps_every_bit(trained):
     assert len(rows) == STANDING["num_training_batches"]
     assert max(row["mismatch_max"] for row in rows) <= 5e-6
     assert min(row["grad_norm"] for row in rows) > 0.1
-    versions = {tuple(sample["weights_versions"][0]) for sample in trained.samples("standing")}
+    versions = {tuple(sample["weights_versions"][0][0]) for sample in trained.samples("standing")}
     assert len({version for version, _, _ in versions}) == 3  # lag 1: batches 0, 0, 1, 2

@@ -7,7 +7,7 @@ import numpy as np
 import openai
 import pytest
 from commands import REPOSITORY, Command, dispatcher, trainer
-from loops import READY_S, TIMEOUT_S, engine_differences, read_lines
+from loops import READY_S, TIMEOUT_S, engine_differences, read_lines, read_samples
 from tiny_models import load_model
 from transformers import AutoTokenizer
 
@@ -92,7 +92,7 @@ def check_tokens(folder):
     exports = sorted((folder / "hf_format").iterdir(), key=lambda f: int(f.name.split("_")[1]))
     models = [load_model(path) for path in (MODEL, *exports)]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    samples, num_read = read_lines(folder / "samples.jsonl"), 0
+    samples, num_read = read_samples(folder), 0
     assert samples
     for sample in samples:
         mask = np.array(sample["loss_mask"])

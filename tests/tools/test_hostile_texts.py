@@ -65,7 +65,7 @@ def played(family, environment, *texts):
 
 
 def num_control(family, ids):
-    known = set(tokenizer_of(family).all_special_ids)
+    known = {*tokenizer_of(family).all_special_ids, *tokenizer_of(family).added_tokens_decoder}
     known |= {tokenizer_of(family).convert_tokens_to_ids(token) for token in CONTROL}
     return sum(token in known for token in ids)
 

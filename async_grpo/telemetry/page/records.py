@@ -89,7 +89,7 @@ def num_rows(line: Line) -> int:
 
 
 def _is_by_row(line: Line) -> bool:
-    """Whether columns are lists of one value a row, as those of a single row are not."""
+    """Whether columns are lists of one value a row, as those of one row were not in 0.1.0."""
     found = line["weights_versions"]
     return bool(found) and not (found[0] and isinstance(found[0][0], str))
 
