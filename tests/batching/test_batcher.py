@@ -306,7 +306,9 @@ def test_the_status_says_why_episodes_fail_once_a_kind():
     async def fails(request):
         if line := lines.get(request.ordinal):
             told = f"environment mine.py:Mine raised KeyError({request.ordinal}) at {line}"
-            raise EpisodeFailed(FailureClass.ENVIRONMENT, told, place=line)
+            failed = EpisodeFailed(FailureClass.ENVIRONMENT, told)
+            failed.place = line
+            raise failed
         return await play(request)
 
     running.cluster.play = fails

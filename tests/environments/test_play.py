@@ -109,7 +109,7 @@ def test_what_an_author_says_has_failed_is_told_with_the_line(tmp_path):
     code = UserCode(f"{path}:Mine", path.read_text())
     found = failure_of(make_environment(code), ONE, replace(ONE, environment=code))
     assert str(found).startswith(f"the index is down at {path}:4, raise EpisodeFailed(")
-    assert found.place.startswith(f"{path}:4")
+    assert found.place.startswith(f"EpisodeFailed {path}:4, ")
 
 
 def test_an_environment_may_say_which_part_has_failed():
