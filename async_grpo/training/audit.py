@@ -72,11 +72,11 @@ class Audit:
                     f"{_in_words(sent)}, but trained {_in_words(trained)}: the step is not taken; "
                     "go on from the last checkpoint, and report this error, which is a bug"
                 )
-        trained = sum(tally.num_tokens if by_tokens else tally.num_samples for tally in found)
+        counted = sum(tally.num_tokens if by_tokens else tally.num_samples for tally in found)
         divisor = end.num_tokens if by_tokens else end.num_samples
-        if trained > divisor:
+        if counted > divisor:
             raise AuditError(
-                f"the divisor of gradient step {step} must count all that was trained, {trained}, "
+                f"the divisor of gradient step {step} must count all that was trained, {counted}, "
                 f"it is {divisor}: the step is not taken; go on from the last checkpoint, and "
                 "report this error, which is a bug"
             )
