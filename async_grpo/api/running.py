@@ -25,14 +25,7 @@ from async_grpo.api.rewards import Reward, RewardFile, reward_file
 from async_grpo.api.settings import Config, Tables, plain, tables_of, with_rewards, with_workers
 from async_grpo.checkpoint.run_folder import METRICS_FILE, PARAMETERS_FILE
 from async_grpo.cli.launch_file import COMMAND, launch
-from async_grpo.cli.local_run import (
-    RUN_OPTIONS,
-    LocalRun,
-    as_toml,
-    options_of_run,
-    planned,
-    read_run,
-)
+from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned, read_run
 from async_grpo.cli.processes import Process
 from async_grpo.cli.run_file import flags_of, values_of
 from async_grpo.cli.train import main as train_command
@@ -238,4 +231,4 @@ def _as_config_error(folder: str) -> Iterator[None]:
         raise ConfigError(sentence) from (None if isinstance(error, click.UsageError) else error)
 
 
-OF_LAUNCH = {*RUN_OPTIONS} - {"config", "train_options"}
+OF_LAUNCH = {"prepare", "num_cpus", "ray_address", "unconfined_rewards", "unconfined_code"}

@@ -32,9 +32,9 @@ from async_grpo.errors import ConfigError
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
 RUN_OPTIONS = (  # of `launch`
-    *("config", "train_options", "prepare", "num_cpus", "ray_address"),
-    *("unconfined_rewards", "unconfined_code"),
-)
+    "config", "train_options", "prepare", "num_cpus", "ray_address", "unconfined_rewards",
+    "unconfined_code",
+)  # fmt: skip
 Values = Mapping[str, Any]
 
 

@@ -119,8 +119,9 @@ class Report:
         self._timeouts = config.timeouts
         self._is_bias_told = False
         self._begin_part(start or Start(), config, code or {})
-        self._parameters = dataclasses.asdict(config) | {"parts": self._totals.parts}
         self._confinement: dict[str, str] = {}  # in words, by worker
+        kept = {"parts": self._totals.parts, "confinement": self._confinement}
+        self._parameters = dataclasses.asdict(config) | kept
         _write(folder / PARAMETERS_FILE, self._parameters)
 
     def _begin_part(self, start: Start, config: TrainConfig, code: Mapping[str, str]) -> None:
@@ -157,15 +158,13 @@ class Report:
 
     def workers(self, workers: Sequence[WorkerInfo]) -> None:
         """Tell of new ones whether they confine what they run, once; heard from a thread."""
-        told = {each.worker_id: each.confinement for each in workers if each.confinement}
-        new = {name: how for name, how in told.items() if name not in self._confinement}
-        for name, how in new.items():
-            self._confinement[name] = confinement_in_words(how)
-            level = logging.WARNING if any(how.values()) else logging.INFO
-            logger.log(level, "%s: %s", name, self._confinement[name])
-        if new:
-            parameters = self._parameters | {"confinement": self._confinement}
-            _write(self._folder / PARAMETERS_FILE, parameters)
+        for worker in workers:
+            if not worker.confinement or worker.worker_id in self._confinement:
+                continue
+            words = self._confinement[worker.worker_id] = confinement_in_words(worker.confinement)
+            level = logging.WARNING if any(worker.confinement.values()) else logging.INFO
+            logger.log(level, "%s: %s", worker.worker_id, words)
+            _write(self._folder / PARAMETERS_FILE, self._parameters)
 
     def status(self, status: PipelineStatus) -> None:
         """What every stage is doing, and who works; heard from a thread."""

@@ -77,4 +77,5 @@ class Isolation:
     uid: int | None = None  # that requests change to; None: they stay what they are
     seen_as: int = NOBODY  # the user's number inside a request
     scratch_mib: int = 0  # of an own, empty /dev/shm for each request; 0: no file can be written
+    kind: str = OWN_REWARDS
     why: str = ""  # they are not confined

@@ -24,7 +24,7 @@ from pathlib import Path
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError
 from async_grpo.files import tokens_folder
-from async_grpo.verification.config import NOBODY, Isolation, VerifierConfig
+from async_grpo.verification.config import NOBODY, SHIPPED_REWARDS, Isolation, VerifierConfig
 from async_grpo.verification.namespaces import has_user
 from async_grpo.verification.sources import CODE_EXECUTION, EXECUTE_NO_TEXT, grader_of
 
@@ -70,7 +70,7 @@ def isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
             f"--unconfined-{'code' if is_code else 'rewards'} that what grades, and who takes it "
             "over, has all the rights of your user"
         )
-    return Isolation(confined=False, network=True, why=why)
+    return Isolation(confined=False, network=True, kind=wanted.kind, why=why)
 
 
 def wanted_isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
@@ -82,7 +82,8 @@ def wanted_isolation(config: VerifierConfig, *, shipped: bool) -> Isolation:
     """
     if shipped:
         becomes_nobody = os.geteuid() == 0 and has_user(NOBODY)
-        return Isolation(confined=True, network=False, uid=NOBODY if becomes_nobody else None)
+        uid = NOBODY if becomes_nobody else None
+        return Isolation(confined=True, network=False, uid=uid, kind=SHIPPED_REWARDS)
     return Isolation(
         confined=True,
         network=config.network,

@@ -80,12 +80,14 @@ def require_jail() -> None:
 
 
 def allow_unconfined() -> dict[str, str]:
-    """From now on, in this process and its forks, code may run where there is no jail.
-
-    Returns whether there is one, see `types.workers.confinement_in_words`.
-    """
+    """From now on, in this process and its forks, code may run where there is no jail."""
     global _is_unconfined_allowed
     _is_unconfined_allowed = True
+    return confinement()
+
+
+def confinement() -> dict[str, str]:
+    """Why code is not confined, empty: it is; see `types.workers.confinement_in_words`."""
     return {GENERATED_CODE: what_is_missing()}
 
 

@@ -16,7 +16,6 @@ from async_grpo.config.worker import refuse_switches
 from async_grpo.errors import ConfigError
 from async_grpo.types import Verdict
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.confinement import isolation
 from async_grpo.verification.server import GraderServer
 from async_grpo.verification.tasks import Outcome
 from async_grpo.verification.verdict import best_verdict, is_settled, settle
@@ -73,32 +72,26 @@ class Sandbox:
         if of_registry := tuple(name for name in names if ":" not in name):
             await self._start_shipped(of_registry)
         if others := tuple(name for name in names if name not in self._servers):
-            await self._start_server(others, shipped=False)
+            server = await self._make_server(others, shipped=False)
+            await server.start()
+            self._servers |= dict.fromkeys(others, server)
 
     async def _start_shipped(self, names: tuple[str, ...]) -> None:
         """Start the server of our own graders; which rewards those are, its registry says."""
-        await self._try_confinement(names, shipped=True)
+        server = await self._make_server(names, shipped=True)
         try:
-            server = await self._start_server(names, shipped=True)
+            await server.start()
         except ConfigError:  # a user's registry that needs the network, or is wrong in any case
             return
-        for name in set(names) - set(server.shipped):
-            del self._servers[name]
+        self._servers |= dict.fromkeys(server.shipped, server)
         if not server.shipped:
             server.close()
 
-    async def _start_server(self, names: tuple[str, ...], *, shipped: bool) -> GraderServer:
-        config = await self._try_confinement(names, shipped=shipped)
-        server = GraderServer(config, shipped=shipped, events=self.events)
-        await server.start()
-        self._servers |= dict.fromkeys(names, server)
-        return server
-
-    async def _try_confinement(self, names: tuple[str, ...], *, shipped: bool) -> VerifierConfig:
-        """The options of a server; raises `ConfigError` where it must be confined and cannot be."""
+    async def _make_server(self, names: tuple[str, ...], *, shipped: bool) -> GraderServer:
+        """One of these adapters; raises `ConfigError` where it must be confined and cannot be."""
         config = replace(self._config, reward_names=names)
-        await asyncio.to_thread(isolation, config, shipped=shipped)  # a while, the first time
-        return config
+        # In a thread, for it tries the confinement.
+        return await asyncio.to_thread(GraderServer, config, shipped=shipped, events=self.events)
 
     async def resize(self, num_processes: int) -> None:
         """Grade in so many processes from now on; what runs is not disturbed."""

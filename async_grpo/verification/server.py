@@ -16,12 +16,7 @@ from typing import Any
 from async_grpo import deadlines
 from async_grpo.errors import ConfigError, WorkerError, escaped
 from async_grpo.verification import confinement, frames
-from async_grpo.verification.config import (
-    GENERATED_CODE,
-    OWN_REWARDS,
-    SHIPPED_REWARDS,
-    VerifierConfig,
-)
+from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.frames import FrameError
 from async_grpo.verification.tasks import Outcome, encode_request, read_answers
 from async_grpo.verification.verdict import classify_end, lost
@@ -36,7 +31,6 @@ class GraderServer:
         """Raises `ConfigError` where requests must be confined and cannot be."""
         self._config = config
         self._events = events
-        self._is_ours = shipped
         self.isolation = confinement.isolation(config, shipped=shipped)
         self._extra = () if shipped else config.environment
         self._starting = asyncio.Lock()
@@ -49,14 +43,8 @@ class GraderServer:
         self.shipped: tuple[str, ...] = ()  # of its adapters, those that are ours
         self.groupwise: tuple[str, ...] = ()  # and those that grade a group in one call
         self._executing: tuple[str, ...] = ()  # and those that run what the model wrote
-        self._why_no_jail: str | None = None  # of generated code; None: it runs none
-
-    @property
-    def confinement(self) -> dict[str, str]:
-        """Why what it runs is not confined, by kind; empty texts: it is."""
-        whose = SHIPPED_REWARDS if self._is_ours else OWN_REWARDS
-        code = {} if self._why_no_jail is None else {GENERATED_CODE: self._why_no_jail}
-        return {whose: self.isolation.why, **code}
+        # Why what it runs is not confined, by kind; empty texts: it is.
+        self.confinement = {self.isolation.kind: self.isolation.why}
 
     @property
     def is_up(self) -> bool:
@@ -174,7 +162,7 @@ class GraderServer:
             raise ConfigError(escaped(greeting["load_error"]))
         self.shipped, self.groupwise = tuple(greeting["shipped"]), tuple(greeting["groupwise"])
         self._executing = tuple(greeting["executing"])
-        self._why_no_jail = greeting["why_no_jail"]
+        self.confinement |= greeting["confinement"]
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """Hand out reports until the server ends; then all that wait hear of nothing."""

@@ -70,14 +70,9 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
     groupwise = [name for name, adapter in adapters.items() if is_groupwise(adapter)]
     executing = [name for name, adapter in adapters.items() if executes_text(adapter)]
     jailer = sys.modules.get(JAILER)
-    greeting = {
-        "load_error": "",
-        "shipped": shipped,
-        "groupwise": groupwise,
-        "executing": executing,
-        "why_no_jail": jailer and jailer.what_is_missing(),
-    }
-    return adapters, greeting
+    found = {"shipped": shipped, "groupwise": groupwise, "executing": executing}
+    found |= {"confinement": jailer.confinement() if jailer else {}}
+    return adapters, {"load_error": "", **found}
 
 
 def is_groupwise(adapter: Adapter) -> bool:
