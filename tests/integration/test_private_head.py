@@ -1,15 +1,20 @@
-"""A cluster as the quick start makes it: asked with every token, and looked at from outside."""
+"""A cluster as `launch` makes it: asked with every token, seen from outside and by a reward."""
 
 import os
 import subprocess
 import sys
+import tempfile
 
 import ports
 import pytest
 from commands import REPOSITORY
-from private_cluster import PrivateCluster, environment, sessions_of
+from private_cluster import environment, sessions_of
 
-from async_grpo import head
+from async_grpo.cli.launch_file import cluster_of
+from async_grpo.cli.local_run import LocalRun
+from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
+from async_grpo.verification.processes import descendants
 
 pytestmark = pytest.mark.integration
 CONNECT = """
@@ -20,15 +25,58 @@ print("in")
 """
 
 
+SPY = """
+import glob, os
+def look(sample):
+    tokens = glob.glob({place!r} + "/ray-tokens-*/*/auth_token", recursive=True)
+    others = {{pid for pid in os.listdir("/proc") if pid.isdigit()}} - {{str(os.getpid())}}
+    seen = [path for path in [{token!r}, *tokens] if os.path.exists(path) and open(path).read()]
+    return float(bool(seen or others or os.access({place!r}, os.W_OK)))
+"""
+POOL = """
+import ray, sys
+import numpy as np
+from async_grpo import cluster
+from async_grpo.types import GradingRequest, Question, Turn, VerificationRequest
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.pool import VerifierPool
+
+cluster.connect({address!r}, namespace="n")
+pool = ray.remote(VerifierPool).options(num_cpus=0).remote(
+    VerifierConfig(reward_names=(sys.argv[1],)), worker_id="v"
+)
+none = np.zeros(0, np.int32)
+output = VerificationRequest(0, 0, Question(none, "", "", {{}}), Turn(none, none, (), "stop", ""))
+info = ray.get(pool.info.remote(), timeout=60)
+(verdict,) = ray.get(pool.verify.remote(GradingRequest((output,))), timeout=60)
+status = ray.get(pool.status.remote(), timeout=60)
+print(status.is_confined, dict(status.confinement) == dict(info.confinement), verdict.reward)
+"""
+
+
 @pytest.fixture(scope="module")
-def private():
+def private(tmp_path_factory):
     """(its address, the path of its token, the process that leads it)"""
-    with head.private_cluster() as variables:
-        cluster = PrivateCluster(env=environment() | variables)
-        try:
-            yield cluster.address, variables["RAY_AUTH_TOKEN_PATH"], cluster._head.pid
-        finally:
-            cluster.stop()
+    folder = tmp_path_factory.mktemp("launched")
+    (folder / "logs").mkdir()
+    train = TrainConfig(model_name_or_path="m", data_path="d", output_dir=str(folder))
+    run = LocalRun(
+        prepare=(), workers=(WorkerConfig(mode="verifier"),), train=train, num_ranks=0, plot={},
+        num_cpus=8, ray_address="",
+    )  # fmt: skip
+    with cluster_of(run) as variables:
+        address = variables["RAY_ADDRESS"]
+        yield address, variables["RAY_AUTH_TOKEN_PATH"], leader_of(address)
+
+
+def leader_of(address):
+    """`ray start` of the head that listens there."""
+    for pid in descendants(os.getpid()):
+        with open(f"/proc/{pid}/cmdline") as file:
+            words = file.read().split("\0")
+        if "--head" in words and address.rpartition(":")[2] in words:
+            return pid
+    raise AssertionError(f"nobody has started {address}")
 
 
 def connect(address, folder, *, first="", **variables):
@@ -85,6 +133,19 @@ def test_the_token_is_its_owners_alone_and_in_no_command_line(private):
     for pid in sessions_of({leader}):
         with open(f"/proc/{pid}/cmdline") as file:
             assert secret not in file.read()
+
+
+def test_a_reward_sees_no_token_and_no_process_and_its_pool_knows(private, tmp_path):
+    address, token, _ = private
+    spy = tmp_path / "spy.py"
+    spy.write_text(SPY.format(place=tempfile.gettempdir(), token=token))
+    env = environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token}
+    env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", POOL.format(address=address), f"{spy}:look"],
+        cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.split() == ["True", "True", "0.0"], done.stderr
 
 
 def test_nothing_of_it_can_be_reached_from_outside(private):
