@@ -19,7 +19,6 @@ from no_namespaces import container
 from private_cluster import PrivateCluster, environment
 
 from async_grpo import head
-from async_grpo.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 RUN_S = 900  # on a busy machine
@@ -67,10 +66,11 @@ max_generation_tokens = 16
 max_tokens_per_gpu = 512
 trackers = ""
 """
-# A pool on each node of a cluster, and what it says after a look.
+# A pool on each of two raylets, and what it says after a look.
 POOLS = """
 import ray, sys
 import numpy as np
+from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from async_grpo import cluster
 from async_grpo.verification.pool import VerifierPool
@@ -78,7 +78,10 @@ from async_grpo.verification.config import VerifierConfig
 from async_grpo.run.reward_trial import example_output
 from async_grpo.types import GradingRequest, Question, VerificationRequest
 
-cluster.connect(sys.argv[1], namespace="n")
+own = dict(num_cpus=2, node_ip_address="127.0.0.1", object_store_memory=100 << 20)
+two = Cluster(initialize_head=True, head_node_args={**own, "temp_dir": f"{sys.argv[1]}/r"})
+two.add_node(**own)
+cluster.connect(two.address, namespace="n")
 question = Question(np.arange(3, dtype=np.int32), "1+1=", "2", {})
 request = GradingRequest((VerificationRequest(0, 0, question, example_output(question)),))
 config = VerifierConfig(reward_names=(sys.argv[2],))
@@ -91,6 +94,8 @@ for node in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
     (verdict,) = ray.get(pool.verify.remote(request), timeout=300)
     status = ray.get(pool.status.remote(), timeout=60)
     print(node == info.node_id, status.confinement, verdict.reward)
+ray.shutdown()
+two.shutdown()
 """
 
 
@@ -206,20 +211,12 @@ def test_by_hand(place):
 
 
 def test_on_two_raylets(place):
-    with by_hand(place) as (address, leads):
-        second = (
-            *("-m", "ray.scripts.scripts", "start", f"--address={address}", "--block"),
-            *("--node-ip-address=127.0.0.1", "--num-cpus=1", "--disable-usage-stats"),
-            *(f"--object-store-memory={100 << 20}", f"--node-manager-port={free_port()}"),
-        )
-        several = leads | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}  # which Ray else refuses
-        with Command(*second, env=several) as raylet:
-            raylet.wait_for("Ray runtime started", timeout_s=RUN_S)
-            script = ("-c", POOLS, address, f"{place.folder}/spy.py:look")
-            code, said = place.done(*script, **leads)
-        assert code == 0, said[-4000:]
-        told = [line for line in said.splitlines() if line.startswith(("True", "False"))]
-        assert told == [f"True {{'own rewards': ''}} {CLEAN}"] * 2
+    with head.private_cluster() as variables:
+        script = ("-c", POOLS, place.temporary, f"{place.folder}/spy.py:look")
+        code, said = place.done(*script, **variables)
+    assert code == 0, said[-4000:]
+    told = [line for line in said.splitlines() if line.startswith(("True", "False"))]
+    assert told == [f"True {{'own rewards': ''}} {CLEAN}"] * 2
 
 
 @pytest.fixture(scope="module")
