@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 from async_grpo.chat.base import Renderer
@@ -10,11 +11,17 @@ from async_grpo.chat.library import known_family, library_renderer
 from async_grpo.chat.template import TemplateRenderer
 
 AUTO, TEMPLATE = "auto", "template"
+LOADING = threading.Lock()
+
+
+def find_tokenizer(model: str) -> Any:
+    """Hugging Face's tokenizer of a folder, or of a name on a hub."""
+    with LOADING:  # transformers fails where several threads import it at once
+        return _tokenizer(model)
 
 
 @functools.cache
-def find_tokenizer(model: str) -> Any:
-    """Hugging Face's tokenizer of a folder, or of a name on a hub."""
+def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer  # seconds, which only who chats is to wait
 
     return AutoTokenizer.from_pretrained(model)
