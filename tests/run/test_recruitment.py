@@ -167,7 +167,7 @@ def test_under_launch_nobody_is_told_to_start_a_worker(look, monkeypatch, caplog
     with pytest.raises(DeadlineError, match=r"a generation worker, launch keeps the logs"):
         look(VERIFIER)
     assert caplog.messages == [
-        "waiting for a generation worker; launch keeps the logs of its workers in run/logs"
+        "waiting for a generation worker to load; launch keeps the logs of its workers in run/logs"
     ]
 
 
