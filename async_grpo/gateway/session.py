@@ -81,10 +81,10 @@ class Session:
     def check(self, ask: Ask) -> None:
         """Raise `Refused` unless the engine can take it."""
         num_prompt, longest = len(ask.prompt_ids), self.sampler.max_model_len
-        for what, ids in (("a prompt", ask.prompt_ids or [-1]), ("stop_token_ids", ask.stop_ids)):
-            if ids and not 0 <= min(ids) <= max(ids) < len(self._tokenizer):
+        for what, ids in (("a prompt", ask.prompt_ids), ("stop_token_ids", ask.stop_ids or [0])):
+            if not ids or not 0 <= min(ids) <= max(ids) < len(self._tokenizer):
                 raise Refused(
-                    f"{what} must have at least one token, all of ids from 0 to "
+                    f"{what} must be at least one token, of ids from 0 to "
                     f"{len(self._tokenizer) - 1}, got {str(ids)[:80]}: correct it"
                 )
         if num_prompt + (ask.max_tokens or 1) > longest:

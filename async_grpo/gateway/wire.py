@@ -14,7 +14,6 @@ from async_grpo.gateway.base import Refused
 
 Count = Annotated[int, Field(ge=1)]
 OneOrMore = str | list[str]
-Stop = Annotated[str, Field(min_length=1)]
 R = TypeVar("R", bound="SamplingRequest")
 MAX_CHOICES = 64
 MAX_STOPS = 64  # each is looked for in every text
@@ -59,7 +58,7 @@ class SamplingRequest(BaseModel):
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     seed: Annotated[int, Field(ge=-(2**63), le=LARGEST_SEED)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: OneOrMore | None = None
     stop_token_ids: list[int] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -69,6 +68,14 @@ class SamplingRequest(BaseModel):
     def _can_sample(cls, value: float) -> float:
         if 0 < value < LEAST_TEMPERATURE:
             raise ValueError(f"must be 0, or at least {LEAST_TEMPERATURE:g}")
+        return value
+
+    @field_validator("stop")
+    @classmethod
+    def _can_end(cls, value: OneOrMore | None) -> OneOrMore | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if "" in stops or len(stops) > MAX_STOPS:
+            raise ValueError(f"must be at most {MAX_STOPS} texts, none of them empty")
         return value
 
     @property

@@ -38,11 +38,11 @@ def connection(url, sent):
 
 
 FIELDS = [
-    ({"stop_token_ids": [10**6]}, "stop_token_ids must have at least one token, all of ids from 0"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids must have"),
-    ({"stop": ""}, "stop"),
-    ({"stop": [""]}, "stop"),
-    ({"stop": ["s"] * 65}, "stop"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids must be at least one token, of ids from 0 to"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids must be"),
+    ({"stop": ""}, "stop: Value error, must be at most 64 texts, none of them empty"),
+    ({"stop": ["a", ""]}, "stop: Value error, must be"),
+    ({"stop": ["s"] * 65}, "stop: Value error, must be"),
     ({"temperature": 1e-320}, "must be 0, or at least 1e-09"),
     ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer"),
     ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
@@ -58,9 +58,9 @@ def test_each_bad_field_is_one_sentence_that_names_it():
         for options, sentence in FIELDS:
             message = refusal(ask(url, messages=ASKED, **options))
             assert sentence in message and "\n" not in message, options
-        for prompt in ([-1, 5], [5, 10**9]):
+        for prompt in ([-1, 5], [5, 10**9], ""):
             message = refusal(ask(url, "/v1/completions", prompt=prompt))
-            assert "all of ids from 0 to" in message
+            assert "a prompt must be at least one token, of ids from 0 to" in message
 
 
 def test_prompts_times_choices_are_bounded():
