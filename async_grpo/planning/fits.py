@@ -104,6 +104,8 @@ def fewest_ranks(asked: Asked, *, first: int = 1, most: int = 4096) -> int:
     """Of which each fits its device, from `first` on; 0: no number up to `most` does."""
     if asked.on_cpu:
         return first
+    if asked.train.shard_ranks is None:  # more than a machine's are further copies
+        most = min(most, asked.fleet.of_a_node)
     powers = (2**power for power in range(13))
     tried = [first, *(n for n in powers if first < n < most), *[most] * (most > first)]
     fitting = next((n for n in tried if rank_fits(asked, n)), 0)

@@ -13,7 +13,7 @@ from async_grpo.errors import ConfigError
 from async_grpo.planning import search as search_module
 from async_grpo.planning.asked import Split
 from async_grpo.planning.bills import bills_of, engine_of
-from async_grpo.planning.fits import check_fits
+from async_grpo.planning.fits import check_fits, fewest_ranks
 from async_grpo.planning.kinds import H100, KINDS, Fleet, fleet_of
 from async_grpo.planning.prediction import (
     Prediction,
@@ -118,6 +118,14 @@ def test_shares_of_a_device_are_planned_only_where_each_fits_its_own(model, kind
     bills = bills_of(run, split)[:2]
     assert split == run.own_split and all(each.bill.total <= each.room for each in bills)
     assert sum(each.room for each in bills) <= run.fleet.kind.memory_bytes
+
+
+def test_copies_of_the_model_are_a_machine_s_own_however_many_devices_it_has():
+    sharding = {"fsdp_sharding_strategy": "HYBRID_SHARD", "batch_size": 16}
+    with patch.object(search_module, "predict", at_once):
+        for devices, split in (("6", Split(1, 5)), ("6,6", Split(7, 5))):
+            run = asked("qwen2.5-14b", devices=devices, **sharding)
+            assert fewest_ranks(run) == 5 and fastest(run).split == split
 
 
 def test_ranks_that_rounding_left_too_few_are_looked_at_again():
