@@ -21,6 +21,7 @@ from statistics import median
 import click
 
 from async_grpo.checkpoint.run_folder import METRICS_FILE
+from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, read_run
 from async_grpo.cli.plan import plan_of
 from async_grpo.planning.measured import FIRST_ROW
@@ -183,8 +184,7 @@ def seconds_of(folder: Path) -> list[float]:
 
 def plan_case(case: Case, folder: Path) -> Plan:
     """From the known runs alone."""
-    options = {"config": str(folder / f"{case.name}.toml"), "train_options": (), "prepare": "",
-               "num_cpus": 0, "ray_address": ""}  # fmt: skip
+    options = launch.make_context("launch", [str(folder / f"{case.name}.toml")]).params
     known = [str(folder / each.name) for each in KNOWN]
     return plan_of(read_run(**options_of_run(options)), from_run=known)
 
