@@ -153,7 +153,8 @@ def _worth_a_try(asked: Asked, most: int) -> tuple[int, int]:
     several = LEAST_ENGINES * wanted_parts(asked)
     if asked.fleet.num_devices < 4 * several * asked.engine_devices:
         return 1, most
-    return max(1, several), min(most, (asked.fleet.num_devices - several) // asked.engine_devices)
+    most = min(most, (asked.fleet.num_devices - several) // asked.engine_devices)
+    return min(max(1, several), most), most
 
 
 def _ranks_beside(asked: Asked, engines: int, scorers: int, least: int) -> int:
