@@ -79,12 +79,12 @@ from async_grpo.run.reward_trial import example_output
 from async_grpo.types import GradingRequest, Question, VerificationRequest
 
 own = dict(num_cpus=2, node_ip_address="127.0.0.1", object_store_memory=100 << 20)
-two = Cluster(initialize_head=True, head_node_args={**own, "temp_dir": f"{sys.argv[1]}/r"})
+two = Cluster(initialize_head=True, head_node_args=own)
 two.add_node(**own)
 cluster.connect(two.address, namespace="n")
 question = Question(np.arange(3, dtype=np.int32), "1+1=", "2", {})
 request = GradingRequest((VerificationRequest(0, 0, question, example_output(question)),))
-config = VerifierConfig(reward_names=(sys.argv[2],))
+config = VerifierConfig(reward_names=(sys.argv[1],))
 for node in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
     place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     pool = ray.remote(VerifierPool).options(num_cpus=0, scheduling_strategy=place).remote(
@@ -212,7 +212,7 @@ def test_by_hand(place):
 
 def test_on_two_raylets(place):
     with head.private_cluster() as variables:
-        script = ("-c", POOLS, place.temporary, f"{place.folder}/spy.py:look")
+        script = ("-c", POOLS, f"{place.folder}/spy.py:look")
         code, said = place.done(*script, **variables)
     assert code == 0, said[-4000:]
     told = [line for line in said.splitlines() if line.startswith(("True", "False"))]
