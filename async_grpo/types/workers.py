@@ -34,7 +34,8 @@ class WorkerInfo:
     lease_s: float = LEASE_S  # silent for so long, it counts as lost
     startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
     rewards: Rewards | None = None  # of a verifier pool
-    confinement: Mapping[str, str] = field(default_factory=dict)  # see `confinement_in_words`
+    # See `confinement_in_words`.
+    confinement: Mapping[str, str] = field(default_factory=dict, hash=False)
     owner: str = ""  # its dispatcher, for whoever must be stopped
 
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -88,7 +89,8 @@ class Bench:
 
 
 def worker(name, *, pid=1):
-    return WorkerInfo(name, "generation", "n", pid, "m", 128, 8.0, 0.0, 512, devices=("GPU-a",))
+    info = WorkerInfo(name, "generation", "n", pid, "m", 128, 8.0, 0.0, 512, devices=("GPU-a",))
+    return replace(info, confinement={"programs of the model": ""})  # as one has that grades too
 
 
 @pytest.fixture(autouse=True)
