@@ -5,7 +5,7 @@ A rule that a run enforces when it starts is not written again here: it is calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 
@@ -19,9 +19,10 @@ from async_grpo.check.arithmetic import (
     sizes_in_words,
 )
 from async_grpo.check.facts import DataRead, Facts, Setup, tried
-from async_grpo.check.finding import Finding, refused
+from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
+from async_grpo.check.oddities import check_lines, check_options, check_prepare
 from async_grpo.check.trial import TRIAL_S
-from async_grpo.check.workers import as_registered, check_engine, room_in
+from async_grpo.check.workers import as_registered, check_engine, check_same_rewards, room_in
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import check_environments
@@ -78,8 +79,16 @@ def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "model", sizes_in_words(facts.model, facts.size))
         vocab_size = facts.model.vocab_size
         yield from _of("teachers", lambda: check_vocabulary(setup.train, vocab_size))
-        if (named := setup.train.renderer) != AUTO:
-            yield from _of("renderer", partial(find_renderer, facts.model.path, named), named)
+
+
+def check_contents(setup: Setup, facts: Facts) -> Iterator[Finding]:
+    """The weights beside the model's config, and how its messages are written."""
+    if isinstance(facts.weights, AsyncGrpoError):
+        yield from refused("model", facts.weights)
+    elif facts.weights:
+        yield Finding("warning", "model", facts.weights)
+    if (named := setup.train.renderer) != AUTO and isinstance(facts.model, ModelFacts):
+        yield from _of("renderer", partial(find_renderer, facts.model.path, named), named)
 
 
 def check_data(setup: Setup, facts: Facts) -> Iterator[Finding]:
@@ -149,6 +158,7 @@ def check_teachers(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 def check_workers(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The models of the workers, and whether they could serve this run."""
+    yield from _of("rewards", lambda: check_same_rewards(setup.workers))
     for config, model in zip(setup.workers, facts.worker_models, strict=True):
         who = f"the {config.role} worker"
         yield from _of("worker", partial(check_engine, config, model, facts.engine_options))
@@ -287,17 +297,41 @@ def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "packages", "versions and interfaces are those that are relied on")
 
 
-CHECKS: tuple[Check, ...] = (
-    check_folders, check_code, check_start, check_model, check_data, check_teachers, check_batch,
-    check_rewards, check_workers, check_devices, check_places, check_room, check_plot,
-    check_packages,
-)  # fmt: skip
+CHECKS: Mapping[Check, Cost] = {  # in the order in which a run would meet what they find
+    check_folders: Cost.AT_ONCE,
+    check_code: Cost.AT_ONCE,
+    check_prepare: Cost.AT_ONCE,
+    check_options: Cost.AT_ONCE,
+    check_start: Cost.AT_ONCE,
+    check_model: EVERYTHING,  # at once, what its files state
+    check_contents: Cost.SECONDS,
+    check_data: EVERYTHING,
+    check_lines: Cost.SECONDS,
+    check_teachers: Cost.SECONDS,
+    check_batch: Cost.AT_ONCE,
+    check_rewards: Cost.SECONDS,
+    check_workers: EVERYTHING,
+    check_devices: Cost.AT_ONCE,
+    check_places: Cost.AT_ONCE,
+    check_room: Cost.AT_ONCE,
+    check_plot: Cost.AT_ONCE,
+    check_packages: Cost.AT_ONCE,
+}
 
 
-def check_all(setup: Setup, facts: Facts) -> list[Finding]:
-    """Every finding, in the order in which a run would meet them; what two find, once."""
-    found = (finding for check in CHECKS for finding in check(setup, facts))
-    return list({(each.level, each.text): each for each in reversed(list(found))}.values())[::-1]
+def check_all(setup: Setup, facts: Facts, *, cost: Cost = EVERYTHING) -> list[Finding]:
+    """Every finding of the checks of such a cost; what two find, once."""
+    asked = [check for check, own in CHECKS.items() if own & cost]
+    found = [finding for check in asked for finding in _found(check, setup, facts)]
+    return list({(each.level, each.text): each for each in reversed(found)}.values())[::-1]
+
+
+def _found(check: Check, setup: Setup, facts: Facts) -> list[Finding]:
+    """Whatever else a check raises is an error that names it, and stops no other."""
+    found = tried(lambda: list(check(setup, facts)))
+    if isinstance(found, AsyncGrpoError):
+        return refused(check.__name__.removeprefix("check_"), found)
+    return found
 
 
 def _of(subject: str, rule: Callable[[], object], text: str = "") -> list[Finding]:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,11 +20,13 @@ from numpy.typing import NDArray
 
 from async_grpo import head
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.check.finding import EVERYTHING, Cost
 from async_grpo.check.interfaces import (
     broken_interfaces,
     engine_option_names,
     unfit_packages,
 )
+from async_grpo.check.notes import Notes
 from async_grpo.check.trial import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.config.source import DataSource
@@ -32,16 +35,25 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.data.lines import may_be_hub_name
 from async_grpo.errors import AsyncGrpoError
 from async_grpo.head import ClusterResources
-from async_grpo.model.folder import ModelFacts, WeightsSize, check_model_folder, weights_size
+from async_grpo.model.folder import (
+    ModelFacts,
+    WeightsSize,
+    check_model_folder,
+    first_line,
+    stated_facts,
+    weights_size,
+)
 from async_grpo.model.hub import local_folder
 from async_grpo.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.run.data import Part, Purpose, parts_of
+from async_grpo.run.first_checks import check_sources
 from async_grpo.run.gateway import free_address
 from async_grpo.types import GivenPair, Question, TrainingPair
 
 T = TypeVar("T")
 Known: TypeAlias = T | AsyncGrpoError
-DATA_S = 3.0  # of reading data, beyond which the rest is left to the run
+DATA_S = 3.0  # of reading a file, beyond which the rest is left to the run
+WEIGHTS_S = 2.0  # of looking at their values
 SHARED_MEMORY = Path("/dev/shm")
 WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE)
 MOST_VERIFIED_BYTES = 1 << 30  # of checkpoints, whose bytes a start reads
@@ -58,6 +70,7 @@ class Setup:
     starts_head: bool = False  # or runs on a cluster that is there, if on any
     ray_address: str = ""  # empty: the trainer's
     file: str = ""
+    num_cpus: int = 0  # of Ray, as they were given; 0: this machine's
     plot_variables: tuple[str, ...] = ()  # that are drawn at the end
     types_overwrite: bool = False
 
@@ -87,6 +100,8 @@ class DataRead:
     firsts: Mapping[str, Any] = field(default_factory=dict)  # by dataset_type, the first record
     problem: AsyncGrpoError | None = None
     waits: str = ""  # why it cannot be read yet
+    unknown: float = 0.0  # share of its first prompts' tokens that stand for nothing known
+    notes: Notes = field(default_factory=Notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +111,7 @@ class Facts:
     folder: Known[str] = ""  # of the model; empty: it is not here yet
     model: Known[ModelFacts] | None = None
     size: WeightsSize | None = None
+    weights: Known[str] = ""  # what is odd about their names
     worker_models: tuple[Known[ModelFacts] | None, ...] = ()
     data: Known[tuple[DataRead, ...]] = ()
     prompt: str = ""  # the first question as the model reads it
@@ -114,48 +130,91 @@ class Facts:
     engine_options: frozenset[str] = frozenset()  # vLLM's; empty: unknown, or nobody gives one
 
 
-def gather(setup: Setup, *, tries_rewards: bool = True) -> Facts:
-    """Look at everything, in seconds; starts verifier processes, and nothing else."""
+def gather(setup: Setup, *, tries_rewards: bool = True, cost: Cost = EVERYTHING) -> Facts:
+    """Look at what checks of these costs read; starts verifier processes, and nothing else."""
     config = setup.train
-    folder, model = read_model(setup)
-    found: dict[str, Any] = {"folder": folder, "model": model, **_machine(Path(config.output_dir))}
-    reads: Known[tuple[DataRead, ...]] = ()
-    if isinstance(model, ModelFacts):
-        reads = tried(lambda: tuple(read_data(setup, model)))
-        found |= {"size": weights_size(model.path), "data": reads, **_prompt(model, reads)}
-    if tries_rewards and isinstance(reads, tuple):
-        questions = _questions(config, reads)
-        found["rewards"] = tried(lambda: try_here(setup.workers, questions, config))
+    folder = tried(lambda: _folder(setup))
+    found: dict[str, Any] = {"folder": folder, **_machine(Path(config.output_dir))}
+    found |= _in_seconds(setup, tries_rewards) if cost & Cost.SECONDS else _at_once(setup)
+    if cost & Cost.AT_ONCE:
+        found |= _places(setup)
+    asks_engine = any(each.engine_options for each in setup.workers)
+    return Facts(**found, engine_options=engine_option_names() if asks_engine else frozenset())
+
+
+def _places(setup: Setup) -> dict[str, Any]:
+    """The run's folder, the cluster, the gateway's port, the packages."""
+    config, found = setup.train, dict[str, Any]()
     if not setup.starts_head and not setup.learns_from_pairs:
         found["head"] = at = tried(lambda: head.locate(setup.ray_address or config.ray_address))
         if isinstance(at, str):
             found["cluster"] = tried(lambda: head.resources_of(at))
     if config.gateway:
         found["gateway"] = tried(lambda: ":".join(map(str, free_address(config) or ())))
-    asks_engine = any(each.engine_options for each in setup.workers)
-    return Facts(
-        **found,
-        start=tried(lambda: _start(config)),
-        worker_models=tuple(_worker_model(setup, each, model) for each in setup.workers),
-        unfit=(*unfit_packages(), *broken_interfaces()),
-        engine_options=engine_option_names() if asks_engine else frozenset(),
-    )
+    unfit = (*unfit_packages(), *broken_interfaces())
+    return {**found, "start": tried(lambda: _start(config)), "unfit": unfit}
 
 
-def read_model(setup: Setup) -> tuple[Known[str], Known[ModelFacts] | None]:
+def _at_once(setup: Setup) -> dict[str, Any]:
+    """What heads of files say of models, and the first line of each file of data."""
+    model, others = _models(setup, stated_facts)
+    size = tried(lambda: weights_size(model.path)) if isinstance(model, ModelFacts) else None
+    known = None if isinstance(size, AsyncGrpoError) else size
+    first = tried(lambda: check_sources(setup.train, waits=setup.is_prepared))
+    data = first if isinstance(first, AsyncGrpoError) else ()
+    return {"model": model, "size": known, "worker_models": others, "data": data}
+
+
+def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, Any]:
+    """What tokenizers, the lines of data, the weights and the rewards say."""
+    model, others = _models(setup, check_model_folder)
+    found: dict[str, Any] = {"model": model, "worker_models": others}
+    reads: Known[tuple[DataRead, ...]] = ()
+    if isinstance(model, ModelFacts):
+        from async_grpo.model.weights import check_weights  # imports torch
+
+        reads = tried(lambda: tuple(read_data(setup, model)))
+        found["weights"] = tried(lambda: check_weights(model.path, seconds=WEIGHTS_S))
+        size = tried(lambda: weights_size(model.path))
+        found |= {"size": size if isinstance(size, WeightsSize) else None, "data": reads}
+        prompt = tried(lambda: _prompt(model, reads))
+        found |= {"data": prompt} if isinstance(prompt, AsyncGrpoError) else prompt
+    if tries_rewards and isinstance(reads, tuple):
+        questions = _questions(setup.train, reads)
+        found["rewards"] = tried(lambda: try_here(setup.workers, questions, setup.train))
+    return found
+
+
+def _models(
+    setup: Setup, look: Callable[[str], ModelFacts | None]
+) -> tuple[Known[ModelFacts] | None, tuple[Known[ModelFacts] | None, ...]]:
+    """The trained one, and that of each worker; None where it is not here yet."""
+    _, model = read_model(setup, look)
+    return model, tuple(_worker_model(setup, each, model, look) for each in setup.workers)
+
+
+def read_model(
+    setup: Setup, look: Callable[[str], ModelFacts | None] = check_model_folder
+) -> tuple[Known[str], Known[ModelFacts] | None]:
     """The trained model's folder, empty where it is not here yet, and what that says of it."""
     folder = tried(lambda: _folder(setup))
     if isinstance(folder, AsyncGrpoError) or not folder:
         return folder, None
-    return folder, tried(lambda: check_model_folder(folder))
+    return folder, tried(lambda: look(folder))
 
 
 def tried(look: Callable[[], T]) -> Known[T]:
-    """What was found, or the error that a run would end with."""
+    """What was found, or the error that a run would end with; what nobody foresaw is one too."""
     try:
         return look()
     except AsyncGrpoError as error:
         return error
+    except Exception as error:  # other people's files, read by other people's libraries
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return AsyncGrpoError(
+            f"it cannot be looked at, {type(error).__name__}: {first_line(error)} "
+            f"({os.path.basename(frame.filename)}:{frame.lineno}): correct the file that this is of"
+        )
 
 
 def _folder(setup: Setup) -> str:
@@ -167,7 +226,10 @@ def _folder(setup: Setup) -> str:
 
 
 def _worker_model(
-    setup: Setup, worker: WorkerConfig, trained: Known[ModelFacts] | None
+    setup: Setup,
+    worker: WorkerConfig,
+    trained: Known[ModelFacts] | None,
+    look: Callable[[str], ModelFacts | None],
 ) -> Known[ModelFacts] | None:
     """The model of a worker that serves one from this machine's disk, if it is there yet."""
     path = worker.model_path
@@ -177,13 +239,12 @@ def _worker_model(
         return trained
     folder = tried(lambda: local_folder(path, revision=worker.model_revision, fetch=False))
     if isinstance(folder, str):
-        return tried(lambda: check_model_folder(folder)) if folder else None
+        return tried(lambda: look(folder)) if folder else None
     return folder
 
 
 def read_data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
-    """Every source of the run's data, as much of it as can be read in `DATA_S`."""
-    deadline = time.monotonic() + DATA_S
+    """Every source of the run's data, as much of each as can be read in `DATA_S`."""
     config = replace(setup.train, model_name_or_path=model.path)
     for part in parts_of(config, model):
         path = part.source.path
@@ -192,27 +253,33 @@ def read_data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
         elif not os.path.exists(path) and may_be_hub_name(path):
             waits = f"{path} is read from the hub when the run loads"
         else:
-            yield _read(part, deadline)
+            yield _read(part)
             continue
         yield DataRead(purpose=part.purpose, source=part.source, waits=waits)
 
 
-def _read(part: Part, deadline: float) -> DataRead:
+def _read(part: Part) -> DataRead:
     lengths: list[int] = []
     firsts: dict[str, Any] = {}
-    is_whole, problem = True, None
+    notes, is_whole, deadline = Notes(), True, float("inf")
 
-    def goes_on() -> bool:
-        nonlocal is_whole
-        is_whole = not lengths or time.monotonic() < deadline
+    def goes_on() -> bool:  # from the first line on: what reads the format is imported before it
+        nonlocal is_whole, deadline
+        deadline = deadline if lengths else time.monotonic() + DATA_S
+        is_whole = time.monotonic() < deadline
         return is_whole
 
-    try:
-        for record in part.records(goes_on=goes_on):
+    def build(row: Mapping[str, Any]) -> Any:
+        record = part.build(row)
+        notes.take(row, ids_of(record), answer=answer_of(record), kind=type_of(record))
+        return record
+
+    def read() -> None:
+        for record in replace(part, build=build).records(goes_on=goes_on):
             lengths.append(num_tokens(record))
             firsts.setdefault(type_of(record), record)
-    except AsyncGrpoError as error:
-        problem = error
+
+    problem = tried(read)
     return DataRead(
         purpose=part.purpose,
         source=part.source,
@@ -221,6 +288,7 @@ def _read(part: Part, deadline: float) -> DataRead:
         lengths=np.asarray(lengths, np.int64),
         firsts=firsts,
         problem=problem,
+        notes=notes,
     )
 
 
@@ -241,6 +309,11 @@ def ids_of(record: Question | TrainingPair | GivenPair) -> list[int]:
     return [int(each) for each in question.input_token_ids]
 
 
+def answer_of(record: Question | TrainingPair | GivenPair) -> str | bytes | None:
+    """What is to be learnt of it."""
+    return record.answer if isinstance(record, Question) else record.completion_token_ids.tobytes()
+
+
 def type_of(record: Question | TrainingPair | GivenPair) -> str:
     """The dataset_type of a record; a supervised pair has none."""
     if isinstance(record, GivenPair):
@@ -256,7 +329,7 @@ def _questions(config: TrainConfig, reads: Collection[DataRead]) -> list[Questio
 
 
 def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, Any]:
-    """The first prompt as text, and whether it begins with two first tokens."""
+    """The first prompt as text, whether it begins with two first tokens; what no token is of."""
     from transformers import AutoTokenizer
 
     reads = data if isinstance(data, tuple) else ()
@@ -267,7 +340,12 @@ def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, A
     tokenizer = AutoTokenizer.from_pretrained(model.path)
     begin = tokenizer.bos_token_id
     twice = begin is not None and ids[:2] == [begin, begin]
-    return {"prompt": str(tokenizer.decode(ids)), "begins_twice": twice}
+    unknown = tokenizer.unk_token_id
+    told = tuple(
+        replace(each, unknown=each.notes.ids.count(unknown) / max(1, len(each.notes.ids)))
+        for each in reads
+    )
+    return {"prompt": str(tokenizer.decode(ids)), "begins_twice": twice, "data": told}
 
 
 def _start(config: TrainConfig) -> str:

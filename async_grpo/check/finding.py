@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Flag, auto
 from typing import Literal
 
 from async_grpo.errors import AsyncGrpoError
 
+
+class Cost(Flag):
+    """What a check takes, on an idle machine."""
+
+    AT_ONCE = auto()  # options, names and heads of files: a second or two, with no process
+    SECONDS = auto()  # tokenizers, lines, weights, and rewards in processes of their own
+
+
+EVERYTHING = Cost.AT_ONCE | Cost.SECONDS
 # waits: cannot be looked at before `prepare` has run, or before the run has fetched it.
 Level = Literal["ok", "waits", "warning", "error"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from async_grpo.check.facts import Known, Setup
 from async_grpo.check.finding import Finding
@@ -10,9 +11,10 @@ from async_grpo.config.engine_options import check_known
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ConfigError
 from async_grpo.head import ClusterResources
-from async_grpo.model.folder import ModelFacts
+from async_grpo.model.folder import ModelFacts, engine_positions
 from async_grpo.roles import GENERATION, JUDGE, VERIFIER
 from async_grpo.types import WorkerInfo
+from async_grpo.verification.sources import verifier_config
 
 
 def as_registered(config: WorkerConfig, model: ModelFacts) -> WorkerInfo:
@@ -46,11 +48,28 @@ def check_engine(
     if option_names:
         check_known(config.engine_options, option_names)
     heads, devices = model.num_heads if isinstance(model, ModelFacts) else 0, config.num_devices
-    if heads % devices:
+    if devices and heads % devices:  # a judge at an address takes none
         raise ConfigError(
             f"--tensor-parallel-size must divide the {heads} attention heads of "
             f"{config.model_path}, got {devices}: choose a divisor"
         )
+    most = engine_positions(Path(model.path)) if isinstance(model, ModelFacts) else None
+    if most and config.max_model_len > most and not config.judge_url:
+        raise ConfigError(
+            f"--max-model-len must not exceed the {most} positions of {config.model_path}, got "
+            f"{config.max_model_len}: lower it, or leave it out"
+        )
+
+
+def check_same_rewards(workers: Sequence[WorkerConfig]) -> None:
+    """Raise `ConfigError` for dispatchers that bring different rewards to one run."""
+    rewards = [
+        verifier_config(each).rewards(num_cores=1)
+        for each in workers
+        if each.role in (GENERATION, VERIFIER) and each.reward_names
+    ]
+    for other in rewards[1:]:
+        other.require_equal(rewards[0], users="another [[worker]] of this run")
 
 
 def room_in(cluster: ClusterResources, setup: Setup, *, address: str) -> Finding:

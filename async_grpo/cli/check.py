@@ -48,7 +48,7 @@ def check(*, words: Sequence[str], plan_for: str, deep: bool, as_json: bool) -> 
     \b
     e.g. examples/quickstart.toml --batch-size 64
     """
-    for name, value in QUIET.items():
+    for name, value in {**QUIET, "TRANSFORMERS_VERBOSITY": "critical"}.items():
         os.environ.setdefault(name, value)
     with _silent(logging.getLogger("async_grpo")):  # the findings say it
         findings = findings_of(words, plan_for=plan_for, deep=deep)
@@ -85,6 +85,7 @@ def findings_of(
         starts_head=run.starts_head,
         ray_address=run.ray_address,
         file=file,
+        num_cpus=run.given_cpus,
         plot_variables=variables_of(run.plot),
         types_overwrite=run.types_overwrite,
     )

@@ -52,6 +52,7 @@ class LocalRun:
     num_devices: int = 0  # that its own head counts
     placement: str = ""  # who gets which device, in a sentence
     types_overwrite: bool = False  # or a file alone says it
+    given_cpus: int = 0  # `num_cpus` as somebody gave it, which may be too few
 
     @property
     def folder(self) -> Path:
@@ -176,6 +177,7 @@ def read_run(
         num_cpus=max(num_cpus or os.cpu_count() or 1, sum(each.num_workers for each in workers)),
         ray_address=ray_address,
         types_overwrite=is_typed(typed, "overwrite"),
+        given_cpus=num_cpus,
     )
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from async_grpo.data.lines import MalformedLine
+from async_grpo.errors import ModelError
+
 
 def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:
     """Token ids of a user's prompt, ready for the model to answer."""
@@ -23,9 +26,19 @@ def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:
 
 def chat_token_ids(tokenizer: Any, *, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation, up to where the assistant's next words begin."""
-    ids = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # a template is a program of the model's: it may raise anything
+        said = f"{type(error).__name__}: {error}"
+        if type(error).__name__ != "TemplateSyntaxError":
+            expected = "messages that the model's chat template takes"
+            raise MalformedLine("", expected=expected, got=said) from error
+        raise ModelError(
+            f"the chat template of {tokenizer.name_or_path} must be one that Jinja reads, but: "
+            f"{said}: correct its chat_template"
+        ) from error
     return list(ids)
 
 

@@ -63,6 +63,22 @@ def check_model_folder(path: str) -> ModelFacts:
     )
 
 
+def stated_facts(path: str) -> ModelFacts | None:
+    """What config.json states, in no time: without the tokenizer's part, which takes seconds.
+
+    None where it leaves its sizes to transformers; raises `ModelError` for files that are not here.
+    """
+    folder = Path(path)
+    check_files(folder)
+    check_tokenizer_files(folder)
+    stated, positions = _stated(folder), stated_positions(folder)
+    vocab_size, num_heads = stated.get("vocab_size"), stated.get("num_attention_heads")
+    if not isinstance(vocab_size, int) or positions is None:
+        return None
+    heads = num_heads if isinstance(num_heads, int) else 0
+    return ModelFacts(path, vocab_size, positions, (), "", num_heads=heads)
+
+
 def check_files(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelError(
@@ -139,7 +155,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
         raise ModelError(
             f"config.json of {folder} must be one that transformers reads, but: "
             f"{first_line(error)}: use a model that transformers supports without remote code"
@@ -153,7 +169,7 @@ def _read_tokenizer(path: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, ImportError) as error:
         raise ModelError(
             f"a model folder must hold its tokenizer, that of {path} cannot be read: "
             f"{first_line(error)}: copy the tokenizer's files into it"
@@ -203,6 +219,18 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> list[str]:
 def stated_positions(folder: Path) -> int | None:
     """`max_positions` as config.json states it, None when it does not; in no time."""
     return _positions(_stated(folder).get)
+
+
+def engine_positions(folder: Path) -> int | None:
+    """Beyond so many vLLM does not start; None where that depends on how positions are scaled."""
+    stated = _stated(folder)
+    rope = stated.get("rope_parameters") or stated.get("rope_scaling") or {}
+    if (
+        isinstance(rope, Mapping)
+        and rope.get("rope_type", rope.get("type", "default")) != "default"
+    ):
+        return None
+    return next((each for each in map(stated.get, POSITIONS) if isinstance(each, int)), None)
 
 
 def longrope_positions(folder: Path) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -24,22 +25,33 @@ def check_at_once(config: TrainConfig) -> None:
     model = Path(config.model_name_or_path)
     check_files(model)
     check_tokenizer_files(model)
-    mapping = parse_column_mapping(config.column_mapping)
-    for name in ("data_path", "eval_data_path", "pairs_path"):
-        if path := getattr(config, name):
-            check_source(path, option=flag(name), build=lambda row: Columns(row, mapping=mapping))
-    for file in config.data_files if config.data else ():
-        build = partial(Columns, mapping={**mapping, **file.columns})
-        for source in filter(None, (file.source, file.held_out)):
-            check_source(source.path, option=f"--data of {file.type}", build=build)
-    for found in config.named_sets:
-        build = partial(Columns, mapping={**mapping, **found.columns})
-        if found.source:
-            check_source(found.source.path, option=f"--eval of {found.name}", build=build)
+    check_sources(config)
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 
     if not find_algorithm(config).learns_from_pairs:
         head.locate(config.ray_address)
+
+
+def check_sources(config: TrainConfig, *, waits: Callable[[str], bool] = lambda _: False) -> None:
+    """Raise for a source that is not there, or whose first line has other columns than are named.
+
+    A path that `waits` for somebody to make it is left out.
+    """
+    mapping = parse_column_mapping(config.column_mapping)
+    named = [
+        (flag(name), getattr(config, name), mapping)
+        for name in ("data_path", "eval_data_path", "pairs_path")
+    ]
+    for file in config.data_files if config.data else ():
+        for source in filter(None, (file.source, file.held_out)):
+            named.append((f"--data of {file.type}", source.path, {**mapping, **file.columns}))
+    for found in config.named_sets:
+        if found.source:
+            columns = {**mapping, **found.columns}
+            named.append((f"--eval of {found.name}", found.source.path, columns))
+    for option, path, columns in named:
+        if path and not waits(path):
+            check_source(path, option=option, build=partial(Columns, mapping=columns))
 
 
 def check_output(config: TrainConfig) -> None:

@@ -144,6 +144,8 @@ def server_command(isolation: Isolation, *, hides: bool = True) -> list[str]:
     if not isolation.confined:
         return program
     mounts = ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    if isolation.scratch_mib:  # torch is not imported without a folder for temporary files
+        mounts += ["--size", str(isolation.scratch_mib << 20), "--tmpfs", "/dev/shm"]
     spaces = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     spaces += [] if isolation.network else ["--unshare-net"]
     rights = ["SYS_ADMIN", "SETFCAP"]  # to give each request namespaces, root's number in them

@@ -12,11 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from no_namespaces import REFUSAL, refusing_bwrap
+from safetensors.torch import load_file, save_file
 
-from async_grpo.check import facts, trial
+from async_grpo.check import checks, facts, trial
 from async_grpo.check.facts import Setup
+from async_grpo.check.finding import Cost, Finding
 from async_grpo.cli.check import check, findings_of
 from async_grpo.cli.local_run import as_toml
 from async_grpo.config.train import TrainConfig
@@ -30,6 +33,13 @@ QUESTION = {"input": "Use 2 9 8 to make 15:", "answer": "8-2+9", "nums": [2, 9, 
 SLOW_S = 10.0
 
 
+def questions(start=0, *, num=40, **columns):
+    """Lines that differ."""
+    return [
+        QUESTION | {"input": f"Use 2 9 8 to make {n}:"} | columns for n in range(start, start + num)
+    ]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
     """What a check imports takes seconds, once, that are no case's own."""
@@ -41,11 +51,12 @@ def folder(tmp_path, monkeypatch):
     """Where a case runs: with data of 40 questions, and of two types."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    write("questions.jsonl", *[QUESTION] * 40)
-    write("sums.jsonl", *[QUESTION] * 40)
-    write("typed.jsonl", *[QUESTION | {"dataset_type": kind} for kind in ("sums", "odes")] * 20)
+    write("questions.jsonl", *questions())
+    write("sums.jsonl", *questions(40))
+    types = [questions(0, num=20, dataset_type="sums"), questions(20, num=20, dataset_type="odes")]
+    write("typed.jsonl", *[line for pair in zip(*types, strict=True) for line in pair])
     Path("run/folder").mkdir(parents=True)
-    write("pairs.jsonl", *[{"input": "1+1=", "completion": "2"}] * 40)
+    write("pairs.jsonl", *[{"input": f"{n}+1=", "completion": str(n + 1)} for n in range(40)])
     return tmp_path
 
 
@@ -215,13 +226,13 @@ LINES = {
 @pytest.mark.parametrize("case", LINES)
 def test_a_broken_line_is_told_with_its_number(case):
     line, said = LINES[case]
-    write("questions.jsonl", *[QUESTION] * 2, line, *[QUESTION] * 40)
+    write("questions.jsonl", *questions(num=2), line, *questions(2))
     [found] = look()
     assert found.startswith("error    data ") and said in found
 
 
 def test_each_kind_of_broken_line_has_a_line_of_its_own():
-    write("questions.jsonl", QUESTION, "[1]\n", {"prompt": "x"}, "[1]\n", *[QUESTION] * 40)
+    write("questions.jsonl", QUESTION, "[1]\n", {"prompt": "x"}, "[1]\n", *questions(40))
     lines = look()
     assert len(lines) == 2 and "line 2 and 1 more like it" in lines[0] and "line 3" in lines[1]
 
@@ -334,12 +345,154 @@ def test_a_reward_of_the_data_that_no_verifier_has_is_told():
 
 
 def test_what_is_odd_is_only_warned_of():
-    write("questions.jsonl", *[QUESTION] * 3)
+    write("questions.jsonl", *questions(num=3))
     [line] = look()
     assert line.startswith("warning  data ") and "holds 3 lines, fewer than --batch-size 32" in line
     change = {"batch_size": 1, "samples_per_question": 2, "nproc_per_node": 3}
+    assert any("leaves ranks idle" in line for line in look(train=change))
+
+
+ODD = {
+    "evaluation": ({"train": {"eval_data_path": "questions.jsonl"}}, "warning  data        40 of the 40 questions of questions.jsonl (held out) are in questions.jsonl"),
+    "rate": ({"train": {"learning_rate": 0.0}}, "warning  options     --learning-rate is 0: nothing is learnt"),
+    "temperature": ({"train": {"temperature": 50.0}}, "warning  options     --temperature 50 samples close to noise"),
+    "warm-up": ({"train": {"num_warmup_steps": 100, "num_training_batches": 5}}, "the learning rate warms up for 100 steps, the run has 5"),
+    "cpus": ({"launch": {"num_cpus": 1}, "worker": {"num_workers": 3}}, "num_cpus 1 is fewer than the 3 workers of the file"),
+    "ranks": ({"train": {"nproc_per_node": 256}}, "--nproc-per-node 256 exceeds the"),
+}  # fmt: skip
+CANNOT = {
+    "positions": ({"worker": {"max_model_len": 5000}}, "error    worker      --max-model-len must not exceed the 512 positions of"),
+    "two rewards": ({"more_workers": [{"mode": "verifier", "model_path": "", "reward_fns": "mathd"}]}, "error    rewards     --reward-fns and --reward-registry must be those"),
+    "program": ({"launch": {"prepare": "no-such-program x"}}, "error    prepare     [launch] prepare must name programs that are there, no-such-program is not"),
+    "script": ({"launch": {"prepare": "python no.py x"}}, "error    prepare     [launch] prepare must name scripts that are there, no.py is not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*ODD, *CANNOT])
+def test_what_is_not_meant_is_told_in_one_line(case):
+    changes, said = (ODD | CANNOT)[case]
+    [line] = look(**changes)
+    assert said in line
+
+
+CHATS = [{"messages": [{"role": "user", "content": f"{n}+1="}]} for n in range(40)]
+SAID = {"role": "assistant", "content": "2"}
+ODD_LINES = {
+    "copies": ([*questions(), *questions(num=10)], "10 of 50 lines of odd.jsonl are copies"),
+    "column": ([*questions(num=30), *[{"input": str(n), "answer": "2", "nums": [2]} for n in range(10)]],
+               "column target of the first line of odd.jsonl is missing in 10 later lines"),
+    "role": ([*CHATS[:39], {"messages": [{"role": "usr", "content": "1"}, *CHATS[0]["messages"]]}],
+             "1 messages of odd.jsonl have the role 'usr', which templates do not know: correct it, the nearest is user"),
+    "answered": ([*CHATS[:38], *[{"messages": [*chat["messages"], SAID]} for chat in CHATS[38:]]],
+                 "2 of 40 chats of odd.jsonl end with the assistant"),
+    "unknown": ([{"input": "\u4e00" * 20 + str(n)} for n in range(40)], "of the first prompts of odd.jsonl are unknown to the model's tokenizer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD_LINES)
+def test_lines_that_are_odd_are_warned_of(case):
+    lines, said = ODD_LINES[case]
+    write("odd.jsonl", *lines)
+    train = {"data_path": "odd.jsonl", "batch_size": 8}
+    has_chats = case in ("role", "answered")
+    changes = {"train": {**train, "model_name_or_path": CHAT}, "worker": {"model_path": CHAT}}
+    [line] = look(**changes if has_chats else {"train": train})
+    assert line.startswith("warning  data ") and said in line
+
+
+def edit_weights(edit):
+    tensors = load_file("model/model.safetensors")
+    edit(tensors)
+    save_file(tensors, "model/model.safetensors", metadata={"format": "pt"})
+
+
+def index_of_two(shards=("a", "b")):
+    tensors = load_file("model/model.safetensors")
+    Path("model/model.safetensors").unlink()
+    places = {name: f"{'ab'[n % 2]}.safetensors" for n, name in enumerate(tensors)}
+    save_file({n: t for n, t in tensors.items() if places[n][0] == "a"}, "model/a.safetensors")
+    Path("model/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+NAN = {"model.norm.weight": torch.full((128,), float("nan"))}
+WEIGHTS = {
+    "shard": ({}, index_of_two, "must hold every file that model.safetensors.index.json names, 1 are not there, first b.safetensors"),
+    "tensor": ({}, lambda: edit_weights(lambda t: t.pop("model.norm.weight")), "must hold every parameter of its config, 1 of 46 are missing, first model.norm.weight"),
+    "width": ({"intermediate_size": 256}, None, "must have the shape that config.json gives it ([128, 256]), it has [128, 384]"),
+    "too many layers": ({"num_hidden_layers": 3, "layer_types": None}, None, "11 tensors are of more, first model.layers.3"),
+    "too few layers": ({"num_hidden_layers": 5, "layer_types": None}, None, "11 of 57 are missing, first model.layers.4"),
+    "not finite": ({}, lambda: edit_weights(lambda t: t.update(NAN)), "model.norm.weight in model/model.safetensors must be finite"),
+    "unexpected": ({}, lambda: edit_weights(lambda t: t.update({"vision.weight": torch.ones(2)})), "1 tensors of model are of no use to its config, first vision.weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_are_held_against_the_config(case):
+    config, break_it, said = WEIGHTS[case]
+    change = model(**config)
+    (break_it or (lambda: None))()
     [line] = look(train=change)
-    assert line.startswith("warning  batch ") and "leaves ranks idle" in line
+    assert line.startswith(("error    model ", "warning  model ")) and said in line
+
+
+def test_a_chat_template_that_is_none_is_told_in_one_line():
+    shutil.copytree(CHAT, "model")
+    Path("model/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }")
+    [line] = look(train={"model_name_or_path": "model"}, worker={"model_path": "model"})
+    assert (
+        "the chat template of model must be one that Jinja reads, but: TemplateSyntaxError" in line
+    )
+
+
+def test_a_config_that_transformers_chokes_on_is_told_in_one_line():
+    [line] = look(train=model(architectures=["MambaForCausalLM"], model_type="mamba"))
+    assert line.startswith(
+        "error    model       config.json of model must be one that transformers"
+    )
+
+
+def test_whatever_else_a_check_raises_is_a_finding_that_names_it(monkeypatch):
+    def check_luck(setup, facts):
+        yield Finding("ok", "luck", "here")
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(checks, "CHECKS", checks.CHECKS | {check_luck: Cost.AT_ONCE})
+    done = CliRunner().invoke(check, [run_file(worker={"reward_fns": ""})])
+    [line] = [line for line in done.stdout.splitlines() if "luck" in line]
+    assert line.startswith(
+        "error    luck        it cannot be looked at, ZeroDivisionError: division"
+    )
+    assert done.exit_code == 1
+
+
+def test_a_judge_at_an_address_is_no_error(monkeypatch):
+    monkeypatch.setenv("JKEY", "x")
+    judge = {
+        "mode": "judge",
+        "name": "j",
+        "judge_url": "http://127.0.0.1:9/v1",
+        "judge_key": "JKEY",
+    }
+    assert look(more_workers=[judge], train={"judges": "j"}) == []
+
+
+def test_each_file_has_a_time_of_its_own(monkeypatch):
+    monkeypatch.setattr(facts, "DATA_S", 0.2)
+    write("questions.jsonl", *questions(num=30_000))
+    run_file(train={"eval_data_path": "sums.jsonl"})
+    text = " ".join(each.text for each in findings_of(["run.toml"], tries_rewards=False))
+    assert "so far; the run checks" in text and "sums.jsonl (held out): 40 lines, prompts" in text
+
+
+TEMPORARY = "import tempfile\n\nwith tempfile.TemporaryFile() as file:\n    file.write(b'x')\n\n\n"
+
+
+@pytest.mark.parametrize(
+    "imported", [TEMPORARY, pytest.param("import torch\n\n\n", marks=pytest.mark.slow)]
+)
+def test_a_reward_whose_import_needs_a_temporary_folder_is_imported(imported):
+    write("own.py", f"{imported}def grade(sample):\n    return 1.0\n")
+    assert look(worker={"reward_fns": "own.py:grade"}, tries_rewards=True) == []
 
 
 GOOD = {
@@ -348,7 +501,7 @@ GOOD = {
     "preset": {"train": {"preset": "dapo", "learning_rate": 1e-5}},
     "types": {"train": {"data_path": None}, "data": [
         {"type": "sums", "path": "sums.jsonl", "weight": 2, "eval_path": "questions.jsonl"},
-        {"type": "odes", "path": "questions.jsonl", "rewards": ["countdown"]}]},
+        {"type": "odes", "path": "pairs.jsonl", "rewards": ["countdown"]}]},
     "teacher": {"train": {"gkd_coefficient": 1, "teacher_for": ["x"]},
                 "more_workers": [{"mode": "teacher", "name": "x"}]},
     "pairs": {"train": {"gkd_coefficient": 1, "teacher_for": ["x"], "gkd_lambda": 0.5,
@@ -402,6 +555,7 @@ def test_options_of_launch_are_taken_as_launch_takes_them():
 
 
 def test_what_prepare_makes_waits_for_it():
+    Path("make.py").touch()
     prepare = "python make.py --output made.jsonl && python make_model.py --folder made"
     changes = {
         "train": {"data_path": "made.jsonl", "model_name_or_path": "made/final"},
@@ -439,8 +593,15 @@ def test_every_example_passes_as_far_as_its_data_is_there(example, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     findings = findings_of([example, "--trackers", "None"], tries_rewards=False)
     told = [str(each) for each in findings if each.level in ("warning", "error")]
-    # Without a network a model of the hub is refused, by what a run would say.
-    assert [line for line in told if "nor a model in Hugging Face's cache" not in line] == []
+    # Without a network a model of the hub is refused, by what a run would say; and what is made for
+    # devices has more ranks than a small machine has cores.
+    # `verifiers_tools` says how to make the environment that its first command lies in.
+    expected = (
+        "nor a model in Hugging Face's cache",
+        "cores of this machine",
+        "runs/vf/bin/python",
+    )
+    assert [line for line in told if not any(part in line for part in expected)] == []
 
 
 @pytest.mark.parametrize(
