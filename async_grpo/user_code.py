@@ -73,10 +73,7 @@ class UserCode:
 
         It is not run: what a star import brings, or a text does to its own globals, may be it.
         """
-        try:
-            nodes = list(ast.walk(ast.parse(self.text, self.place)))
-        except SyntaxError as error:
-            raise ConfigError(f"{self.place} cannot be imported: {error!r}: correct it") from None
+        nodes = self._nodes()
         bound = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
         bound |= {node.id for node in nodes if isinstance(node, ast.Name)}
         for node in nodes:
@@ -87,6 +84,28 @@ class UserCode:
                 f"{self.name} must be a class that its file defines, and there is none of that "
                 "name: correct the file or the name"
             )
+
+    def defines(self, method: str) -> bool:
+        """Whether its class, or one of the same file that it derives from, has that method."""
+        classes = {node.name: node for node in self._nodes() if isinstance(node, ast.ClassDef)}
+        names = [self.name.rpartition(":")[2]]
+        for name in names:  # which grows
+            if found := classes.pop(name, None):
+                names += [base.id for base in found.bases if isinstance(base, ast.Name)]
+                if any(getattr(each, "name", "") == method for each in found.body):
+                    return True
+        return False
+
+    def asks(self, method: str) -> bool:
+        """Whether its text names a method so, of whatever object."""
+        nodes = self._nodes()
+        return any(isinstance(node, ast.Attribute) and node.attr == method for node in nodes)
+
+    def _nodes(self) -> list[ast.AST]:
+        try:
+            return list(ast.walk(ast.parse(self.text, self.place)))
+        except SyntaxError as error:
+            raise ConfigError(f"{self.place} cannot be imported: {error!r}: correct it") from None
 
     def load(self, base: type[T]) -> type[T]:
         """Run it, and return the class; raises `ConfigError` unless it derives from `base`."""

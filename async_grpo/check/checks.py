@@ -31,7 +31,7 @@ from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import GENERATION, JUDGE
 from async_grpo.run.data import check_routes, few_lines
 from async_grpo.run.first_checks import check_output, check_overwrite
-from async_grpo.run.recruitment import Demand, check_roles, check_worker
+from async_grpo.run.recruitment import Demand, brought_by, check_roles, check_worker
 from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.telemetry.trackers import check_trackers
@@ -58,7 +58,7 @@ def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:
     yield from _of("algorithm", lambda: find_algorithm(config), config.algorithm)
     yield from _of("environment", lambda: check_environments(config.environments), names)
     if setup.starts_head:
-        roles = {worker.role for worker in setup.workers}
+        roles = brought_by(setup.workers)
         yield from _of(
             "roles", lambda: check_roles(config, roles, where=setup.file), ", ".join(sorted(roles))
         )

@@ -160,9 +160,13 @@ def _at_once(setup: Setup) -> dict[str, Any]:
     model, others = _models(setup, stated_facts)
     size = tried(lambda: weights_size(model.path)) if isinstance(model, ModelFacts) else None
     known = None if isinstance(size, AsyncGrpoError) else size
-    first = tried(lambda: check_sources(setup.train, waits=setup.is_prepared))
-    data = first if isinstance(first, AsyncGrpoError) else ()
+    data = _sources(setup) or ()
     return {"model": model, "size": known, "worker_models": others, "data": data}
+
+
+def _sources(setup: Setup) -> AsyncGrpoError | None:
+    """What is wrong with the places and first lines of its data."""
+    return tried(lambda: check_sources(setup.train, waits=setup.is_prepared))
 
 
 def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, Any]:
@@ -173,7 +177,8 @@ def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, Any]:
     if isinstance(model, ModelFacts):
         from async_grpo.model.weights import check_weights  # imports torch
 
-        reads = tried(lambda: tuple(read_data(setup, model)))
+        wrong = _sources(setup)
+        reads = tried(lambda: tuple(read_data(setup, model))) if wrong is None else wrong
         found["weights"] = tried(lambda: check_weights(model.path, seconds=WEIGHTS_S))
         size = tried(lambda: weights_size(model.path))
         found |= {"size": size if isinstance(size, WeightsSize) else None, "data": reads}

@@ -51,14 +51,14 @@ def check_prepare(setup: Setup, _: Facts) -> Iterator[Finding]:
     for number, (program, *words) in enumerate(setup.prepare):
         is_made = number and os.sep in program
         if program not in OWN_PROGRAMS and not is_made and not shutil.which(program):
-            yield _cannot("programs", program)
+            yield _cannot("program", program)
         is_script = number == 0 and program.startswith("python") and words[0:1]
         if is_script and words[0].endswith(".py") and not Path(words[0]).is_file():
-            yield _cannot("scripts", words[0])
+            yield _cannot("script", words[0])
 
 
 def _cannot(kind: str, name: str) -> Finding:
-    text = f"[launch] prepare must name {kind} that are there, {name} is not: correct it"
+    text = f"[launch] prepare must name a {kind} that is there, {name} is not: correct it"
     return Finding("error", "prepare", text)
 
 

@@ -12,11 +12,12 @@ from dataclasses import asdict, replace
 
 import click
 
-from async_grpo.check.finding import Finding, refused
+from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
 from async_grpo.cli.boundary import command_boundary
+from async_grpo.cli.findings import setup_of
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_plan import devices_in, placed, placed_on
-from async_grpo.cli.local_run import LocalRun, options_of_run, read_run, variables_of
+from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.train import QUIET
 from async_grpo.devices.checks import usable_devices
@@ -35,9 +36,10 @@ EXIT_WRONG = 1
     help="devices of machines that are to run it",
 )
 @click.option("--deep", is_flag=True, help="then train shortly: minutes, and the device's memory")
+@click.option("--beside", is_flag=True, hidden=True, help="what `launch` leaves to its start")
 @click.option("--json", "as_json", is_flag=True, help="print the findings as one JSON list")
 @command_boundary()
-def check(*, words: Sequence[str], plan_for: str, deep: bool, as_json: bool) -> None:
+def check(*, words: Sequence[str], plan_for: str, deep: bool, beside: bool, as_json: bool) -> None:
     """Say what is wrong with the run of FILE, or of train options alone, and start nothing of it.
 
     It reads the data and the model's folder, has the rewards grade the first line in processes of
@@ -51,7 +53,8 @@ def check(*, words: Sequence[str], plan_for: str, deep: bool, as_json: bool) -> 
     for name, value in {**QUIET, "TRANSFORMERS_VERBOSITY": "critical"}.items():
         os.environ.setdefault(name, value)
     with _silent(logging.getLogger("async_grpo")):  # the findings say it
-        findings = findings_of(words, plan_for=plan_for, deep=deep)
+        cost = Cost.SECONDS if beside else EVERYTHING
+        findings = findings_of(words, plan_for=plan_for, deep=deep, cost=cost)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -61,7 +64,12 @@ def check(*, words: Sequence[str], plan_for: str, deep: bool, as_json: bool) -> 
 
 
 def findings_of(
-    words: Sequence[str], *, tries_rewards: bool = True, plan_for: str = "", deep: bool = False
+    words: Sequence[str],
+    *,
+    tries_rewards: bool = True,
+    plan_for: str = "",
+    deep: bool = False,
+    cost: Cost = EVERYTHING,
 ) -> list[Finding]:
     """Of a file and train options, as they are typed; the first that is no run is the only one.
 
@@ -75,28 +83,17 @@ def findings_of(
     except AsyncGrpoError as error:
         return refused("options", error)
     from async_grpo.check.checks import check_all  # imports Ray
-    from async_grpo.check.facts import Setup, gather, tried
+    from async_grpo.check.facts import gather, tried
 
-    setup = Setup(
-        train=run.train,
-        workers=run.workers,
-        num_ranks=run.num_ranks,
-        prepare=run.prepare,
-        starts_head=run.starts_head,
-        ray_address=run.ray_address,
-        file=file,
-        num_cpus=run.given_cpus,
-        plot_variables=variables_of(run.plot),
-        types_overwrite=run.types_overwrite,
-    )
-    facts = gather(setup, tries_rewards=tries_rewards)
+    setup = setup_of(run, file=file)
+    facts = gather(setup, tries_rewards=tries_rewards, cost=cost)
     found = tried(
         lambda: placed_on(run, devices_in(plan_for)) if plan_for else placed(run, usable_devices())
     )
     if isinstance(found, AsyncGrpoError):
-        return check_all(setup, replace(facts, placement=found))
+        return check_all(setup, replace(facts, placement=found), cost=cost)
     facts = replace(facts, placement=found.placement, num_devices=found.num_devices)
-    findings = check_all(setup, facts)
+    findings = check_all(setup, facts, cost=cost)
     if deep and not any(finding.level == "error" for finding in findings):
         from async_grpo.cli.deep_check import deep_findings
 

@@ -29,6 +29,7 @@ from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
 from async_grpo.cli.emit import EMITTED
+from async_grpo.cli.findings import CheckBeside, refuse_broken
 from async_grpo.cli.interrupts import Interrupted, interrupt_once, stdin_option
 from async_grpo.cli.local_plan import described, devices_in, placed, plan_on
 from async_grpo.cli.local_run import (
@@ -138,6 +139,7 @@ def run_here(run: LocalRun) -> None:
 def _carry_out(run: LocalRun, given: LocalRun) -> None:
     """In a folder that is locked; `given`: the run before its devices were placed."""
     started = time.monotonic()
+    refuse_broken(run, say=logger.warning)
     run.logs.mkdir(exist_ok=True)
     if run.goes_on and run.prepare:
         logger.info("the run goes on with what was prepared for it")
@@ -145,6 +147,8 @@ def _carry_out(run: LocalRun, given: LocalRun) -> None:
         logger.info("preparing: %s", " ".join((program, *options[:1])))
         own = {"python": (sys.executable,), "async-grpo": COMMAND}
         _finish(*own.get(program, (program,)), *options)
+    if run.prepare and not run.goes_on:
+        refuse_broken(run, say=logger.warning, is_prepared=True)
     try:
         with _file_kept(given):
             _train(run)
@@ -174,11 +178,13 @@ def _file_kept(run: LocalRun) -> Iterator[None]:
 
 def _train(run: LocalRun) -> None:
     with contextlib.ExitStack() as stack:
-        environment, heads = stack.enter_context(cluster_of(run))
+        beside = CheckBeside(run, command=COMMAND, say=logger.warning)
+        stack.enter_context(beside)
+        environment, heads = stack.enter_context(cluster_of(run, watched=(beside,)))
         nodes = _nodes(run) if run.ray_address else (HERE,)
         found = dispatches(run, nodes)
         logger.info("starting workers (%s) and the trainer ...", in_words(run, found))
-        workers: list[Watched] = []
+        workers: list[Watched] = [beside]
         for each in found:
             start = dispatcher_of if each.node == nodes[0] else partial(_remote, node=each.node)
             worker = start(with_share(run, each), each.worker, environment)
@@ -255,7 +261,9 @@ def _name_of(run: LocalRun, number: int) -> str:
 
 
 @contextlib.contextmanager
-def cluster_of(run: LocalRun) -> Iterator[tuple[dict[str, str], list[Process]]]:
+def cluster_of(
+    run: LocalRun, *, watched: Sequence[Watched] = ()
+) -> Iterator[tuple[dict[str, str], list[Process]]]:
     """The environment that leads to the run's cluster; its head, if it is its own, to the end."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
@@ -290,7 +298,9 @@ def cluster_of(run: LocalRun) -> Iterator[tuple[dict[str, str], list[Process]]]:
         )
         try:
             with ray_head:
-                ray_head.wait_for("Ray runtime started", timeout_s=deadlines.HEAD_READY_S)
+                ray_head.wait_for(
+                    "Ray runtime started", timeout_s=deadlines.HEAD_READY_S, watched=watched
+                )
                 yield environment, [ray_head]
         finally:
             _keep_logs(Path(session), run.logs / "ray")

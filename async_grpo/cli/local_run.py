@@ -130,13 +130,13 @@ def planned(**options: Any) -> LocalRun:
     """The run of a file, from the options of `launch`; raises what its commands would refuse."""
     # They import Ray and numpy: not for --help.
     from async_grpo.environments.find import check_environments
-    from async_grpo.run.recruitment import check_roles
+    from async_grpo.run.recruitment import brought_by, check_roles
 
     run = read_run(**options)
     check_algorithm(run.train)
     check_environments(run.train.environments)
     if run.starts_head:
-        check_roles(run.train, {each.role for each in run.workers}, where=options["config"])
+        check_roles(run.train, brought_by(run.workers), where=options["config"])
     return run
 
 

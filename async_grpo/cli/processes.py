@@ -25,10 +25,10 @@ POLL_INTERVAL_S = 0.2
 
 
 class Watched(Protocol):
-    """A command, here or elsewhere, that is not expected to end."""
+    """A command, here or elsewhere, that should not end, or not in an error."""
 
     def check(self) -> None:
-        """Raise `WorkerError` when it has."""
+        """Raise `AsyncGrpoError` when it has."""
 
 
 def leash(number: signal.Signals) -> tuple[str, ...]:
@@ -95,11 +95,12 @@ class Process:
         """Ask the child to end, and do not wait."""
         self._signal(self.stop_signal)
 
-    def wait_for(self, text: str, *, timeout_s: float) -> None:
+    def wait_for(self, text: str, *, timeout_s: float, watched: Sequence[Watched] = ()) -> None:
         """Until the log holds `text`. Raises with the log's end when the child ends before."""
         deadline = time.monotonic() + timeout_s
         while text not in self.log.read_text(errors="replace"):
-            self.check()
+            for each in (self, *watched):
+                each.check()
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"{self.name} must be ready within {timeout_s:g} s, it was not: is the machine "

@@ -62,8 +62,11 @@ def check_environments(names: Iterable[str]) -> None:
 
 
 def grades_itself(name: str) -> bool:
-    """Whether the environment of that name asks no reward of the run's."""
-    return _prefix(name) in (VERIFIERS, OPENENV)
+    """Whether the environment of that name asks no reward of the run's, by its text alone."""
+    code = users_environment(name)
+    if code is None or _prefix(name):
+        return _prefix(name) in (VERIFIERS, OPENENV)
+    return code.defines("grade") and not code.asks("verify")
 
 
 def make_environment(code: UserCode) -> Environment:

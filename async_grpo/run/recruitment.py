@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from async_grpo import cluster, deadlines
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
+from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
 from async_grpo.errors import ConfigError, DeadlineError
@@ -101,12 +102,21 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
     return roles | {VERIFIER: ""}
 
 
+def brought_by(workers: Iterable[WorkerConfig]) -> set[str]:
+    """The roles of these dispatchers; one of generation with rewards starts verifiers beside it."""
+    workers = tuple(workers)
+    graded = any(each.role == GENERATION and each.reward_names for each in workers)
+    return {each.role for each in workers} | ({VERIFIER} if graded else set())
+
+
 def check_roles(config: TrainConfig, roles: Collection[str], *, where: str) -> None:
     """Raise `ConfigError` for a role without a worker, where nobody else can join the cluster."""
-    found = {*roles, VERIFIER} if GENERATION in roles else roles  # it starts one beside it
     for role, why in needed_roles(config).items():
-        if role not in found:
-            raise ConfigError(f"{where} needs a [[worker]] for the role {role}{why}: add one")
+        if role not in roles:
+            remedy = (
+                "give one --reward-fns" if role == VERIFIER and GENERATION in roles else "add one"
+            )
+            raise ConfigError(f"{where} needs a [[worker]] for the role {role}{why}: {remedy}")
 
 
 def command_for(role: str, *, model: str) -> str:

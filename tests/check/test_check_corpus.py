@@ -20,10 +20,13 @@ from safetensors.torch import load_file, save_file
 from async_grpo.check import checks, facts, trial
 from async_grpo.check.facts import Setup
 from async_grpo.check.finding import Cost, Finding
+from async_grpo.cli import launch_file
 from async_grpo.cli.check import check, findings_of
-from async_grpo.cli.local_run import as_toml
+from async_grpo.cli.findings import CheckBeside
+from async_grpo.cli.local_run import as_toml, planned
 from async_grpo.config.train import TrainConfig
 from async_grpo.verification import confinement
+from async_grpo.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "sample-data"
@@ -363,8 +366,9 @@ ODD = {
 CANNOT = {
     "positions": ({"worker": {"max_model_len": 5000}}, "error    worker      --max-model-len must not exceed the 512 positions of"),
     "two rewards": ({"more_workers": [{"mode": "verifier", "model_path": "", "reward_fns": "mathd"}]}, "error    rewards     --reward-fns and --reward-registry must be those"),
-    "program": ({"launch": {"prepare": "no-such-program x"}}, "error    prepare     [launch] prepare must name programs that are there, no-such-program is not"),
-    "script": ({"launch": {"prepare": "python no.py x"}}, "error    prepare     [launch] prepare must name scripts that are there, no.py is not"),
+    "no room": ({"worker": {"max_model_len": 20}}, "error    worker      worker of [[worker]] generation serves at most 20 tokens"),
+    "program": ({"launch": {"prepare": "no-such-program x"}}, "error    prepare     [launch] prepare must name a program that is there, no-such-program is not"),
+    "script": ({"launch": {"prepare": "python no.py x"}}, "error    prepare     [launch] prepare must name a script that is there, no.py is not"),
 }  # fmt: skip
 
 
@@ -433,6 +437,86 @@ def test_weights_are_held_against_the_config(case):
     (break_it or (lambda: None))()
     [line] = look(train=change)
     assert line.startswith(("error    model ", "warning  model ")) and said in line
+
+
+LAUNCHED = """no room;heads;no such data;no such held-out data;no such model;worker's model
+    trackers;output;resume;engine's option;mapping;top-k;environment's class;no reference;nccl
+    no teacher;deterministic;positions;two rewards;program;script"""
+
+
+@pytest.mark.parametrize("case", [part.strip() for part in LAUNCHED.replace("\n", ";").split(";")])
+def test_launch_says_the_same_before_it_starts_anything(case, monkeypatch):
+    changes, said = (RUNS | CANNOT)[case]
+    found = [line.split(maxsplit=2) for line in look(**changes)]
+    monkeypatch.setattr(launch_file, "interrupt_once", lambda: None)
+    monkeypatch.setattr(launch_file, "_train", lambda run: pytest.fail("it began"))
+    monkeypatch.setattr(launch_file, "_finish", lambda *command: pytest.fail("it prepared"))
+    done = CliRunner().invoke(launch_file.launch, ["run.toml"])
+    error = done.stderr.rpartition("error: ")[2]
+    assert done.exit_code == 1 and said.split("  ")[-1].strip() in error
+    assert any(text.split(", ")[0] in error for level, _, text in found if level == "error")
+    assert not Path("run/logs").exists()
+
+
+def test_launch_warns_of_what_is_odd_and_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr(launch_file, "interrupt_once", lambda: None)
+    monkeypatch.setattr(launch_file, "_train", lambda run: None)
+    with caplog.at_level("WARNING"):
+        done = CliRunner().invoke(launch_file.launch, [run_file(train={"temperature": 50.0})])
+    assert done.exit_code == 0 and "warning: --temperature 50 samples close to" in caplog.text
+
+
+def run_of(file):
+    return planned(config=file, train_options=(), prepare="", num_cpus=4, ray_address="")
+
+
+def beside(run, command, say):
+    run.logs.mkdir(parents=True)
+    with CheckBeside(run, command=command, say=say) as found:
+        while not found.has_ended:
+            found.check()
+            time.sleep(0.05)
+
+
+def test_the_check_beside_a_start_says_its_warnings_and_raises_its_errors():
+    said = []
+    text = (
+        r"noise\nwarning  data        a b: c\nok       x           y\nerror    model       d: e\n"
+    )
+    with pytest.raises(ConfigError, match=r"^d: e$"):
+        beside(run_of(run_file()), ("sh", "-c", f"printf '{text}'"), said.append)
+    assert said == ["warning: a b: c"]
+
+
+@pytest.mark.slow
+def test_the_check_beside_a_start_finds_what_takes_seconds():
+    write("questions.jsonl", *questions(num=2), "[1]\n", *questions(2))
+    with pytest.raises(ConfigError, match=r"jsonl line 3, expected a JSON object, got \[1\]"):
+        beside(run_of(run_file()), launch_file.COMMAND, pytest.fail)
+
+
+GRADING = """
+from async_grpo.environments.base import Environment
+
+class Base(Environment):
+    async def grade(self, question, episodes, services): return []
+
+class Own(Base):
+    async def play(self, question, policy, services): return policy.episode()
+
+class Asks(Environment):
+    async def play(self, question, policy, services): return policy.episode()
+"""
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("Own", False), ("Asks", True)])
+def test_verifiers_are_needed_unless_the_environment_grades_itself(name, is_told):
+    write("own.py", GRADING)
+    train = {"environment": "own.py:" + name, "max_tokens_per_gpu": 256}
+    environment = [{"mode": "environment", "model_path": "", "reward_fns": "math_verify"}]
+    lines = look(worker={"reward_fns": ""}, train=train, more_workers=environment)
+    told = "run.toml needs a [[worker]] for the role verifier: give one --reward-fns"
+    assert lines == ([f"error    roles       {told}"] if is_told else [])
 
 
 def test_a_chat_template_that_is_none_is_told_in_one_line():
@@ -625,7 +709,5 @@ def test_the_command_ends_with_1_after_an_error_and_lists_findings_as_json():
     assert done.exit_code == 1
     [finding] = json.loads(done.stdout)
     assert finding["level"] == "error" and "--batch-size must be positive" in finding["text"]
-    done = CliRunner().invoke(
-        check, [run_file(worker={"reward_fns": ""}), "--num-training-batches=3"]
-    )
+    done = CliRunner().invoke(check, [run_file(), "--num-training-batches=3"])
     assert done.exit_code == 0 and "3 batches are 768 samples and 3 steps" in done.stdout

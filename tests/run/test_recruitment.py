@@ -133,8 +133,17 @@ EVERYTHING = {"algorithm": OPD, "kl_coefficient": 0.1, "environment": TWO_TURNS}
 
 def test_a_run_waits_for_exactly_the_roles_that_it_needs(look):
     assert look(*USUAL) == list(USUAL)
-    every = [GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER]
+    every = [GENERATION, REFERENCE, MATH, ENVIRONMENT]
     assert look(*every, **EVERYTHING) == every
+
+
+def test_no_verifier_is_waited_for_where_every_environment_grades_itself(look, tmp_path):
+    text = "from async_grpo.environments.base import Environment\nclass Asks(Environment): ...\n"
+    (tmp_path / "own.py").write_text(text)
+    own = f"{tmp_path}/own.py:Asks"
+    assert look(GENERATION, ENVIRONMENT, environment=TWO_TURNS) == [GENERATION, ENVIRONMENT]
+    with pytest.raises(DeadlineError, match="a verifier worker"):
+        look(GENERATION, ENVIRONMENT, environment=own)
 
 
 def test_a_run_that_samples_nothing_needs_its_teacher_alone(look):
@@ -158,7 +167,8 @@ def test_a_run_that_samples_nothing_needs_its_teacher_alone(look):
 def test_a_missing_role_is_named_with_the_command_that_starts_it(look, missing, sentence):
     present = {GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER} - {missing}
     with pytest.raises(DeadlineError, match=f"within --worker-timeout-s 0.05: .*{sentence}"):
-        look(*present, **EVERYTHING)
+        graded = {"environment": "single_turn"} if missing == VERIFIER else {}
+        look(*present, **EVERYTHING | graded)
 
 
 def test_under_launch_nobody_is_told_to_start_a_worker(look, monkeypatch, caplog):
