@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from async_grpo.algorithms.base import Algorithm
 from async_grpo.algorithms.distillation import Distillation
 from async_grpo.algorithms.grpo import Grpo
@@ -10,6 +12,8 @@ from async_grpo.config.distillation import check_distillation
 from async_grpo.config.train import TrainConfig
 from async_grpo.user_code import UserCode
 
+# Where a process looks at strangers' files: what makes an algorithm of one without importing it.
+import_elsewhere: Callable[[TrainConfig, UserCode], Algorithm] | None = None
 SHIPPED: dict[str, type[Algorithm]] = {"grpo": Grpo, "sft": Sft}
 
 
@@ -28,7 +32,10 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
 
     Raises `ConfigError` for what is no algorithm, and for options that the algorithm refuses.
     """
-    code = code or users_algorithm(config)
+    read = code or users_algorithm(config)
+    if read and not code and import_elsewhere:
+        return import_elsewhere(config, read)
+    code = read
     found = code.load(Algorithm) if code else _shipped(config)
     if not found.learns_from_pairs:
         config.check_sampling()

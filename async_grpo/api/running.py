@@ -29,6 +29,7 @@ from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned,
 from async_grpo.cli.processes import Process
 from async_grpo.cli.run_file import flags_of, values_of
 from async_grpo.cli.train import main as train_command
+from async_grpo.cli.trust import TRUST, check_origin
 from async_grpo.errors import ConfigError, RunFailed
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.folder_lock import check_free
@@ -51,8 +52,8 @@ def train(
     `TrainConfig`; without workers in it, those that the run needs serve its own model. `reward`: a
     function, or several: each is given a sample, a dict with `input`, `answer`, `output` and the
     columns of its line, and returns a number; or names that `--reward-fns` takes. `on_step` is
-    called after each gradient step. `options` of `async-grpo train` or `launch` go before those of
-    `config`.
+    called after each gradient step; `trust=True` takes code that a file from elsewhere names.
+    `options` of `async-grpo train` or `launch` go before those of `config`.
 
     Raises `AsyncGrpoError` for a run that cannot begin (`ConfigError`), or has failed
     (`RunFailed`). Whatever ends this call, Ctrl-C too, has ended all that it had started.
@@ -87,17 +88,19 @@ def plan_run(
 
     Raises `ConfigError` for whatever its commands would refuse.
     """
-    rewards = None
+    rewards, trusted = None, bool(options.pop("trust", False))
     with tempfile.TemporaryDirectory(prefix="async-grpo-") as folder, _as_config_error(folder):
         file, words = Path(folder, "config"), _flags(plain(options))
         tables = tables_of(config)
         chosen = _launch_options(file, tables, words)
         first = read_run(**chosen)
+        of_file = os.fspath(config) if isinstance(config, str | os.PathLike) else ""
+        check_origin(first, file=of_file, typed=words, trusted=trusted)
         tables = with_workers(tables, first)
         if reward is not None:
             rewards = reward_file(reward, folder=first.folder)
             tables = with_rewards(tables, rewards.names)
-        plan = planned(**_launch_options(file, tables, words))
+        plan = planned(trust=True, **_launch_options(file, tables, words))
         check_overwrite(plan.train, is_typed=plan.types_overwrite)
         check_free(plan.folder)
         return plan, rewards
@@ -126,7 +129,7 @@ class Run:
         environment.pop("MPLBACKEND", None)  # a notebook's own, which no other process can draw by
         child = Process(
             "the run",
-            [*COMMAND, "launch", str(file), "--ends-with-stdin", *typed],
+            [*COMMAND, "launch", str(file), "--ends-with-stdin", TRUST, *typed],
             log=self.log,
             environment=environment,
             stdin=subprocess.PIPE,

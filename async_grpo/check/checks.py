@@ -197,6 +197,9 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
     if how := facts.rewards.confinement:
         words = confinement_in_words(how)
         yield Finding("warning" if any(how.values()) else "ok", "confinement", words)
+    for sentence in facts.rewards.unseen:
+        text = f"{sentence}: it is not imported here, unless you read it and give --trust"
+        yield Finding("warning", "reward", text)
     for trial in facts.rewards.trials:
         verdict, question = trial.verdict, trial.question
         if verdict is None:
@@ -207,6 +210,10 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
                 "run refuses a reward that takes longer than --verifier-timeout-s "
                 f"{trial.worker.verifier_timeout_s:g}",
             )
+            continue
+        if verdict.cause == "connection" and trial.worker.verifier_network and not setup.trusted:
+            text = f"{verdict.adapter} asks over the network, which it has here with --trust alone"
+            yield Finding("waits", "reward", text)
             continue
         if verdict.status == "error":
             said = tried(partial(refuse_or_describe, verdict, question, setup.train))

@@ -70,6 +70,7 @@ class Setup:
     starts_head: bool = False  # or runs on a cluster that is there, if on any
     ray_address: str = ""  # empty: the trainer's
     file: str = ""
+    trusted: bool = False  # its code may do what it likes, here and over the network
     num_cpus: int = 0  # of Ray, as they were given; 0: this machine's
     plot_variables: tuple[str, ...] = ()  # that are drawn at the end
     types_overwrite: bool = False
@@ -186,7 +187,9 @@ def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, Any]:
         found |= {"data": prompt} if isinstance(prompt, AsyncGrpoError) else prompt
     if tries_rewards and isinstance(reads, tuple):
         questions = _questions(setup.train, reads)
-        found["rewards"] = tried(lambda: try_here(setup.workers, questions, setup.train))
+        found["rewards"] = tried(
+            lambda: try_here(setup.workers, questions, setup.train, trusted=setup.trusted)
+        )
     return found
 
 

@@ -15,6 +15,8 @@ from async_grpo.errors import ConfigError
 from async_grpo.roles import GENERATION, VERIFIER
 from async_grpo.run.reward_trial import check_names, request_of
 from async_grpo.types import Question, Verdict
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.confinement import wanted_isolation, why_unconfined
 from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.sources import verifier_config
@@ -37,15 +39,21 @@ class Tried:
 
     trials: tuple[Trial, ...] = ()
     confinement: Mapping[str, str] = field(default_factory=dict)  # see `types.workers`
+    unseen: tuple[str, ...] = ()  # sentences on rewards that were not imported
 
 
 def try_here(
-    workers: Sequence[WorkerConfig], questions: Sequence[Question], config: TrainConfig
+    workers: Sequence[WorkerConfig],
+    questions: Sequence[Question],
+    config: TrainConfig,
+    *,
+    trusted: bool,
 ) -> Tried:
     """Have the rewards of each dispatcher grade what verifiers grade of these questions.
 
-    Without questions they are only loaded. Raises `ConfigError` for a reward that cannot be, or
-    that no dispatcher brings.
+    Without questions they are only loaded. Unless they are `trusted` they have no network, and are
+    left out where they cannot be confined, though the run may permit that. Raises `ConfigError` for
+    a reward that cannot be, or that no dispatcher brings.
     """
     if all(map(grades_itself, config.environments)):
         return Tried()
@@ -53,15 +61,28 @@ def try_here(
     pools = [w for w in workers if w.role in (GENERATION, VERIFIER) and w.reward_names]
     for worker in pools:
         check_names(worker.reward_names, config)
-    tried = [asyncio.run(_try(worker, graded, config)) for worker in pools]
+    tried = []
+    for worker in pools:
+        found = verifier_config(worker)
+        if not trusted:
+            found = replace(found, network=False, unconfined_rewards=False, unconfined_code=False)
+        try:
+            tried.append(asyncio.run(_try(found, worker, graded, config)))
+        except ConfigError:
+            why = why_unconfined(wanted_isolation(found, shipped=False))
+            if trusted or not why or not (worker.unconfined_rewards or worker.unconfined_code):
+                raise
+            tried.append(Tried(unseen=(f"{worker.reward_fns} will run UNCONFINED ({why})",)))
     return Tried(
         tuple(trial for each in tried for trial in each.trials),
         {what: why for each in tried for what, why in each.confinement.items()},
+        tuple(sentence for each in tried for sentence in each.unseen),
     )
 
 
-async def _try(worker: WorkerConfig, questions: Sequence[Question], config: TrainConfig) -> Tried:
-    found = verifier_config(worker)
+async def _try(
+    found: VerifierConfig, worker: WorkerConfig, questions: Sequence[Question], config: TrainConfig
+) -> Tried:
     sandbox = Sandbox(found, num_processes=os.cpu_count() or 1)
     try:
         async with asyncio.timeout(found.start_timeout_s):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,8 +21,12 @@ from async_grpo.cli.local_plan import devices_in, placed, placed_on
 from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.train import QUIET
+from async_grpo.cli.trust import check_origin, trust_option
 from async_grpo.devices.checks import usable_devices
 from async_grpo.errors import AsyncGrpoError
+
+if TYPE_CHECKING:
+    from async_grpo.check.facts import Setup
 
 EXIT_WRONG = 1
 
@@ -37,9 +42,12 @@ EXIT_WRONG = 1
 )
 @click.option("--deep", is_flag=True, help="then train shortly: minutes, and the device's memory")
 @click.option("--beside", is_flag=True, hidden=True, help="what `launch` leaves to its start")
+@trust_option
 @click.option("--json", "as_json", is_flag=True, help="print the findings as one JSON list")
 @command_boundary()
-def check(*, words: Sequence[str], plan_for: str, deep: bool, beside: bool, as_json: bool) -> None:
+def check(
+    *, words: Sequence[str], plan_for: str, deep: bool, beside: bool, trust: bool, as_json: bool
+) -> None:
     """Say what is wrong with the run of FILE, or of train options alone, and start nothing of it.
 
     It reads the data and the model's folder, has the rewards grade the first line in processes of
@@ -54,7 +62,7 @@ def check(*, words: Sequence[str], plan_for: str, deep: bool, beside: bool, as_j
         os.environ.setdefault(name, value)
     with _silent(logging.getLogger("async_grpo")):  # the findings say it
         cost = Cost.SECONDS if beside else EVERYTHING
-        findings = findings_of(words, plan_for=plan_for, deep=deep, cost=cost)
+        findings = findings_of(words, plan_for=plan_for, deep=deep, cost=cost, trusted=trust)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
@@ -70,6 +78,7 @@ def findings_of(
     plan_for: str = "",
     deep: bool = False,
     cost: Cost = EVERYTHING,
+    trusted: bool = False,
 ) -> list[Finding]:
     """Of a file and train options, as they are typed; the first that is no run is the only one.
 
@@ -78,14 +87,24 @@ def findings_of(
     file, options = (words[0], words[1:]) if words and words[0][:1] != "-" else ("", words)
     try:
         run = _read(file, options)
+        check_origin(run, file=file, typed=options, trusted=trusted)
     except click.UsageError as error:
         return [Finding("error", "options", " ".join(error.format_message().split()))]
     except AsyncGrpoError as error:
         return refused("options", error)
+    from async_grpo.check.described import users_code_confined
+
+    setup = replace(setup_of(run, file=file), trusted=trusted)
+    with users_code_confined(trusted=trusted):
+        return _findings(run, setup, tries_rewards, plan_for=plan_for, deep=deep, cost=cost)
+
+
+def _findings(
+    run: LocalRun, setup: Setup, tries_rewards: bool, *, plan_for: str, deep: bool, cost: Cost
+) -> list[Finding]:
     from async_grpo.check.checks import check_all  # imports Ray
     from async_grpo.check.facts import gather, tried
 
-    setup = setup_of(run, file=file)
     facts = gather(setup, tries_rewards=tries_rewards, cost=cost)
     found = tried(
         lambda: placed_on(run, devices_in(plan_for)) if plan_for else placed(run, usable_devices())

@@ -77,7 +77,7 @@ class CheckBeside:
     def __init__(self, run: LocalRun, *, command: Iterable[str], say: Say) -> None:
         self._file = run.logs / "check.toml"
         self._tables, self._say, self.has_ended = as_toml(run.tables), say, False
-        words = [*command, "check", str(self._file), "--beside"]
+        words = [*command, "check", str(self._file), "--beside", "--trust"]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         self._process = Process("the check", words, log=self._log, environment=environment)
 

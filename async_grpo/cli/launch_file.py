@@ -46,6 +46,7 @@ from async_grpo.cli.processes import Process, Watched
 from async_grpo.cli.remote_process import RemoteProcess
 from async_grpo.cli.summary import conclusion, finished, how_to_go_on
 from async_grpo.cli.train import main as train
+from async_grpo.cli.trust import trust_option
 from async_grpo.devices.checks import usable_devices
 from async_grpo.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.files import replacing
@@ -97,6 +98,7 @@ class LaunchCommand(OptionsCommand):
 @click.option(
     "--emit", type=click.Choice([*EMITTED]), help="print the run as a script for such a queue"
 )
+@trust_option
 @stdin_option
 @command_boundary()
 def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) -> None:
@@ -108,7 +110,7 @@ def launch(*, plan_for: str, dry_run: bool, emit: str | None, **options: Any) ->
     \b
     e.g. examples/quickstart.toml --num-training-batches 40 --output-dir runs/short
     """
-    run = planned(**options)
+    run = planned(starts=not (plan_for or dry_run or emit), **options)
     if plan_for:
         click.echo(described(plan_on(devices_in(plan_for), run)))
     elif emit:

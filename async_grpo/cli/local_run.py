@@ -23,6 +23,7 @@ from async_grpo.cli.plot import plot
 from async_grpo.cli.run_file import MAY_REPEAT, SHARED_OPTIONS, flags_of, read_tables, values_of
 from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
+from async_grpo.cli.trust import check_origin
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.data_files import split_text
 from async_grpo.config.presets import preset_options
@@ -126,17 +127,23 @@ def options_of_run(launch_options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: launch_options[name] for name in RUN_OPTIONS}
 
 
-def planned(**options: Any) -> LocalRun:
-    """The run of a file, from the options of `launch`; raises what its commands would refuse."""
+def planned(*, trust: bool = False, starts: bool = True, **options: Any) -> LocalRun:
+    """The run of a file, from the options of `launch`; raises what its commands would refuse.
+
+    `starts`: it is to be carried out, so that an algorithm's code may be imported here.
+    """
     # They import Ray and numpy: not for --help.
+    from async_grpo.check.described import users_code_confined
     from async_grpo.environments.find import check_environments
     from async_grpo.run.recruitment import brought_by, check_roles
 
     run = read_run(**options)
-    check_algorithm(run.train)
-    check_environments(run.train.environments)
-    if run.starts_head:
-        check_roles(run.train, brought_by(run.workers), where=options["config"])
+    check_origin(run, file=options["config"], typed=options["train_options"], trusted=trust)
+    with users_code_confined(trusted=trust or starts):
+        check_algorithm(run.train)
+        check_environments(run.train.environments)
+        if run.starts_head:
+            check_roles(run.train, brought_by(run.workers), where=options["config"])
     return run
 
 

@@ -18,6 +18,7 @@ from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_plan import placed_on
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
+from async_grpo.cli.trust import check_origin, trust_option
 from async_grpo.errors import AsyncGrpoError, ConfigError, ModelError
 from async_grpo.roles import ENVIRONMENT, VERIFIER
 
@@ -47,8 +48,11 @@ ASSUMED_LONGEST = 32_768
 @click.option("--shape-of", default="", metavar="MODEL",
               help="model whose sizes stand for one that is not here yet")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="print the plan as JSON")
+@trust_option
 @command_boundary()
-def plan(*, file: str, train_options: Sequence[str], as_json: bool, **options: Any) -> None:
+def plan(
+    *, file: str, train_options: Sequence[str], as_json: bool, trust: bool, **options: Any
+) -> None:
     """Say what the run of FILE would take on some devices, and how best to share them.
 
     The bill of memory of every role with its formulas; the time of a gradient step by its parts,
@@ -58,7 +62,12 @@ def plan(*, file: str, train_options: Sequence[str], as_json: bool, **options: A
     \b
     e.g. examples/qwen_7b.toml --devices 16xH100
     """
-    found = plan_of(_read(file, train_options), **options)
+    from async_grpo.check.described import users_code_confined
+
+    run = _read(file, train_options)
+    check_origin(run, file=file, typed=train_options, trusted=trust)
+    with users_code_confined(trusted=trust):
+        found = plan_of(run, **options)
     from async_grpo.planning.page import in_words
 
     click.echo(as_text(found) if as_json else in_words(found))

@@ -29,7 +29,7 @@ from async_grpo.verification.namespaces import has_user
 from async_grpo.verification.sources import CODE_EXECUTION, EXECUTE_NO_TEXT, grader_of
 
 TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
-SERVER = ("-P", "-m", "async_grpo.verification.fork_server")
+SERVER = "async_grpo.verification.fork_server"
 
 ALLOWED = """HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME PATH PYTHONDONTWRITEBYTECODE PYTHONHOME
     PYTHONPYCACHEPREFIX SHELL TEMP TMP TMPDIR TZ USER VIRTUAL_ENV CONDA_PREFIX HF_HOME HF_HUB_CACHE
@@ -138,9 +138,12 @@ def find_bwrap() -> str:
     return shutil.which("bwrap") or next((str(p) for p in (tool, *wheels) if p.is_file()), "")
 
 
-def server_command(isolation: Isolation, *, hides: bool = True) -> list[str]:
-    """The command line of a fork server; without `hides` all is seen, to find what is wrong."""
-    program = [sys.executable, *SERVER]
+def server_command(isolation: Isolation, *, module: str = SERVER, hides: bool = True) -> list[str]:
+    """The command line of a fork server, or of another module in its confinement.
+
+    Without `hides` all is seen, to find what is wrong.
+    """
+    program = [sys.executable, "-P", "-m", module]
     if not isolation.confined:
         return program
     mounts = ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]

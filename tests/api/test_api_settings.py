@@ -102,3 +102,15 @@ def test_overwrite_holds_as_an_argument_and_not_in_a_config(tmp_path):
         plan(config)
     for overwrite in (True, False):
         assert plan(config, overwrite=overwrite).train.overwrite is overwrite
+
+
+def test_code_of_a_file_from_elsewhere_is_taken_where_it_is_trusted(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("from async_grpo.algorithms.sft import Sft as Mine\n")
+    named = f'algorithm = "{tmp_path}/own.py:Mine"'
+    train = f'[train]\n{named}\nmodel_name_or_path = "m"\ndata_path = "d"\noutput_dir = "r"\n'
+    (tmp_path / "run.toml").write_text(train)
+    with pytest.raises(ConfigError, match="lies outside this folder, and its algorithm names code"):
+        plan_run(tmp_path / "run.toml")
+    assert plan_run(tmp_path / "run.toml", trust=True)[0].train.algorithm.endswith("own.py:Mine")
+    monkeypatch.chdir(tmp_path)
+    plan_run("run.toml")

@@ -24,9 +24,10 @@ from async_grpo.cli import launch_file
 from async_grpo.cli.check import check, findings_of
 from async_grpo.cli.findings import CheckBeside
 from async_grpo.cli.local_run import as_toml, planned
+from async_grpo.cli.plan import plan
 from async_grpo.config.train import TrainConfig
-from async_grpo.verification import confinement
 from async_grpo.errors import ConfigError
+from async_grpo.verification import confinement
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "sample-data"
@@ -88,11 +89,11 @@ def run_file(*, worker=(), train=(), launch=(), more_workers=(), data=(), text="
     return "run.toml"
 
 
-def look(*typed, tries_rewards=False, **changes):
+def look(*typed, tries_rewards=False, trusted=False, **changes):
     """The findings of a changed run that are neither ok nor wait, as lines."""
     file = run_file(**changes)
     started = time.process_time()
-    findings = findings_of([file, *typed], tries_rewards=tries_rewards)
+    findings = findings_of([file, *typed], tries_rewards=tries_rewards, trusted=trusted)
     assert time.process_time() - started < SLOW_S
     return [str(finding) for finding in findings if finding.level in ("warning", "error")]
 
@@ -568,6 +569,123 @@ def test_each_file_has_a_time_of_its_own(monkeypatch):
     assert "so far; the run checks" in text and "sums.jsonl (held out): 40 lines, prompts" in text
 
 
+SPY = """
+import os, pathlib, socket
+from async_grpo.algorithms.grpo import Grpo
+
+seen = [name for name in os.listdir("/proc") if name.isdigit() and name != str(os.getpid())]
+try:
+    pathlib.Path("spied").write_text("x")
+    seen.append("a folder")
+except OSError:
+    pass
+seen += [path for path in ("~/.ssh", "~/.aws") if os.path.isdir(os.path.expanduser(path))
+         and os.listdir(os.path.expanduser(path))]
+try:
+    socket.create_connection(("127.0.0.1", int(pathlib.Path("port").read_text())), timeout=2)
+    seen.append("the network")
+except OSError:
+    pass
+seen += [name for name in os.environ if "SECRET" in name]
+if seen:
+    raise RuntimeError(f"the spy saw {seen}")
+
+
+class Mine(Grpo):
+    pass
+
+
+def grade(sample):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def spy(monkeypatch, tmp_path):
+    """A file that looks around as it is imported, on a machine with secrets."""
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh/id").write_text("secret")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("A_SECRET", "x")
+    write("spy.py", SPY)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Path("port").write_text(str(server.getsockname()[1]))
+        yield {"algorithm": "spy.py:Mine"}
+
+
+def test_an_algorithm_is_asked_of_itself_in_a_confinement(spy):
+    assert look(train=spy) == []
+    dry = CliRunner().invoke(launch_file.launch, ["run.toml", "--dry-run"])
+    assert (dry.exit_code, dry.stderr) == (0, "")
+    done = CliRunner().invoke(plan, ["run.toml", "--devices", "1xH100"])
+    assert "spy saw" not in done.stderr and not Path("spied").exists()
+
+
+def test_a_reward_is_tried_in_a_confinement_without_the_network(spy):
+    assert look(worker={"reward_fns": "spy.py:grade"}, tries_rewards=True) == []
+    assert not Path("spied").exists()
+
+
+def test_a_trusted_algorithm_is_imported_as_it_is(spy):
+    assert "the spy saw" in look(train=spy, trusted=True)[0] and Path("spied").exists()
+
+
+def test_where_nothing_is_confined_no_algorithm_is_imported(spy, monkeypatch, tmp_path):
+    monkeypatch.setattr(confinement, "find_bwrap", lambda: f"{refusing_bwrap(tmp_path)}/bwrap")
+    [line] = look(train=spy)
+    assert line.startswith("error    algorithm ") and REFUSAL in line and "give --trust" in line
+    assert not Path("spied").exists()
+
+
+STRANGE = {
+    "prepare": {"launch": {"prepare": "python evil.py"}},
+    "algorithm": {"train": {"algorithm": "evil.py:Evil"}},
+    "environment": {"train": {"environment": "agent:python evil.py"}},
+    "reward_fns": {"worker": {"reward_fns": "evil.py:grade"}},
+    "reward_registry": {"worker": {"reward_registry": "evil.py"}},
+}
+
+
+@pytest.mark.parametrize("option", STRANGE)
+def test_code_of_a_file_from_elsewhere_is_refused_by_name(option, monkeypatch):
+    run_file(**STRANGE[option])
+    write("evil.py", "raise SystemExit('it ran')\n")
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    monkeypatch.setattr(launch_file, "run_here", lambda run: pytest.fail("it began"))
+    for command in (launch_file.launch, check, plan):
+        done = CliRunner().invoke(command, ["../run.toml"])
+        assert done.exit_code == 1
+        assert f"../run.toml lies outside this folder, and its {option} names code" in done.output
+        assert "--trust" in done.output
+
+
+def test_a_file_from_elsewhere_without_code_is_a_run_as_any(monkeypatch):
+    run_file(train={"data_path": "../questions.jsonl"})
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    assert [each for each in findings_of(["../run.toml"]) if each.level == "error"] == []
+
+
+def test_code_that_was_typed_is_nobody_elses(monkeypatch):
+    run_file(train={"data_path": "../questions.jsonl"})
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    write("own.py", "from async_grpo.algorithms.grpo import Grpo\n\n\nclass Mine(Grpo): ...\n")
+    found = findings_of(["../run.toml", "--algorithm", "own.py:Mine"], tries_rewards=False)
+    assert [str(each) for each in found if each.level == "error"] == []
+
+
+def test_a_file_from_elsewhere_that_is_trusted_is_taken(monkeypatch):
+    run_file(launch={"prepare": "true"}, train={"data_path": "../questions.jsonl"})
+    Path("here").mkdir()
+    monkeypatch.chdir("here")
+    begun = []
+    monkeypatch.setattr(launch_file, "run_here", begun.append)
+    assert CliRunner().invoke(launch_file.launch, ["../run.toml", "--trust"]).exit_code == 0
+    assert len(begun) == 1
+
+
 TEMPORARY = "import tempfile\n\nwith tempfile.TemporaryFile() as file:\n    file.write(b'x')\n\n\n"
 
 
@@ -621,7 +739,9 @@ def test_rewards_that_cannot_be_confined_are_told_as_a_run_would_take_them(monke
     for permitted in ({"launch": {"unconfined_rewards": True}}, {"typed": "--unconfined-rewards"}):
         typed = [permitted.pop("typed")] if "typed" in permitted else []
         [line] = look(*typed, tries_rewards=True, worker=own, **permitted)
-        assert line.startswith("warning  confinement own rewards run UNCONFINED")
+        assert line.startswith("warning  reward      own.py:grade will run UNCONFINED")
+    [line] = look(*typed, tries_rewards=True, trusted=True, worker=own)
+    assert line.startswith("warning  confinement own rewards run UNCONFINED")
 
 
 def test_a_supervised_run_needs_neither_workers_nor_cluster():

@@ -293,7 +293,7 @@ def test_several_commands_prepare_a_run_one_after_the_other(monkeypatch):
 
 
 def test_a_program_that_is_not_there_is_named_before_anything_starts(file, tmp_path):
-    result = CliRunner().invoke(launch, [file, "--prepare", "/no/python make.py"])
+    result = CliRunner().invoke(launch, [file, "--prepare", "/no/python make.py", "--trust"])
     assert (result.exit_code, (tmp_path / "run" / "logs" / "ray.log").exists()) == (1, False)
     assert "prepare must name a program that is there" in result.stderr
     assert "/no/python" in result.stderr

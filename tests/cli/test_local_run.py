@@ -59,7 +59,9 @@ def read(file, *typed):
 
 
 def dry_run(*arguments):
-    result = CliRunner().invoke(launch, [*map(str, arguments), "--dry-run"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        launch, [*map(str, arguments), "--dry-run", "--trust"], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
