@@ -103,9 +103,21 @@ install() { # what, then pip's arguments
     local what=$1
     shift
     echo "installing $what"
+    tell &
+    trap "kill $! 2>/dev/null || true" EXIT
     if ! "$venv/bin/python" -m pip install --progress-bar off "$@" >"$log" 2>&1 </dev/null; then
         fail "$(reason)" "$(remedy)"
     fi
+    kill $! 2>/dev/null || true
+}
+
+tell() { # what pip has come to, now and then
+    local said="" now
+    while sleep 15 >/dev/null 2>&1 9<&-; do
+        now=$(tail -n 1 "$log" 2>/dev/null | cut -c 1-100)
+        [ "$now" = "$said" ] || echo "  $now"
+        said=$now
+    done
 }
 
 install_run() {

@@ -129,7 +129,8 @@ def check_batch(setup: Setup, facts: Facts) -> Iterator[Finding]:
     config, ranks = setup.train, setup.num_ranks
     lines = 0
     if isinstance(facts.data, tuple):
-        lines = sum(read.num_lines for read in facts.data if read.purpose == "train")
+        reads = [read for read in facts.data if read.purpose == "train"]
+        lines = sum(read.num_lines for read in reads) if all(each.is_whole for each in reads) else 0
     is_sft = setup.learns_from_pairs
     text = batch_in_words(config, num_ranks=ranks, num_lines=lines, is_sft=is_sft)
     yield Finding("ok", "batch", text)

@@ -230,8 +230,8 @@ class Checkpoints:
         self._report.checkpoint_failed()
         if self._ranks.is_main:
             logger.error(
-                "the checkpoint after batch %d FAILED, the last good one stands and training goes "
-                "on: %s",
+                "the checkpoint after batch %d FAILED, training goes on and what was saved before "
+                "stands: %s",
                 cut.batches,
                 reason,
             )

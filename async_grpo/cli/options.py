@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from async_grpo.cli.run_file import table_of
+from async_grpo.cli.run_file import OF_TRL, table_of
 from async_grpo.config.data_files import split_text
 from async_grpo.config.option import flag, groups_of
 from async_grpo.docstrings import attribute_docs
@@ -37,7 +37,12 @@ class OptionsCommand(click.Command):
         switches = {option.opts[0]: option.secondary_opts[0] for option in options
                     if option.is_bool_flag and option.secondary_opts}  # fmt: skip
         args = list(without_truth_values(args, switches=switches))
-        typed = self.make_parser(ctx).parse_args(list(args))[0]
+        try:
+            typed = self.make_parser(ctx).parse_args(list(args))[0]
+        except click.NoSuchOption as error:
+            if own := OF_TRL.get(error.option_name.strip("-").replace("-", "_")):
+                error.possibilities = [flag(own)]
+            raise
         if isinstance(file := typed.get("config"), str) and not ctx.resilient_parsing:
             ctx.default_map = table_of(file, command=self, mode=typed.get("mode"))
         return super().parse_args(ctx, args)

@@ -38,6 +38,25 @@ from async_grpo.cli.shared_files import here_or_shared, with_shared
 from async_grpo.config.data_files import as_text, split_text
 from async_grpo.errors import ConfigError
 
+OF_TRL = {  # its name: ours, which is not near
+    "num_generations": "samples_per_question",
+    "generation_batch_size": "batch_size",
+    "per_device_train_batch_size": "max_tokens_per_gpu",
+    "steps_per_generation": "train_minibatch_size",
+    "max_steps": "num_training_batches",
+    "max_completion_length": "max_generation_tokens",
+    "loss_type": "aggregation",
+    "scale_rewards": "advantage",
+    "importance_sampling_level": "ratio_level",
+    "epsilon": "clip_low",
+    "epsilon_high": "clip_high",
+    "delta": "dual_clip",
+    "beta": "kl_coefficient",
+    "gradient_checkpointing": "activation_checkpointing",
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_max_model_length": "max_model_len",
+}
 SHARED = "cluster"
 SHARED_OPTIONS = ("ray_address", "namespace")
 OF_TRAIN = {"data": "type", "eval": "name"}  # tables that are options: {table: its first key}
@@ -197,5 +216,7 @@ def _converted(parameter: click.Parameter, value: Any, *, where: str) -> Any:
 
 
 def _unknown(what: str, rule: str, name: str, known: Iterable[str]) -> click.UsageError:
-    [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    own, known = OF_TRL.get(name.replace("-", "_")), [*known]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    nearest = own if own in known else near[0]
     return click.UsageError(f"{what} {rule}, the nearest is {nearest}: correct or remove it")

@@ -113,6 +113,8 @@ OPTIONS = {
     "table": ({"text": "\n[trian]\nx = 1"}, "[trian] is no table of a run, the nearest is train"),
     "key": ({"train": {"learnign_rate": 1e-6}}, "learnign_rate is no option of `async-grpo train`"
             ", the nearest is learning_rate"),
+    "TRL's": ({"train": {"num_generations": 8}}, "the nearest is samples_per_question"),
+    "TRL's beta": ({"train": {"beta": 0.1}}, "the nearest is kl_coefficient"),
     "worker's key": ({"worker": {"max_seqs": 3}}, "[worker] max_seqs is no option of"),
     "type": ({"train": {"batch_size": "32"}}, "batch_size must be an integer, got '32'"),
     "no model": ({"train": {"model_name_or_path": None}}, "Missing option '--model-name-or-path'"),
@@ -566,7 +568,11 @@ def test_each_file_has_a_time_of_its_own(monkeypatch):
     write("questions.jsonl", *questions(num=30_000))
     run_file(train={"eval_data_path": "sums.jsonl"})
     text = " ".join(each.text for each in findings_of(["run.toml"], tries_rewards=False))
-    assert "so far; the run checks" in text and "sums.jsonl (held out): 40 lines, prompts" in text
+    assert (
+        "so far; the run checks" in text
+        and "ask each of" not in text
+        and "sums.jsonl (held out): 40 lines, prompts" in text
+    )
 
 
 SPY = """

@@ -198,3 +198,8 @@ def test_help_answers_at_once_because_nothing_heavy_is_imported(script):
     assert finished.stdout.endswith("heavy: []\n")
     # Of the processor, not of the clock: the machine may be busy.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_a_name_of_trl_is_told_by_ours():
+    done = CliRunner().invoke(train, ["--num-generations", "8"])
+    assert done.exit_code == 2 and "Did you mean '--samples-per-question'?" in done.stderr
