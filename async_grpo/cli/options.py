@@ -41,7 +41,7 @@ class OptionsCommand(click.Command):
             typed = self.make_parser(ctx).parse_args(list(args))[0]
         except click.NoSuchOption as error:
             if own := OF_TRL.get(error.option_name.strip("-").replace("-", "_")):
-                error.possibilities = [flag(own)]
+                raise click.NoSuchOption(error.option_name, possibilities=[flag(own)], ctx=ctx)
             raise
         if isinstance(file := typed.get("config"), str) and not ctx.resilient_parsing:
             ctx.default_map = table_of(file, command=self, mode=typed.get("mode"))
