@@ -41,7 +41,8 @@ class OptionsCommand(click.Command):
             typed = self.make_parser(ctx).parse_args(list(args))[0]
         except click.NoSuchOption as error:
             if own := OF_TRL.get(error.option_name.strip("-").replace("-", "_")):
-                raise click.NoSuchOption(error.option_name, possibilities=[flag(own)], ctx=ctx)
+                near = f"No such option '{error.option_name}'. Did you mean '{flag(own)}'?"
+                raise click.UsageError(near, ctx) from None
             raise
         if isinstance(file := typed.get("config"), str) and not ctx.resilient_parsing:
             ctx.default_map = table_of(file, command=self, mode=typed.get("mode"))
