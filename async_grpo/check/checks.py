@@ -305,26 +305,14 @@ def check_packages(_: Setup, facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "packages", "versions and interfaces are those that are relied on")
 
 
+_FIRST, _THEN = Cost.AT_ONCE, Cost.SECONDS
 CHECKS: Mapping[Check, Cost] = {  # in the order in which a run would meet what they find
-    check_folders: Cost.AT_ONCE,
-    check_code: Cost.AT_ONCE,
-    check_prepare: Cost.AT_ONCE,
-    check_options: Cost.AT_ONCE,
-    check_start: Cost.AT_ONCE,
-    check_model: EVERYTHING,  # at once, what its files state
-    check_contents: Cost.SECONDS,
-    check_data: EVERYTHING,
-    check_lines: Cost.SECONDS,
-    check_teachers: Cost.SECONDS,
-    check_batch: Cost.AT_ONCE,
-    check_rewards: Cost.SECONDS,
-    check_workers: EVERYTHING,
-    check_devices: Cost.AT_ONCE,
-    check_places: Cost.AT_ONCE,
-    check_room: Cost.AT_ONCE,
-    check_plot: Cost.AT_ONCE,
-    check_packages: Cost.AT_ONCE,
-}
+    check_folders: _FIRST, check_code: _FIRST, check_prepare: _FIRST, check_options: _FIRST,
+    check_start: _FIRST, check_model: EVERYTHING, check_contents: _THEN, check_data: EVERYTHING,
+    check_lines: _THEN, check_teachers: _THEN, check_batch: _FIRST, check_rewards: _THEN,
+    check_workers: EVERYTHING, check_devices: _FIRST, check_places: _FIRST, check_room: _FIRST,
+    check_plot: _FIRST, check_packages: _FIRST,
+}  # fmt: skip
 
 
 def check_all(setup: Setup, facts: Facts, *, cost: Cost = EVERYTHING) -> list[Finding]:

@@ -70,10 +70,8 @@ def check_lines(_: Setup, facts: Facts) -> Iterator[Finding]:
         for sentence in read.notes.in_words(path):
             yield _odd("data", sentence)
         if read.unknown >= MANY_UNKNOWN:
-            text = (
-                f"{read.unknown:.0%} of the tokens of the first prompts of {path} are unknown to "
-            )
-            yield _odd("data", f"{text}the model's tokenizer: take text that it knows")
+            text = f"{read.unknown:.0%} of the tokens of the first prompts of {path} are unknown"
+            yield _odd("data", f"{text} to the model's tokenizer: take text that it knows")
         for other in reads if read.purpose == "held out" else ():
             shared = len(read.notes.keys & other.notes.keys)
             if shared and other.purpose != "held out":

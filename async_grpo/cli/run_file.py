@@ -39,24 +39,16 @@ from async_grpo.config.data_files import as_text, split_text
 from async_grpo.errors import ConfigError
 
 OF_TRL = {  # its name: ours, which is not near
-    "num_generations": "samples_per_question",
-    "generation_batch_size": "batch_size",
-    "per_device_train_batch_size": "max_tokens_per_gpu",
-    "steps_per_generation": "train_minibatch_size",
-    "max_steps": "num_training_batches",
-    "max_completion_length": "max_generation_tokens",
-    "loss_type": "aggregation",
-    "scale_rewards": "advantage",
-    "importance_sampling_level": "ratio_level",
-    "epsilon": "clip_low",
-    "epsilon_high": "clip_high",
-    "delta": "dual_clip",
-    "beta": "kl_coefficient",
+    "num_generations": "samples_per_question", "generation_batch_size": "batch_size",
+    "per_device_train_batch_size": "max_tokens_per_gpu", "max_steps": "num_training_batches",
+    "steps_per_generation": "train_minibatch_size", "loss_type": "aggregation",
+    "max_completion_length": "max_generation_tokens", "scale_rewards": "advantage",
+    "importance_sampling_level": "ratio_level", "epsilon": "clip_low", "epsilon_high": "clip_high",
+    "delta": "dual_clip", "beta": "kl_coefficient", "vllm_max_model_length": "max_model_len",
     "gradient_checkpointing": "activation_checkpointing",
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
     "vllm_tensor_parallel_size": "tensor_parallel_size",
-    "vllm_max_model_length": "max_model_len",
-}
+}  # fmt: skip
 SHARED = "cluster"
 SHARED_OPTIONS = ("ray_address", "namespace")
 OF_TRAIN = {"data": "type", "eval": "name"}  # tables that are options: {table: its first key}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from async_grpo.cli.shared_files import PACKAGE, here_or_shared, shared_folder
-from async_grpo.config.worker import WorkerConfig
 from async_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.cli.local_run import LocalRun
 
 TRUST = "--trust"
+REGISTRY = "reward_registry"  # which is the package's
 OPENENV = "openenv:"  # names an address: nothing of it runs here
 trust_option = click.option(
     TRUST, is_flag=True, help="run the code that FILE names, wherever it lies, and unconfined"
@@ -38,23 +38,20 @@ def check_origin(run: LocalRun, *, file: str, typed: Sequence[str], trusted: boo
         if any(named in word for word in typed):
             continue
         raise ConfigError(
-            f"{file} lies outside this folder, and its {option} names code, {named!r}: read both, "
-            f"then give {TRUST}, or go to a folder that holds the file"
+            f"{file} lies outside this folder, and its {option} names {named!r}: read both, then "
+            f"give {TRUST}, or go to a folder that holds the file"
         )
 
 
-def _code_of(run: LocalRun) -> Iterator[tuple[str, str]]:
-    """(option, value) of each that runs something."""
-    for command in () if run.goes_on else run.prepare:
-        yield "prepare", shlex.join(command)
-    if ":" in run.train.algorithm:
-        yield "algorithm", run.train.algorithm
-    for name in sorted(run.train.environments):
-        if ":" in name and not name.startswith(OPENENV):
-            yield "environment", name
-    for worker in run.workers:
-        if worker.reward_registry != WorkerConfig.__dataclass_fields__["reward_registry"].default:
-            yield "reward_registry", worker.reward_registry
-        for name in worker.reward_names:
-            if ":" in name:
-                yield "reward_fns", name
+def _code_of(run: LocalRun) -> list[tuple[str, str]]:
+    """(option, value) of each that runs something, or is sent a secret."""
+    prepare = () if run.goes_on else run.prepare
+    found = [("prepare", shlex.join(command)) for command in prepare]
+    named = [("environment", name) for name in sorted(run.train.environments)]
+    named += [("algorithm", run.train.algorithm)]
+    for each in run.workers:
+        named += [("reward_fns", name) for name in each.reward_names]
+        found += [("judge_url", each.judge_url)] if each.judge_url else []  # which is sent a key
+        if each.reward_registry != REGISTRY:
+            found.append(("reward_registry", each.reward_registry))
+    return found + [(o, name) for o, name in named if ":" in name and not name.startswith(OPENENV)]

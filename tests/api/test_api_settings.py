@@ -109,7 +109,7 @@ def test_code_of_a_file_from_elsewhere_is_taken_where_it_is_trusted(tmp_path, mo
     named = f'algorithm = "{tmp_path}/own.py:Mine"'
     train = f'[train]\n{named}\nmodel_name_or_path = "m"\ndata_path = "d"\noutput_dir = "r"\n'
     (tmp_path / "run.toml").write_text(train)
-    with pytest.raises(ConfigError, match="lies outside this folder, and its algorithm names code"):
+    with pytest.raises(ConfigError, match="lies outside this folder, and its algorithm names"):
         plan_run(tmp_path / "run.toml")
     assert plan_run(tmp_path / "run.toml", trust=True)[0].train.algorithm.endswith("own.py:Mine")
     monkeypatch.chdir(tmp_path)

@@ -648,6 +648,11 @@ STRANGE = {
     "algorithm": {"train": {"algorithm": "evil.py:Evil"}},
     "environment": {"train": {"environment": "agent:python evil.py"}},
     "reward_fns": {"worker": {"reward_fns": "evil.py:grade"}},
+    "judge_url": {
+        "more_workers": [
+            {"mode": "judge", "name": "j", "judge_url": "http://evil", "judge_key": "HOME"}
+        ]
+    },
     "reward_registry": {"worker": {"reward_registry": "evil.py"}},
 }
 
@@ -662,7 +667,7 @@ def test_code_of_a_file_from_elsewhere_is_refused_by_name(option, monkeypatch):
     for command in (launch_file.launch, check, plan):
         done = CliRunner().invoke(command, ["../run.toml"])
         assert done.exit_code == 1
-        assert f"../run.toml lies outside this folder, and its {option} names code" in done.output
+        assert f"../run.toml lies outside this folder, and its {option} names '" in done.output
         assert "--trust" in done.output
 
 
