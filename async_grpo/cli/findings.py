@@ -6,8 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from async_grpo.check.finding import Cost
 from async_grpo.cli.local_run import LocalRun, as_toml, variables_of
@@ -51,21 +50,19 @@ def refuse_broken(run: LocalRun, *, say: Say, is_prepared: bool = False) -> None
     setup = replace(setup, prepare=()) if is_prepared else setup
     facts = replace(gather(setup, cost=Cost.AT_ONCE), num_devices=run.num_devices)
     findings = check_all(setup, facts, cost=Cost.AT_ONCE)
-    told = [(each.level, each.text) for each in findings]
-    _tell(told, say=(lambda _: None) if is_prepared else say)
+    unsaid = ("warning",) if is_prepared else ()
+    _tell([(each.level, each.text) for each in findings if each.level not in unsaid], say=say)
 
 
 def _tell(findings: Iterable[tuple[str, str]], *, say: Say) -> None:
-    errors = []
-    for level, text in findings:
-        if level == "warning":
-            say(f"warning: {text}")
-        errors += [text] if level == "error" else []
-    if errors:
+    told = list(findings)
+    for text in (text for level, text in told if level == "warning"):
+        say(f"warning: {text}")
+    if errors := [text for level, text in told if level == "error"]:
         raise ConfigError(" | ".join(errors))
 
 
-class CheckBeside:
+class CheckBeside(Process):
     """`async-grpo check` of all that takes seconds, in a process while the run starts.
 
     consumes:     the run, as a file
@@ -75,30 +72,18 @@ class CheckBeside:
     """
 
     def __init__(self, run: LocalRun, *, command: Iterable[str], say: Say) -> None:
-        self._file = run.logs / "check.toml"
-        self._tables, self._say, self.has_ended = as_toml(run.tables), say, False
+        self._file, self._say, self.is_told = run.logs / "check.toml", say, False
+        self._file.write_text(as_toml(run.tables))
         words = [*command, "check", str(self._file), "--beside", "--trust"]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        self._process = Process("the check", words, log=self._log, environment=environment)
-
-    @property
-    def _log(self) -> Path:
-        return self._file.with_name("check.log")
-
-    def __enter__(self) -> Self:
-        self._file.write_text(self._tables)
-        self._process.__enter__()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._process.__exit__(*raised)
-        self._file.unlink(missing_ok=True)
+        super().__init__("the check", words, log=run.logs / "check.log", environment=environment)
 
     def check(self) -> None:
         """Say what it has found, once it has ended; raises `ConfigError` for what is wrong."""
-        if self.has_ended or not self._process.has_ended:
+        if self.is_told or not self.has_ended:
             return
-        self.has_ended = True
-        lines = self._log.read_text("utf-8", "replace").splitlines()
+        self.is_told = True
+        self._file.unlink()
+        lines = self.log.read_text("utf-8", "replace").splitlines()
         found = filter(None, map(LINE.fullmatch, lines))
         _tell([(each["level"], each["text"]) for each in found], say=self._say)

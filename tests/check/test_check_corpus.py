@@ -476,7 +476,7 @@ def run_of(file):
 def beside(run, command, say):
     run.logs.mkdir(parents=True)
     with CheckBeside(run, command=command, say=say) as found:
-        while not found.has_ended:
+        while not found.is_told:
             found.check()
             time.sleep(0.05)
 
