@@ -369,6 +369,11 @@ ODD = {
 CANNOT = {
     "positions": ({"worker": {"max_model_len": 5000}}, "error    worker      --max-model-len must not exceed the 512 positions of"),
     "two rewards": ({"more_workers": [{"mode": "verifier", "model_path": "", "reward_fns": "mathd"}]}, "error    rewards     --reward-fns and --reward-registry must be those"),
+    "no room for an episode": (
+        {"worker": {"max_model_len": 128}, "more_workers": [{"mode": "environment"}],
+         "train": {"max_tokens_per_gpu": 256, "environment": f"{REPOSITORY}/examples/treasure_hunt.py:TreasureHunt"}},
+        "serves at most 128 tokens, an episode needs 256: start it with a larger --max-model-len",
+    ),
     "no room": ({"worker": {"max_model_len": 20}}, "error    worker      worker of [[worker]] generation serves at most 20 tokens"),
     "program": ({"launch": {"prepare": "no-such-program x"}}, "error    prepare     [launch] prepare must name a program that is there, no-such-program is not"),
     "script": ({"launch": {"prepare": "python no.py x"}}, "error    prepare     [launch] prepare must name a script that is there, no.py is not"),
@@ -442,7 +447,7 @@ def test_weights_are_held_against_the_config(case):
     assert line.startswith(("error    model ", "warning  model ")) and said in line
 
 
-LAUNCHED = """no room;heads;no such data;no such held-out data;no such model;worker's model
+LAUNCHED = """no room;no room for an episode;heads;no such data;no such held-out data;no such model;worker's model
     trackers;output;resume;engine's option;mapping;top-k;environment's class;no reference;nccl
     no teacher;deterministic;positions;two rewards;program;script"""
 
