@@ -22,7 +22,6 @@ class Notes:
     keys: set[int] = field(default_factory=set)  # of each prompt with its answer
     lacking: Counter[str] = field(default_factory=Counter)  # columns of the first line of its type
     roles: Counter[str] = field(default_factory=Counter)  # that are none
-    num_answered: int = 0  # chats that end with the assistant
     ids: list[int] = field(default_factory=list)  # of the first prompts
     _columns: dict[str, frozenset[str]] = field(default_factory=dict)  # by type, of its first line
 
@@ -37,10 +36,8 @@ class Notes:
         self.ids += ids[: max(0, MAX_NOTED_IDS - len(self.ids))]
         there = frozenset(name for name, value in row.items() if value is not None)
         self.lacking.update(self._columns.setdefault(kind, there) - there - PROMPTS)
-        if chat := next(filter(_is_chat, row.values()), None):
-            roles = [str(message.get("role")) for message in chat]
-            self.roles.update(role for role in roles if role not in ROLES)
-            self.num_answered += roles[-1] == "assistant"
+        chat = next(filter(_is_chat, row.values()), ())
+        self.roles.update(str(each["role"]) for each in chat if each["role"] not in ROLES)
 
     def in_words(self, path: str) -> Iterator[str]:
         """A sentence for each thing that a user probably does not want."""
@@ -54,9 +51,6 @@ class Notes:
             near = get_close_matches(role, ROLES, n=1, cutoff=0.0)
             told = f"{count} messages of {path} have the role {role!r}, which templates do not know"
             yield f"{told}: correct it, the nearest is {near[0]}"
-        if self.num_answered:
-            told = f"{self.num_answered} of {self.num_lines} chats of {path} end with the assistant"
-            yield f"{told}, whose next words the model is asked for: end them with the user"
 
 
 def _is_chat(value: object) -> bool:

@@ -53,7 +53,7 @@ from async_grpo.files import replacing
 from async_grpo.ports import free_port
 from async_grpo.run.connection import CONNECTION_FILE, LAUNCH_LOGS
 from async_grpo.run.first_checks import check_overwrite
-from async_grpo.run.folder_lock import LAUNCH, lock
+from async_grpo.run.folder_lock import LAUNCH, check_free, lock
 
 logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
@@ -133,6 +133,8 @@ def run_here(run: LocalRun) -> None:
     given, run = run, placed(run, usable_devices())
     if run.num_devices:
         logger.info("%s", run.placement)
+    check_free(run.folder)
+    refuse_broken(run, say=logger.warning)
     with lock(run.folder, byte=LAUNCH):
         (run.folder / CONNECTION_FILE).unlink(missing_ok=True)  # of one that was killed
         _carry_out(run, given)
@@ -141,7 +143,6 @@ def run_here(run: LocalRun) -> None:
 def _carry_out(run: LocalRun, given: LocalRun) -> None:
     """In a folder that is locked; `given`: the run before its devices were placed."""
     started = time.monotonic()
-    refuse_broken(run, say=logger.warning)
     run.logs.mkdir(exist_ok=True)
     if run.goes_on and run.prepare:
         logger.info("the run goes on with what was prepared for it")

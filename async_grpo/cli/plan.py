@@ -68,9 +68,9 @@ def plan(
     check_origin(run, file=file, typed=train_options, trusted=trust)
     with users_code_confined(trusted=trust):
         found = plan_of(run, **options)
-    from async_grpo.planning.page import in_words
+        from async_grpo.planning.page import in_words
 
-    click.echo(as_text(found) if as_json else in_words(found))
+        click.echo(as_text(found) if as_json else in_words(found))
 
 
 def plan_of(

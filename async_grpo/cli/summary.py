@@ -10,6 +10,7 @@ from typing import Any
 from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE
 from async_grpo.cli.interrupts import where_to_go_on
 from async_grpo.cli.local_run import RUN_FILE, LocalRun
+from async_grpo.cli.trust import trust_words
 from async_grpo.telemetry.alarm_log import ALARMS_FILE
 from async_grpo.telemetry.rows import NewRows
 
@@ -21,7 +22,9 @@ def how_to_go_on(run: LocalRun) -> str:
 
 def relaunch(run: LocalRun, *options: str) -> str:
     """The command that goes on with it, or does with its folder what the options say."""
-    return f"`async-grpo launch {shlex.join([str(run.folder / RUN_FILE), *options])}`"
+    file = str(run.folder / RUN_FILE)
+    words = [file, *options, *trust_words(run, file=file)]
+    return f"`async-grpo launch {shlex.join(words)}`"
 
 
 def finished(run: LocalRun) -> str:

@@ -43,6 +43,11 @@ def check_origin(run: LocalRun, *, file: str, typed: Sequence[str], trusted: boo
         )
 
 
+def trust_words(run: LocalRun, *, file: str) -> tuple[str, ...]:
+    """What must be typed behind a file that this machine has written of a run."""
+    return () if is_near(file) or not _code_of(run) else (TRUST,)
+
+
 def _code_of(run: LocalRun) -> list[tuple[str, str]]:
     """(option, value) of each that runs something, or is sent a secret."""
     prepare = () if run.goes_on else run.prepare

@@ -388,15 +388,12 @@ def test_what_is_not_meant_is_told_in_one_line(case):
 
 
 CHATS = [{"messages": [{"role": "user", "content": f"{n}+1="}]} for n in range(40)]
-SAID = {"role": "assistant", "content": "2"}
 ODD_LINES = {
     "copies": ([*questions(), *questions(num=10)], "10 of 50 lines of odd.jsonl are copies"),
     "column": ([*questions(num=30), *[{"input": str(n), "answer": "2", "nums": [2]} for n in range(10)]],
                "column target of the first line of odd.jsonl is missing in 10 later lines"),
     "role": ([*CHATS[:39], {"messages": [{"role": "usr", "content": "1"}, *CHATS[0]["messages"]]}],
              "1 messages of odd.jsonl have the role 'usr', which templates do not know: correct it, the nearest is user"),
-    "answered": ([*CHATS[:38], *[{"messages": [*chat["messages"], SAID]} for chat in CHATS[38:]]],
-                 "2 of 40 chats of odd.jsonl end with the assistant"),
     "unknown": ([{"input": "\u4e00" * 20 + str(n)} for n in range(40)], "of the first prompts of odd.jsonl are unknown to the model's tokenizer"),
 }  # fmt: skip
 
@@ -406,9 +403,8 @@ def test_lines_that_are_odd_are_warned_of(case):
     lines, said = ODD_LINES[case]
     write("odd.jsonl", *lines)
     train = {"data_path": "odd.jsonl", "batch_size": 8}
-    has_chats = case in ("role", "answered")
     changes = {"train": {**train, "model_name_or_path": CHAT}, "worker": {"model_path": CHAT}}
-    [line] = look(**changes if has_chats else {"train": train})
+    [line] = look(**changes if case == "role" else {"train": train})
     assert line.startswith("warning  data ") and said in line
 
 
@@ -629,7 +625,8 @@ def test_an_algorithm_is_asked_of_itself_in_a_confinement(spy):
     dry = CliRunner().invoke(launch_file.launch, ["run.toml", "--dry-run"])
     assert (dry.exit_code, dry.stderr) == (0, "")
     done = CliRunner().invoke(plan, ["run.toml", "--devices", "1xH100"])
-    assert "spy saw" not in done.stderr and not Path("spied").exists()
+    assert "spy saw" not in done.stderr
+    assert not Path("spied").exists()
 
 
 def test_a_reward_is_tried_in_a_confinement_without_the_network(spy):
