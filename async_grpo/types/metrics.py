@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from async_grpo.errors import ConfigError
+
 Count = Literal[
     "samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes", "restarts",
     "calls", "checkpoints", "alarms", "trackers",
 ]  # fmt: skip
-Unit = Count | Literal["", "fraction", "seconds", "nats", "1/s"]
+Measure = Literal["", "fraction", "seconds", "nats", "1/s"]
+Unit = Count | Measure
+UNITS = (*get_args(Count), *get_args(Measure))
 Window = Literal["step", "run"]
 
 
@@ -24,6 +28,13 @@ class Metric:
     label: str  # of a plot's axis, without the unit
     meaning: str
     window: Window = "step"
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS:
+            known = ", ".join(map(repr, UNITS))
+            raise ConfigError(
+                f"the unit of a Metric must be one of {known}, got {self.unit!r} for {self.name}"
+            )
 
     @property
     def is_count(self) -> bool:

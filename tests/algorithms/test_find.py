@@ -18,6 +18,12 @@ class Mine(Grpo):
 class Other:
     pass
 """
+UNIT = """
+from async_grpo.algorithms.grpo import Grpo
+from async_grpo.types.metrics import Metric
+class Mine(Grpo):
+    metrics = (Metric("share", "a", "b", "%", "Share", "of a in b"),)
+"""
 
 
 def test_shipped_algorithms_go_by_a_word():
@@ -42,11 +48,13 @@ def test_an_algorithm_may_be_a_class_of_a_file_or_of_a_module(tmp_path, monkeypa
         ("{folder}/mine.py:Missing", "Missing must be a class derived from Algorithm, got None"),
         ("{folder}/mine.py:Other", "Other must be a class derived from Algorithm, got <class"),
         ("{folder}/broken.py:Mine", "cannot be imported: SyntaxError"),
+        ("{folder}/unit.py:Mine", "^the unit of a Metric must be one of .*, got '%' for share$"),
     ],
 )
 def test_what_is_no_algorithm_is_refused_with_the_reason(tmp_path, name, reason):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "broken.py").write_text("class Mine(")
+    (tmp_path / "unit.py").write_text(UNIT)
     with pytest.raises(ConfigError, match=reason):
         find_algorithm(make_config(algorithm=name.format(folder=tmp_path)))
 

@@ -32,6 +32,7 @@ PROMISES = {
     "README.md": ["my_reward({'answer': '5', 'output': 'It is 5.'}) == 1.0"],
     "CONTRIBUTING.md": [
         "words({'output': 'a b', 'num_words': 2, 'input': ''}) == {'reward': 1.0}",
+        "StepNorm.metrics[-1].name == 'push' and issubclass(StepNorm, Algorithm)",
     ],
     "docs/environments.md": ["CountdownCalculator.tools == (calculate,)"],
     "docs/first-run.md": [
