@@ -1,7 +1,6 @@
 """A run whose episodes are played by an environment worker, through a real controller."""
 
 import asyncio
-import socket
 import time
 from pathlib import Path
 
@@ -182,48 +181,6 @@ def test_every_turn_of_a_run_comes_through_the_controller_from_the_engine_of_its
             whole = [*row.prompt_token_ids.tolist(), *row.token_ids.tolist()]
             first = [name for name, asked in histories.items() if whole[:3] in asked]
             assert any(whole[:-3] in histories[name] for name in first)
-
-
-CALLS = """
-import asyncio, socket
-from two_turns import TwoTurns
-class Calls(TwoTurns):
-    async def play(self, question, policy, services):
-        first = await policy.sample(question.input_token_ids)
-        if first.token_ids[0] % 2 == 0:
-            await services.reach(lambda: asyncio.open_connection("127.0.0.1", PORT))
-        return policy.episode()
-"""
-
-
-def test_nothing_is_trained_while_a_server_is_away_and_then_all_of_it(controller, tmp_path):
-    (tmp_path / "two_turns.py").write_text((HERE / "two_turns.py").read_text())
-    path = tmp_path / "calls.py"
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))  # it refuses until it listens
-        path.write_text(CALLS.replace("PORT", str(server.getsockname()[1])))
-        run, recorder = begin(controller, make_plan(f"{path}:Calls", incarnation=6))
-        waiting, deadline = controller.next_items.remote(run, 0, 0), time.monotonic() + 60
-        while not (status := get(controller.status.remote(run))).warnings:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        time.sleep(1.5)
-        assert not cluster.is_ready(waiting) and status.ready == 0
-        assert "no question is begun or trained meanwhile" in status.warnings[0]
-        assert "ConnectionRefusedError" in str(get(controller.status.remote(run)).problem)
-        server.listen(100)
-        parts = []
-        for index in range(100):
-            items = get(controller.next_items.remote(run, 0, index))
-            parts += [s for item in items if isinstance(item, Minibatch) for s in item.samples]
-            if isinstance(items[-1], EndOfStep):
-                break
-    called = [part.episode.rows[0].token_ids[0] % 2 == 0 for part in parts]
-    assert any(called) and not all(called)
-    end = items[-1]
-    assert (end.num_samples, end.fates["failed"], end.fates["discarded"]) == (16, 0, 0)
-    get(controller.end_run.remote(run))
-    ray.kill(recorder)
 
 
 START = """
