@@ -137,7 +137,8 @@ install_dev() {
 
 ensure() { # stamp, then the command that installs
     local stamp="$venv/$1" want
-    want="$device $(cat requirements/*.txt pyproject.toml | sha256sum)"
+    # What setup_others.sh installs lies elsewhere, and has stamps of its own.
+    want="$device $(cat requirements/[!o]*.txt pyproject.toml | sha256sum)"
     [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && return
     rm -f "$stamp"
     "${@:2}"

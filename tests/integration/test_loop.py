@@ -1,5 +1,7 @@
 """The whole loop as users start it: two vLLM workers, two logprob workers, two trainer ranks."""
 
+import hashlib
+import json
 import signal
 from collections import Counter
 
@@ -235,6 +237,12 @@ def ahead(setup, trained, long_questions):
     with setup.train("ahead", data_path=long_questions, **AHEAD) as command:
         assert command.wait(timeout_s=READY_S + UPDATES) == 0, command.err[-4000:]
         return command.out
+
+
+def test_a_run_says_which_rewards_it_was_trained_with(setup, ahead):
+    [part] = json.loads((setup.folder / "ahead" / "training_params.json").read_text())["parts"]
+    own = setup.folder / "rewards.py"
+    assert part["code"] == {f"reward {own}": hashlib.sha256(own.read_bytes()).hexdigest()}
 
 
 def test_a_run_ahead_says_in_words_what_it_optimises(ahead):

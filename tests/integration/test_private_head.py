@@ -64,7 +64,7 @@ def private(tmp_path_factory):
         prepare=(), workers=(WorkerConfig(mode="verifier"),), train=train, num_ranks=0, plot={},
         num_cpus=8, ray_address="",
     )  # fmt: skip
-    with cluster_of(run) as variables:
+    with cluster_of(run) as (variables, _):
         address = variables["RAY_ADDRESS"]
         yield address, variables["RAY_AUTH_TOKEN_PATH"], leader_of(address)
 
