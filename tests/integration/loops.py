@@ -33,7 +33,7 @@ def begins_with_a_digit(sample, **kwargs):
 # No adapter gives one; no group was replaced.
 # In runs without judges, too.
 WITHOUT_POPULATION = {"avg_format_reward", "avg_replaced_reward", "perc_timed_out_samples"} | {
-    "perc_resampled_groups",  # of those that were sampled since the step before: none of a run ahead
+    "perc_resampled_groups",  # of what was sampled since the step before: nothing, of a run ahead
     "judge_answers",
     "judge_tokens",
     "judge_asked_again",
