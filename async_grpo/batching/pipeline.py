@@ -112,7 +112,8 @@ class SlotPipeline:
     def sampled(self, books: SlotBooks) -> None:
         """A group was sampled, or given up."""
         again = [f"resampled_groups_{why}" for why in books.resampled]
-        self._sampled.update(["sampled_groups", *again, *["resampled_groups"] * bool(again)])
+        counts = {"sampled_groups": 1, "resampled_groups": int(bool(again))}
+        self._sampled.update(counts | dict.fromkeys(again, 1))
 
     async def run(
         self,

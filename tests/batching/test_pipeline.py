@@ -221,3 +221,16 @@ def test_scores_that_cannot_be_used_are_asked_for_again_and_lose_the_group_in_th
     stage, reason = Stage(reference=Worker(scores)).failure()
     assert (stage, message in reason) == ("reference", True)
     assert Stage(reference=Worker(scores, SCORES)).run()
+
+
+@pytest.mark.parametrize("why", [(), ("worker died",)])
+def test_every_group_counts_among_those_of_which_some_were_sampled_again(why):
+    stage = Stage()
+    stage.books.resampled.update(why)
+    for _ in range(2):
+        stage.pipeline.sampled(stage.books)
+    counts = {
+        name: n for name, n in stage.pipeline.take_clock().items() if "sampled_groups" in name
+    }
+    expected = {"sampled_groups": 2, "resampled_groups": 2 * len(why)}
+    assert counts == expected | {f"resampled_groups_{each}": 2 for each in why}

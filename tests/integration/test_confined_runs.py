@@ -94,7 +94,8 @@ class Place:
         """Exit code, and all that a command said."""
         program, *rest = (*before, sys.executable, *words)
         env = self.environment | variables
-        with Command(*rest, program=program, env=env) as command:
+        # In the folder of the file, which from elsewhere would ask for --trust.
+        with Command(*rest, program=program, env=env, cwd=self.folder) as command:
             code = command.wait(timeout_s=RUN_S)
             return code, command.out + command.err
 
