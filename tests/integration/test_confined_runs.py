@@ -68,6 +68,39 @@ trackers = ""
 """
 
 
+# A pool on each of two raylets, and what it says after a look.
+POOLS = """
+import ray, sys
+import numpy as np
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from async_grpo import cluster
+from async_grpo.verification.pool import VerifierPool
+from async_grpo.verification.config import VerifierConfig
+from async_grpo.run.reward_trial import example_output
+from async_grpo.types import GradingRequest, Question, VerificationRequest
+
+own = dict(num_cpus=2, node_ip_address="127.0.0.1", object_store_memory=100 << 20)
+two = Cluster(initialize_head=True, head_node_args=own)
+two.add_node(**own)
+cluster.connect(two.address, namespace="n")
+question = Question(np.arange(3, dtype=np.int32), "1+1=", "2", {})
+request = GradingRequest((VerificationRequest(0, 0, question, example_output(question)),))
+config = VerifierConfig(reward_names=(sys.argv[1],))
+for node in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
+    place = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    pool = ray.remote(VerifierPool).options(num_cpus=0, scheduling_strategy=place).remote(
+        config, worker_id=node
+    )
+    info = ray.get(pool.info.remote(), timeout=300)
+    (verdict,) = ray.get(pool.verify.remote(request), timeout=300)
+    status = ray.get(pool.status.remote(), timeout=60)
+    print(node == info.node_id, status.confinement, verdict.reward)
+ray.shutdown()
+two.shutdown()
+"""
+
+
 class Place:
     """A home with a key, a place for temporary files, a folder with questions and rewards."""
 
@@ -178,6 +211,15 @@ def test_by_hand(place):
         with Command(*command, "worker", *common, env=leads) as worker:
             worker.wait_for("registered", timeout_s=RUN_S)
             check_blind(place, place.done(*command, "train", *common, **leads))
+
+
+def test_on_two_raylets(place):
+    with head.private_cluster() as variables:
+        script = ("-c", POOLS, f"{place.folder}/spy.py:look")
+        code, said = place.done(*script, **variables)
+    assert code == 0, said[-4000:]
+    told = [line for line in said.splitlines() if line.startswith(("True", "False"))]
+    assert told == [f"True {{'own rewards': ''}} {CLEAN}"] * 2
 
 
 @pytest.fixture(scope="module")
