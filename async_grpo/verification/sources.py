@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
 from async_grpo.config.worker import WorkerConfig
@@ -90,7 +91,11 @@ def read_sources(
 
 
 def _path_of(source: str, search_paths: Sequence[str]) -> Path | None:
-    return next((path for path in candidates(source, search_paths) if path.is_file()), None)
+    found = next((path for path in candidates(source, search_paths) if path.is_file()), None)
+    if found or not source.isidentifier():
+        return found
+    spec = find_spec(source)  # of an editable installation, which lies on no path
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def candidates(source: str, search_paths: Sequence[str]) -> list[Path]:

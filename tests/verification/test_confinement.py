@@ -190,3 +190,12 @@ def test_the_shipped_registry_is_known_by_its_text():
     text = Path(REPOSITORY, "reward_registry.py").read_text()
     assert hashlib.sha256(text.encode()).hexdigest() == sources.REGISTRY_SHA256
     assert {*HARMLESS} == sources.EXECUTE_NO_TEXT < {*shipped.SHIPPED}
+
+
+def test_the_shipped_registry_is_known_from_any_folder(tmp_path, monkeypatch):
+    """An editable installation has it on no path: only Python's own search finds it."""
+    elsewhere = [path for path in sys.path if path and Path(path).resolve() != Path(REPOSITORY)]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    found = read_sources(["countdown"], registry="reward_registry", search_paths=[str(tmp_path)])
+    own = VerifierConfig(reward_names=("countdown",), sources=found)
+    assert sources.grader_of("countdown", own) == "countdown"
