@@ -30,13 +30,13 @@ class Outages:
         self.told: dict[str, str] = {}  # the first of each type, for people
         self._timeout_s = timeout_s
         self._progress = progress
-        self._open = Counter[str]()
+        self._open = Counter[str | None]()  # None: what belongs to no type never stands still
         self._ended = asyncio.Event()
 
-    def is_open(self, dataset_type: str) -> bool:
+    def is_open(self, dataset_type: str | None) -> bool:
         return self._open[dataset_type] > 0
 
-    async def over(self, dataset_type: str) -> None:
+    async def over(self, dataset_type: str | None) -> None:
         """Wait until no server of that type is away."""
         while self._open[dataset_type]:
             self._ended.clear()

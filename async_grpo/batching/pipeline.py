@@ -338,21 +338,18 @@ class SlotPipeline:
         attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
         try:
             while True:
-                if kind is not None:
-                    await self.outages.over(kind)
+                await self.outages.over(kind)
                 asked = ""  # the worker, once there is one
                 turn = self._probation if self._quarantine.is_on_probation(slot) else nullcontext()
-                lease = self._lease(role, cost, version=version, lane=lane)
                 try:
-                    async with turn, lease as worker:
-                        if kind is not None and self.outages.is_open(kind):
+                    async with turn, self._lease(role, cost, version=version, lane=lane) as worker:
+                        if self.outages.is_open(kind):
                             continue  # since it stood in line
                         asked, worker.received, worker.lane = worker.worker_id, received, lane
-                        answer = await (
-                            worker.call_for(method, request, num_objects=num_objects)
-                            if num_objects
-                            else worker.call(method, request, timeout_s=timeout_s)
-                        )
+                        if num_objects:
+                            answer = await worker.call_for(method, request, num_objects=num_objects)
+                        else:
+                            answer = await worker.call(method, request, timeout_s=timeout_s)
                         check(answer)
                 except final:
                     raise
