@@ -209,8 +209,10 @@ class SlotPipeline:
             check_episodes(request, played.episodes)
 
         def again(failed: EpisodeFailed, *, stage: str, reason: str, has_sampled: bool) -> None:
-            num_tries = books.resampled.total() + 1
-            follows = decide(failed.cause, has_sampled=has_sampled, num_tries=num_tries)
+            num_tries[has_sampled] += 1  # what failed before a token uses up no replay
+            follows = decide(
+                failed.cause, has_sampled=has_sampled, num_tries=num_tries[has_sampled]
+            )
             if follows not in (Next.GROUP, Next.MEMBER):
                 sentence = f"{failed}: the groups of such episodes are dropped, and counted"
                 self.progress.failed(f"{stage} {kind} {failed.place}", sentence)
@@ -221,7 +223,7 @@ class SlotPipeline:
             why = EpisodeFailed(FailureClass.ENVIRONMENT, self.progress.reason, cause=Cause.STATE)
             again(why, stage=ENVIRONMENT, reason=reason, has_sampled=books.has_sampled)
 
-        kind = request.question.dataset_type
+        kind, num_tries = request.question.dataset_type, Counter[bool]()
         with self._in_stage("generating", request.num_samples), ExitStack() as outages:
             gate: str | None = kind
             while True:

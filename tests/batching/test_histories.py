@@ -317,6 +317,15 @@ class Frozen(Cluster):
         return super()._completion(self.version, num_tokens)
 
 
+def test_a_try_that_fails_before_a_token_uses_up_no_replay_of_the_group():
+    config = make_config(batch_size=2, samples_per_question=2, num_training_batches=1)
+    every = {"flaky": frozenset({0, 1}), "loses_a_lease": True, "max_rows": 3}
+    ranks, _, running = watched(Script(config=config, seed=0, slowest_s=0.0, **every))
+    (end,) = ends(ranks)
+    assert end.fates["failed"] == 0
+    assert sorted(running.cluster.tries.values()) == [2, 3]  # one group lost a lease as well
+
+
 def test_without_variance_a_slot_draws_up_to_its_bound_and_keeps_the_last():
     config = make_config(dynamic_sampling=2, num_training_batches=1, batch_size=2)
     script = Script(config=config, barren=frozenset({0}), seed=1)
