@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through who started the rank
+WAKE_AFTER_S = 0.1
 
 
 class Interrupted(KeyboardInterrupt):
@@ -95,6 +96,7 @@ class RankInterrupts:
             self._say(f"{_name(number)}: ending in order; once more ends at once")
         elif self._is_main:
             left_s = deadlines.RANK_BREAK_OFF_S
+            self._wake_main_thread(number)
         else:
             os._exit(128 + number)
         deadline = asked_at + left_s
@@ -104,6 +106,13 @@ class RankInterrupts:
                 os._exit(128 + number)
         self._say(f"interrupted: ended at once, it did not come to an end within {left_s:g} s")
         os._exit(128 + number)  # no flush: the main thread may hold a stream's lock
+
+    def _wake_main_thread(self, number: int) -> None:
+        """Send the signal once more: one that came to another thread, or before the main one began
+        to sleep, interrupts no sleep."""
+        time.sleep(WAKE_AFTER_S)
+        if not self.number and (main := threading.main_thread().ident):
+            signal.pthread_kill(main, number)
 
     def _is_ending(self) -> bool:
         """Whether the main thread polls the request, or has seen it."""

@@ -17,7 +17,7 @@ from async_grpo.run.stopping import StopRequest, stop_in_order
 
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
-import contextlib, ctypes, os, signal, sys, time
+import contextlib, ctypes, os, signal, sys, threading, time
 from async_grpo import deadlines
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
@@ -49,6 +49,13 @@ def load():
         time.sleep(600)
     finally:
         print("released", flush=True)
+
+def asked_through_another_thread():
+    def ask():
+        time.sleep(0.5)  # the main thread sleeps by then, and no signal of another wakes it
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+    threading.Thread(target=ask).start()
+    load()
 
 def asked_by_a_neighbour():
     ready()
@@ -131,6 +138,11 @@ def test_a_rank_that_loads_is_broken_off_and_lets_go_of_what_it_has(tmp_path):
     with rank("load", tmp_path, is_polled=False) as child:
         child.send_signal(signal.SIGTERM)
         child.send_signal(signal.SIGTERM)
+        assert end_of(child) == (143, "released\n", f"interrupted; {where_to_go_on(tmp_path)}")
+
+
+def test_a_signal_that_another_thread_gets_breaks_off_the_main_one(tmp_path):
+    with rank("asked_through_another_thread", tmp_path, is_polled=False) as child:
         assert end_of(child) == (143, "released\n", f"interrupted; {where_to_go_on(tmp_path)}")
 
 
