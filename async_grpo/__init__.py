@@ -56,7 +56,7 @@ Every loop of it, what it waits for, and what unblocks it:
 
 All of these end when the controller is lost: `errors.RunLost` or `errors.ProcessLostError` on the
 ranks, and run/main_rank.recover begins the run again at the last whole gradient step. How long
-anybody waits stands in deadlines.py.
+anybody waits stands in util/deadlines.py.
 
 `types/` and `config/` are what rooms exchange; `algorithms/` and `environments/` are the seams for
 code of yours, `bridges/` plays other people's environments, `roles.py` names the roles. `data/`
@@ -67,8 +67,11 @@ and `dispatcher/` start things, `api/` does so from a script or a notebook: `asy
 which is imported when it is asked for.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from async_grpo.util import errors
 
 if TYPE_CHECKING:
     from async_grpo.api.result import Result, Step
@@ -76,6 +79,7 @@ if TYPE_CHECKING:
     from async_grpo.config.train import TrainConfig
     from async_grpo.config.worker import WorkerConfig
 
+sys.modules[f"{__name__}.errors"] = errors  # the name by which users know it
 __version__ = "0.1.0"
 __all__ = ["Result", "Run", "Step", "TrainConfig", "WorkerConfig", "__version__", "start", "train"]
 _PLACES = {

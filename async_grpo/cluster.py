@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from async_grpo import deadlines
-from async_grpo.errors import (
+from async_grpo.head import find_head, refusal
+from async_grpo.util import deadlines
+from async_grpo.util.errors import (
     AsyncGrpoError,
     ClusterError,
     DeadlineError,
@@ -21,8 +22,7 @@ from async_grpo.errors import (
     WeightSyncError,
     WorkerError,
 )
-from async_grpo.head import find_head, refusal
-from async_grpo.together import in_background
+from async_grpo.util.together import in_background
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from async_grpo.errors import ClusterError
+from async_grpo.util.errors import ClusterError
 
 VARIABLE = "RAY_AUTH_TOKEN"
 AS_ON_HEAD = "put there what `ray get-auth-token` prints on the head's machine"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 GENERATION = "generation"
 REFERENCE = "reference"

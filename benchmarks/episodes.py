@@ -56,7 +56,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.user_code import UserCode
+from async_grpo.util.user_code import UserCode
 from benchmarks import results
 from benchmarks.results import Figure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from async_grpo.cli import processes
-from async_grpo.errors import WorkerError
+from async_grpo.util.errors import WorkerError
 
 
 class Process(processes.Process):

@@ -4,7 +4,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
 from async_grpo import cluster
-from async_grpo.errors import ProcessLostError
+from async_grpo.util.errors import ProcessLostError
 
 FACTS = (
     "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: "

@@ -8,7 +8,7 @@ import ray
 from local_ray import local_ray
 
 from async_grpo import cluster
-from async_grpo.errors import ProcessLostError
+from async_grpo.util.errors import ProcessLostError
 
 pytestmark = pytest.mark.integration
 WHO = "the controller"

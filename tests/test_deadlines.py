@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import async_grpo
-from async_grpo import deadlines
 from async_grpo.config.train import TrainConfig
+from async_grpo.util import deadlines
 
 PACKAGE = Path(async_grpo.__file__).parent
 DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}

@@ -1,6 +1,6 @@
 from full_disk import no_file_beyond
 
-from async_grpo.files import LineFile
+from async_grpo.util.files import LineFile
 
 
 def test_a_line_that_a_full_disk_takes_in_part_is_not_there_and_counted(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from ray._private import services
 
 from async_grpo import cluster, head
-from async_grpo.errors import ClusterError
+from async_grpo.util.errors import ClusterError
 
 
 @pytest.fixture(autouse=True)

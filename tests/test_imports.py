@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.imports import BESIDE_TORCH, STARTUP, startup_variables
+from async_grpo.util.imports import BESIDE_TORCH, STARTUP, startup_variables
 
 REPOSITORY = Path(__file__).parents[1]
 LOOK = """
@@ -16,7 +16,7 @@ print(importlib.util.find_spec("torchvision") is not None)
 """
 HIDE = f"""
 import os
-from async_grpo.imports import hide_misfits
+from async_grpo.util.imports import hide_misfits
 hide_misfits(os.environ)
 {LOOK}
 sys.stdout.flush()

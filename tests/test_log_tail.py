@@ -1,6 +1,6 @@
 import os
 
-from async_grpo.log_tail import READ_BYTES, LastWords, first_error, last_words, tail
+from async_grpo.util.log_tail import READ_BYTES, LastWords, first_error, last_words, tail
 
 
 def test_the_errors_of_the_process_are_found_and_cleaned_of_marks(tmp_path):

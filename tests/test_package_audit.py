@@ -10,7 +10,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
 MAY_EXECUTE = {
     "api/rewards.py": "the user's rewards, pickled here, loaded as every reward file is",
-    "user_code.py": "the user's rewards, algorithm, environment, as they were read, where they run",
+    "util/user_code.py": "the user's rewards, algorithm, environment, as read, where they run",
     "data/table.py": "a question's other columns, which rank 0 packed, in the run's own processes",
     "batching/sample_log.py": "packs a group's lines for the recorder; nothing is unpacked here",
     "types/message.py": "messages between the run's own processes, which Ray pickles anyway",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from async_grpo.errors import ConfigError
-from async_grpo.user_code import UserCode, hash_imported, run_file
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.user_code import UserCode, hash_imported, run_file
 
 MINE = """
 from __future__ import annotations

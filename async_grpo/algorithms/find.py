@@ -10,7 +10,7 @@ from async_grpo.algorithms.grpo import Grpo
 from async_grpo.algorithms.sft import Sft
 from async_grpo.config.distillation import check_distillation
 from async_grpo.config.train import TrainConfig
-from async_grpo.user_code import UserCode
+from async_grpo.util.user_code import UserCode
 
 # Where a process looks at strangers' files: what makes an algorithm of one without importing it.
 import_elsewhere: Callable[[TrainConfig, UserCode], Algorithm] | None = None

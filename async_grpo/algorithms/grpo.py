@@ -22,8 +22,8 @@ from async_grpo.algorithms.grpo_words import objective_in_words
 from async_grpo.algorithms.shaping import shaped
 from async_grpo.config.objective import check_objective
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.types import Group, Sample
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.model.logprobs import TokenLogprobs

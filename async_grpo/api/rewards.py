@@ -25,7 +25,7 @@ from typing import Any
 
 import cloudpickle
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 Reward = Callable[..., Any]  # a sample as a dict in, a number or a dict of them out
 MAX_MIB = 16.0  # of all functions with what they refer to: each verifier process holds it
@@ -91,8 +91,9 @@ def check_reward(reward: Any) -> None:
 
     >>> check_reward(lambda prompts, completions: 1.0)
     Traceback (most recent call last):
-    async_grpo.errors.ConfigError: reward <lambda> must take one sample, a dict, got (prompts, \
-completions): write def my_reward(sample), which has input, answer, output and the data's columns
+    async_grpo.util.errors.ConfigError: reward <lambda> must take one sample, a dict, got \
+(prompts, completions): write def my_reward(sample), which has input, answer, output and the \
+data's columns
     """
     name = getattr(reward, "__name__", repr(reward))
     if not callable(reward):

@@ -19,21 +19,21 @@ from typing import Any, Self
 
 import click
 
-from async_grpo import deadlines
 from async_grpo.api.result import Result, Step
 from async_grpo.api.rewards import Reward, RewardFile, reward_file
 from async_grpo.api.settings import Config, Tables, plain, tables_of, with_rewards, with_workers
-from async_grpo.checkpoint.run_folder import METRICS_FILE, PARAMETERS_FILE
 from async_grpo.cli.launch_file import COMMAND, launch
 from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned, read_run
 from async_grpo.cli.processes import Process
 from async_grpo.cli.run_file import flags_of, values_of
 from async_grpo.cli.train import main as train_command
 from async_grpo.cli.trust import TRUST, check_origin
-from async_grpo.errors import ConfigError, RunFailed
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.folder_lock import check_free
 from async_grpo.telemetry.rows import NewRows
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, RunFailed
+from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
 
 POLL_INTERVAL_S = 0.2
 LAUNCH_LOG = "launch.log"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.errors import StaleAnswerError, WorkerError
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -17,6 +16,7 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
+from async_grpo.util.errors import StaleAnswerError, WorkerError
 
 Scores = NDArray[np.float32]  # [L]
 

@@ -37,7 +37,6 @@ from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.statistics import StepSums, num_taught
 from async_grpo.batching.step_groups import StepGroups
 from async_grpo.batching.teachers import Teachers
-from async_grpo.errors import DeadlineError, ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION, judge, named
 from async_grpo.types import (
     Control,
@@ -61,6 +60,7 @@ from async_grpo.types import (
     tally,
     without_texts,
 )
+from async_grpo.util.errors import DeadlineError, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry

@@ -7,8 +7,8 @@ from typing import Any
 
 from async_grpo.config.live import LIVE, Settings, with_settings
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.types import AT_ONCE, Control
+from async_grpo.util.errors import ConfigError
 
 NUM_KEPT = 100  # of what was asked, for people
 

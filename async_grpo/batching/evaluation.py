@@ -20,8 +20,6 @@ from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import SetPlan
 from async_grpo.batching.slot_books import SlotBooks
-from async_grpo.errors import NoWorkerError, WorkerError
-from async_grpo.together import together
 from async_grpo.types import (
     Episode,
     EvaluationResult,
@@ -30,6 +28,8 @@ from async_grpo.types import (
     Verdict,
     WeightsVersion,
 )
+from async_grpo.util.errors import NoWorkerError, WorkerError
+from async_grpo.util.together import together
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from async_grpo.batching.grading import UNGRADED, nothing_graded
 from async_grpo.batching.leased_work import SlotFailed
-from async_grpo.errors import WorkerError
+from async_grpo.util.errors import WorkerError
 
 MAX_SEQUENTIAL_FAILURES = 32
 # Of one type among several, that a run ends at: of a rare type few groups may fail by chance.

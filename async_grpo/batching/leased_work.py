@@ -6,15 +6,15 @@ from collections.abc import Hashable
 from typing import Literal
 
 from async_grpo.batching.quarantine import Quarantine
-from async_grpo.errors import (
+from async_grpo.roles import ENVIRONMENT
+from async_grpo.types import Problem
+from async_grpo.util.errors import (
     AsyncGrpoError,
     LeaseLost,
     LossCause,
     StaleAnswerError,
     WorkerError,
 )
-from async_grpo.roles import ENVIRONMENT
-from async_grpo.types import Problem
 
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
 QUARANTINE = "quarantine"  # the stage that loses a question which kills workers

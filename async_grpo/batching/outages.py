@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from async_grpo.batching.leased_work import Progress
-from async_grpo.errors import DeadlineError
 from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import OutageRequest, Problem
+from async_grpo.util.errors import DeadlineError
 
 logger = logging.getLogger(__name__)
 SHOWN_INTERVAL_S = 1.0  # an answer to others takes a problem away from the screen

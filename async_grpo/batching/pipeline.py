@@ -28,7 +28,6 @@ from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.stages import StageClock
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, Next, decide
-from async_grpo.errors import AsyncGrpoError, ConfigError, DeadlineError, NoWorkerError
 from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.types import (
     Episode,
@@ -46,6 +45,7 @@ from async_grpo.types import (
     VerificationRequest,
     WeightsVersion,
 )
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, NoWorkerError
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules

@@ -22,7 +22,7 @@ from async_grpo.types import (
     SamplingContract,
     WeightsVersion,
 )
-from async_grpo.user_code import UserCode
+from async_grpo.util.user_code import UserCode
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules

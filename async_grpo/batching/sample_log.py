@@ -15,8 +15,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import AsyncGrpoError, ProcessLostError
+from async_grpo import cluster
 from async_grpo.types import (
     EndOfStep,
     Episode,
@@ -28,6 +27,8 @@ from async_grpo.types import (
     Verdict,
     VersionSpan,
 )
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.batching.leased_work import SlotFailed

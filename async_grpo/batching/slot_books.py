@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.batching.ledger import Ledger
-from async_grpo.errors import WorkerError
 from async_grpo.types import PlayedGroup, Turn
+from async_grpo.util.errors import WorkerError
 
 UNUSED = "unused"  # why tokens are discarded that were cut, or asked for and not waited for
 

@@ -24,7 +24,6 @@ from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
 from async_grpo.chat.base import Reply, ToolSpec
-from async_grpo.deadlines import OPENENV_ANSWER_S
 from async_grpo.environments.base import (
     Environment,
     EpisodeFailed,
@@ -37,6 +36,7 @@ from async_grpo.environments.episode import NoRoom
 from async_grpo.tools.base import ToolMistake
 from async_grpo.tools.toolbox import Toolbox
 from async_grpo.types import Episode, Question, Verdict
+from async_grpo.util.deadlines import OPENENV_ANSWER_S
 
 MAX_BYTES = 16 << 20  # of one answer
 CAPACITY_INTERVAL_S = 1.0  # at a server whose sessions are all taken

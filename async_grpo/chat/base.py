@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.util.errors import AsyncGrpoError
 
 MAX_DEPTH = 64  # of a call's arguments: templates and JSON write what is nested by recursion
 Message = Mapping[str, Any]

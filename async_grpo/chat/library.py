@@ -12,7 +12,7 @@ from typing import Any
 
 from async_grpo.chat.base import Message, Renderer, Reply, ToolCall, ToolSpec, wrong_arguments
 from async_grpo.chat.messages import Cleaner
-from async_grpo.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, ModelError
 
 PROBLEMS = {
     "invalid_json": "the arguments of this call are no JSON",

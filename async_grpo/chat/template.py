@@ -12,7 +12,7 @@ from typing import Any
 from async_grpo.chat.base import Message, MessagesError, Reply, ToolSpec
 from async_grpo.chat.hermes import flattened, read_reply
 from async_grpo.chat.messages import Cleaner
-from async_grpo.errors import ModelError
+from async_grpo.util.errors import ModelError
 
 REMEDY = "name the renderer of its family with --renderer (see `pip install renderers`)"
 MARK = "what-was-said"

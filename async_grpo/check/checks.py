@@ -26,7 +26,6 @@ from async_grpo.check.workers import as_registered, check_engine, check_same_rew
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import check_environments
-from async_grpo.errors import AsyncGrpoError
 from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import GENERATION, JUDGE
 from async_grpo.run.data import check_routes, few_lines
@@ -36,6 +35,7 @@ from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.types.workers import confinement_in_words
+from async_grpo.util.errors import AsyncGrpoError
 from async_grpo.weight_sync.routes import store_complaint
 
 STORE_SHARE, STORE_OF_SHARED = 0.3, 0.95  # of memory and of /dev/shm that Ray's store takes

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from async_grpo import deadlines
 from async_grpo.algorithms import find
 from async_grpo.algorithms.base import Algorithm, ScoreNeed
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
-from async_grpo.user_code import UserCode
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.user_code import UserCode
 from async_grpo.verification import confinement, namespaces
 from async_grpo.verification.config import Isolation
 

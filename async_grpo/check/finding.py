@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Literal
 
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.util.errors import AsyncGrpoError
 
 
 class Cost(Flag):

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
-from async_grpo.files import sync
+from async_grpo.util.files import sync
 
 __all__ = [
     "entries", "make_tree", "read", "remove", "remove_tree", "rename", "sha256", "sync", "write",

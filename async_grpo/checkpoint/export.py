@@ -16,13 +16,13 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.shards import write_shards
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import CheckpointError
-from async_grpo.files import sync
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
+from async_grpo.util.errors import CheckpointError
+from async_grpo.util.files import sync
 
 logger = logging.getLogger(__name__)
 

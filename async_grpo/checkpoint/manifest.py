@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from async_grpo import __version__
-from async_grpo.errors import CheckpointError
+from async_grpo.util.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 MARKER_NAME = "COMMITTED"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, from_json
-from async_grpo.errors import CheckpointError
+from async_grpo.util.errors import CheckpointError
 
 REMEDY = "resume from another one (--resume PATH), or start anew (--resume never)"
 

@@ -13,17 +13,17 @@ from typing import Any
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.manifest import MANIFEST_NAME, Manifest
-from async_grpo.checkpoint.run_folder import (
+from async_grpo.config.option import Change, flag, options_of_change, require
+from async_grpo.config.train import TrainConfig
+from async_grpo.training.schedule import Clocks
+from async_grpo.types import ResumePoint
+from async_grpo.util.errors import CheckpointError, ConfigError
+from async_grpo.util.run_folder import (
     CHECKPOINTS_FOLDER,
     METRICS_FILE,
     PARAMETERS_FILE,
     is_restart,
 )
-from async_grpo.config.option import Change, flag, options_of_change, require
-from async_grpo.config.train import TrainConfig
-from async_grpo.errors import CheckpointError, ConfigError
-from async_grpo.training.schedule import Clocks
-from async_grpo.types import ResumePoint
 
 logger = logging.getLogger(__name__)
 FIXED = options_of_change(TrainConfig, Change.FIXED)

@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from async_grpo import deadlines
 from async_grpo.checkpoint.export import Exports
 from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.references import save_references
-from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.checkpoint.shared import NotSharedError, check_shared, files_of_all
 from async_grpo.checkpoint.tensors import Staging, Tensors, save_tensors
-from async_grpo.errors import AsyncGrpoError, CheckpointError
-from async_grpo.together import in_background
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep, WeightsSnapshot
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, CheckpointError
+from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
+from async_grpo.util.together import in_background
 
 if TYPE_CHECKING:
     from async_grpo.run.report import Report

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from async_grpo.errors import CheckpointError
+from async_grpo.util.errors import CheckpointError
 
 
 def write_shards(

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from async_grpo import deadlines
 from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.reader import file_names
-from async_grpo.errors import CheckpointError
 from async_grpo.training.ranks import Ranks
+from async_grpo.util import deadlines
+from async_grpo.util.errors import CheckpointError
 
 TOKEN_NAME = ".token"
 POLL_INTERVAL_S = 0.1

@@ -12,9 +12,9 @@ from typing import NoReturn
 
 import click
 
-from async_grpo.errors import AsyncGrpoError
-from async_grpo.imports import hide_misfits
 from async_grpo.ray_token import settle_authentication
+from async_grpo.util.errors import AsyncGrpoError
+from async_grpo.util.imports import hide_misfits
 
 EXIT_ERROR = 1
 EXIT_SIGNAL = 128  # and the signal's number, as shells have it: 130 Ctrl-C, 143 SIGTERM

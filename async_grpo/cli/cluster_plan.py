@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from async_grpo.cli.local_plan import plan_on
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.devices.placement import Seat
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from click.shell_completion import get_completion_class
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
-from async_grpo.errors import ConfigError
-from async_grpo.files import replacing
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.files import replacing
 
 PROGRAM, VARIABLE = "async-grpo", "_ASYNC_GRPO_COMPLETE"  # as click derives it from the name
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import click
 
-from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
 from async_grpo.config.live import parse_settings, with_settings
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.types.control import AT_ONCE, Control, ControlAction
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import PARAMETERS_FILE
 
 if TYPE_CHECKING:
     from async_grpo.types import RunStatus
@@ -54,8 +54,9 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     options = _options(run)
     if control is not None:  # what the options refuse is refused before anybody is asked
         with_settings(_config(options), control.settings)
-    from async_grpo import cluster, deadlines
+    from async_grpo import cluster
     from async_grpo.run.connection import way_to
+    from async_grpo.util import deadlines
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     address = ray_address or way_to(run, by_options=options["ray_address"])

@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 
-from async_grpo import deadlines
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, as_toml, resuming
+from async_grpo.util import deadlines
 
 END_OF_FILE = "END_OF_RUN_FILE"
 

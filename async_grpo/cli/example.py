@@ -13,7 +13,7 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.shared_files import shared_folder
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 @click.command("example", context_settings=CONTEXT)

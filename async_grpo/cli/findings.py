@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from async_grpo.check.finding import Cost
 from async_grpo.cli.local_run import LocalRun, as_toml, variables_of
 from async_grpo.cli.processes import Process
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.check.facts import Setup

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from async_grpo import deadlines
-from async_grpo.checkpoint.run_folder import newest_checkpoint
-from async_grpo.errors import RankLostError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import RankLostError
+from async_grpo.util.run_folder import newest_checkpoint
 
 if TYPE_CHECKING:
     from async_grpo.run.stopping import StopRequest

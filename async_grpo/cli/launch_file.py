@@ -24,8 +24,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from async_grpo import deadlines, head
-from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
+from async_grpo import head
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
 from async_grpo.cli.emit import EMITTED
@@ -48,12 +47,14 @@ from async_grpo.cli.summary import conclusion, finished, how_to_go_on
 from async_grpo.cli.train import main as train
 from async_grpo.cli.trust import trust_option
 from async_grpo.devices.checks import usable_devices
-from async_grpo.errors import ConfigError, DeadlineError, WorkerError
-from async_grpo.files import replacing
-from async_grpo.ports import free_port
 from async_grpo.run.connection import CONNECTION_FILE, LAUNCH_LOGS
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.folder_lock import LAUNCH, check_free, lock
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
+from async_grpo.util.files import replacing
+from async_grpo.util.ports import free_port
+from async_grpo.util.run_folder import PARAMETERS_FILE
 
 logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "async_grpo.cli.main")

@@ -19,9 +19,9 @@ from types import FrameType
 
 import click
 
-from async_grpo import deadlines
 from async_grpo.cli.interrupts import NUMBERS
-from async_grpo.ports import free_port
+from async_grpo.util import deadlines
+from async_grpo.util.ports import free_port
 
 POLL_INTERVAL_S = 0.05
 

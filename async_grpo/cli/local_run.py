@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.checkpoint.run_folder import newest_checkpoint
 from async_grpo.cli.options import is_typed
 from async_grpo.cli.plot import plot
 from async_grpo.cli.run_file import MAY_REPEAT, SHARED_OPTIONS, flags_of, read_tables, values_of
@@ -29,7 +28,8 @@ from async_grpo.config.data_files import split_text
 from async_grpo.config.presets import preset_options
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import newest_checkpoint
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
 RUN_OPTIONS = (  # of `launch`

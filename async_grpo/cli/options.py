@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 from async_grpo.cli.run_file import OF_TRL, table_of
 from async_grpo.config.data_files import split_text
 from async_grpo.config.option import flag, groups_of
-from async_grpo.docstrings import attribute_docs
+from async_grpo.util.docstrings import attribute_docs
 
 Config = TypeVar("Config")
 CONTEXT = {

@@ -12,7 +12,7 @@ import click
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import OptionsCommand
 from async_grpo.cli.run_file import config_option
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.telemetry.curves import Run

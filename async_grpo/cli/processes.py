@@ -15,10 +15,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from async_grpo import deadlines
 from async_grpo.cli.interrupts import NUMBERS
-from async_grpo.errors import DeadlineError, WorkerError
-from async_grpo.log_tail import NUM_LINES_SEARCHED, last_error, last_said, tail
+from async_grpo.util import deadlines
+from async_grpo.util.errors import DeadlineError, WorkerError
+from async_grpo.util.log_tail import NUM_LINES_SEARCHED, last_error, last_said, tail
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2

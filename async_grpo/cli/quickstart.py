@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from async_grpo.checkpoint.run_folder import PARAMETERS_FILE
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch, run_here
 from async_grpo.cli.local_run import LocalRun, options_of_run, planned
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.train import resolved
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import PARAMETERS_FILE
 
 FILE = "examples/quickstart.toml"
 

@@ -19,9 +19,10 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.cli.processes import Process
-from async_grpo.errors import AsyncGrpoError, WorkerError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, WorkerError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from async_grpo import deadlines
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.local_ranks import run_ranks
 from async_grpo.cli.options import CONTEXT
@@ -23,8 +22,9 @@ from async_grpo.cli.torchrun import (
 )
 from async_grpo.devices.environment import prepare_for_devices
 from async_grpo.devices.reservation import rank_device
-from async_grpo.errors import ReplayError
-from async_grpo.imports import without_collection
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ReplayError
+from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
     from async_grpo.run.replaying import Recorded

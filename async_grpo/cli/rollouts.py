@@ -11,7 +11,7 @@ import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.telemetry.page.build import Written

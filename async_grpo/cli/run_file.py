@@ -36,7 +36,7 @@ import click
 
 from async_grpo.cli.shared_files import here_or_shared, with_shared
 from async_grpo.config.data_files import as_text, split_text
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 OF_TRL = {  # its name: ours, which is not near
     "num_generations": "samples_per_question", "generation_batch_size": "batch_size",

@@ -19,10 +19,10 @@ from threading import Event
 
 import click
 
-from async_grpo import deadlines
 from async_grpo.cli.interrupts import leave
 from async_grpo.cli.options import OptionsCommand
-from async_grpo.errors import AsyncGrpoError, RankLostError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, RankLostError
 from async_grpo.verification import namespaces
 
 LATER_S = 5  # so much later than torchrun sees an end counts what only follows from it

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from async_grpo import __version__, deadlines
+from async_grpo import __version__
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import RankInterrupts
 from async_grpo.cli.local_ranks import run_ranks
@@ -31,10 +31,11 @@ from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
 from async_grpo.devices.environment import prepare_for_devices
 from async_grpo.devices.reservation import rank_device
-from async_grpo.imports import without_collection
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once, check_overwrite
 from async_grpo.run.stopping import StopRequest
+from async_grpo.util import deadlines
+from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
     from async_grpo.training.ranks import Ranks

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from async_grpo.cli.shared_files import PACKAGE, here_or_shared, shared_folder
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.cli.local_run import LocalRun

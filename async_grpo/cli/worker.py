@@ -15,16 +15,17 @@ from typing import Any
 
 import click
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import AsyncGrpoError, ConfigError, DataError, ModelError
 from async_grpo.model.folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.model.hub import local_folder
 from async_grpo.roles import GENERATION
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, DataError, ModelError
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5

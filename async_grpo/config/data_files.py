@@ -10,7 +10,7 @@ from typing import Any
 
 from async_grpo.config.option import require
 from async_grpo.config.source import DataSource, parse_columns
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 OUR_COLUMNS = (
     "input",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 
 from async_grpo.config.option import flag
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 OURS = {  # vLLM's name: our option
     "model": "model_path",
@@ -78,7 +78,7 @@ def check_known(options: Mapping[str, str], known: Collection[str]) -> None:
 
     >>> check_known({"kv_cache_dtyp": "fp8"}, ["block_size", "kv_cache_dtype"])
     Traceback (most recent call last):
-    async_grpo.errors.ConfigError: --engine-option kv_cache_dtyp is no option of vLLM, got \
+    async_grpo.util.errors.ConfigError: --engine-option kv_cache_dtyp is no option of vLLM, got \
 kv_cache_dtyp=fp8: the nearest is kv_cache_dtype
     """
     for name, text in options.items():

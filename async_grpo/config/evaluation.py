@@ -17,7 +17,7 @@ from async_grpo.config.data_files import (
 from async_grpo.config.distillation import DistillationConfig
 from async_grpo.config.option import Change, option, require
 from async_grpo.config.source import DataSource, parse_columns
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 SAMPLES_PER_QUESTION = 4
 UNNAMED = ""  # the set of --eval-data-path, and of the held-out file of each type
@@ -107,7 +107,7 @@ def check_set(found: EvaluationSet, *, named: Callable[[str], str]) -> None:
 
     >>> check_set(EvaluationSet(name="math", top_p=2.0), named="its {}".format)
     Traceback (most recent call last):
-    async_grpo.errors.ConfigError: its top_p must be above 0 and at most 1, got 2.0: 1 is all
+    async_grpo.util.errors.ConfigError: its top_p must be above 0 and at most 1, got 2.0: 1 is all
     """
     samples, temperature, tokens = found.samples, found.temperature, found.max_tokens
     rules = (

@@ -9,7 +9,7 @@ from typing import Any
 
 from async_grpo.config.option import Change, flag, options_of_change
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 LIVE = options_of_change(TrainConfig, Change.LIVE)
 Settings = Mapping[str, Any]

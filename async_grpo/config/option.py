@@ -9,7 +9,7 @@ from dataclasses import MISSING, field, fields
 from enum import Flag, auto
 from typing import Any
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 # What a number may have to be, and what to give else.

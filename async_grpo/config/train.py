@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from async_grpo import deadlines
 from async_grpo.config.data_files import DataFile, parse_data_files
 from async_grpo.config.evaluation import (
     UNNAMED,
@@ -29,6 +28,7 @@ from async_grpo.config.option import (
 from async_grpo.config.presets import with_preset
 from async_grpo.config.schedule import check_schedule
 from async_grpo.config.source import DataSource, parse_columns
+from async_grpo.util import deadlines
 
 MAX_LEARNING_RATE = 1e-2
 

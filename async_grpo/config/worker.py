@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from async_grpo.config.engine_options import parse_engine_options
 from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, names_in, option
-from async_grpo.deadlines import LEASE_S
-from async_grpo.errors import ConfigError
 from async_grpo.roles import (
     ENVIRONMENT,
     GENERATION,
@@ -22,6 +20,8 @@ from async_grpo.roles import (
     judge,
     teacher,
 )
+from async_grpo.util.deadlines import LEASE_S
+from async_grpo.util.errors import ConfigError
 
 DEFAULT_MAX_NUM_SEQS = 64
 SWITCHES = {  # that were: an option says the same where others see it

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.lanes import LAST
 from async_grpo.batching.records import BatcherPlan
@@ -29,7 +29,6 @@ from async_grpo.controller.leases import Lease
 from async_grpo.controller.live_control import check_folder, registry_with, run_status
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.controller.verifiers import VerifierTerms
-from async_grpo.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
 from async_grpo.types import (
     AT_ONCE,
@@ -50,6 +49,8 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import RecorderHandle, WitnessHandle, WorkerHandle

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 import async_grpo
-from async_grpo import cluster, deadlines
-from async_grpo.errors import DeadlineError, ProcessLostError
+from async_grpo import cluster
+from async_grpo.util import deadlines
+from async_grpo.util.errors import DeadlineError, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from async_grpo import cluster
-from async_grpo.errors import AsyncGrpoError, LossCause, ProcessLostError
 from async_grpo.types import Pulse
+from async_grpo.util.errors import AsyncGrpoError, LossCause, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle

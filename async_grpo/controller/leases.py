@@ -13,8 +13,8 @@ from async_grpo import cluster
 from async_grpo.batching.lanes import Lane
 from async_grpo.controller.heartbeat import in_ticks
 from async_grpo.controller.holds import Hold
-from async_grpo.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 from async_grpo.types import Turn, WeightsVersion, WorkerInfo
+from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle

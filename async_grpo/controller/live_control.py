@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from async_grpo.errors import ConfigError
 from async_grpo.types import RunStatus
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.batching.batcher import ExperienceBatcher

@@ -19,20 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.controller.balancer import Balancer
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.history import History
 from async_grpo.controller.holds import Hold, Holds
 from async_grpo.controller.leases import Lease, WaitingLine
 from async_grpo.controller.updates import Member, Updates
-from async_grpo.errors import (
-    AsyncGrpoError,
-    DeadlineError,
-    LeaseLost,
-    LossCause,
-    NoWorkerError,
-)
 from async_grpo.roles import Role
 from async_grpo.types import (
     PublishReport,
@@ -41,6 +34,14 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
+)
+from async_grpo.util import deadlines
+from async_grpo.util.errors import (
+    AsyncGrpoError,
+    DeadlineError,
+    LeaseLost,
+    LossCause,
+    NoWorkerError,
 )
 
 if TYPE_CHECKING:

@@ -8,18 +8,19 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.controller.heartbeat import Loss
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.token_watch import TokenWatch
-from async_grpo.errors import (
+from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.util import deadlines
+from async_grpo.util.errors import (
     AsyncGrpoError,
     LossCause,
     ProcessLostError,
     SnapshotLostError,
     WorkerError,
 )
-from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle

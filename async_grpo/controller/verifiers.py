@@ -15,10 +15,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.controller.updates import Member
-from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.types import Rewards, WorkerInfo, share_out
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from async_grpo.config.source import DataSource
-from async_grpo.errors import DataError
+from async_grpo.util.errors import DataError
 
 MAX_REPORTED_ERRORS = 5
 JSON_SUFFIXES = (".jsonl", ".json")

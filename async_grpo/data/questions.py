@@ -16,8 +16,8 @@ from async_grpo.data.tokenisation import (
     prompt_token_ids,
     text_token_ids,
 )
-from async_grpo.errors import DataError
 from async_grpo.types import GivenPair, Question, TrainingPair
+from async_grpo.util.errors import DataError
 
 PROMPTS = ("input_token_ids", "input", "messages")
 WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt

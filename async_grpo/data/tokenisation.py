@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from async_grpo.data.lines import MalformedLine
-from async_grpo.errors import ModelError
+from async_grpo.util.errors import ModelError
 
 
 def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:

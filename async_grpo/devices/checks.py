@@ -9,7 +9,7 @@ import sysconfig
 from pathlib import Path
 
 from async_grpo.devices.inventory import VISIBLE, Inventory, read_inventory
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 LEAST_DRIVER = 580  # of CUDA 13, for which requirements/gpu.txt is built; tools/setup_env.sh too

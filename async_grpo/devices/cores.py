@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from async_grpo.files import replacing
+from async_grpo.util.files import replacing
 
 MEASURED_S = 1.0  # of each of the two
 ROWS, HIDDEN, INTERMEDIATE = 512, 256, 1024  # of a small model's MLP, and of its minibatch

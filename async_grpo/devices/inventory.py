@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 
-from async_grpo import deadlines
-from async_grpo.errors import ConfigError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
 
 QUERY = "--query-gpu=index,uuid,name,memory.total,driver_version"
 DEVICE_FILES = "/dev/nvidia[0-9]*"  # a container may be given any of them

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 SHARED_IN_ALL = 0.9  # of a device that several share: each process has a CUDA context besides
 LEAST_SHARE = 0.1

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.devices.inventory import VISIBLE, Inventory
-from async_grpo.errors import ClusterError, ConfigError, DeadlineError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ClusterError, ConfigError, DeadlineError
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5

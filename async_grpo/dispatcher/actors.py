@@ -15,9 +15,9 @@ from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.checks import usable_devices
 from async_grpo.devices.environment import forwarded
-from async_grpo.errors import ConfigError
-from async_grpo.imports import startup_variables
 from async_grpo.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.imports import startup_variables
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WorkerHandle

@@ -16,19 +16,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import WorkerKind
 from async_grpo.dispatcher.restarts import RestartBudget
-from async_grpo.errors import (
+from async_grpo.types.workers import confinement_in_words
+from async_grpo.util import deadlines
+from async_grpo.util.errors import (
     AsyncGrpoError,
     ClusterError,
     ConfigError,
     ProcessLostError,
     WorkerError,
 )
-from async_grpo.log_tail import last_words
-from async_grpo.types.workers import confinement_in_words
+from async_grpo.util.log_tail import last_words
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing, WorkerInfo

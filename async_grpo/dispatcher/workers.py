@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Self
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.dispatcher.supervised_worker import SupervisedWorker
-from async_grpo.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
 from async_grpo.roles import VERIFIER
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.types import Standing  # imports numpy

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_grpo import deadlines
 from async_grpo.distillation.express_plan import Send
-from async_grpo.errors import ExpressLost
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ExpressLost
 
 Give = Callable[[Send], Tensor]  # computes the cells of a send
 Take = Callable[[Send, Tensor], None]  # keeps a copy of the cells of a send

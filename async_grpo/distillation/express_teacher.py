@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from async_grpo import deadlines
 from async_grpo.distillation.express import ExpressGroup, Give, Meeting
 from async_grpo.distillation.express_plan import Block, Send
 from async_grpo.distillation.express_round import ExpressRound, Reading
-from async_grpo.errors import ExpressLost
 from async_grpo.model.scoring import Scorer, TokenIds
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ExpressLost
 
 Pair = tuple[TokenIds, TokenIds]  # prompt ids [P], output ids [L]
 

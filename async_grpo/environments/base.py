@@ -24,8 +24,8 @@ from async_grpo.chat.dialogue import Dialogue
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.causes import ModelError as ModelError  # authors find it here
 from async_grpo.environments.judging import VerdictForm
-from async_grpo.errors import WorkerError, escaped
 from async_grpo.types import Episode, Question, Turn, Verdict
+from async_grpo.util.errors import WorkerError, escaped
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from enum import StrEnum
 from traceback import walk_tb
 from typing import Literal
 
-from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import Verdict
+from async_grpo.util.errors import AsyncGrpoError
 
 TRIES = 3  # of an episode that has not begun
 GROUP_TRIES = 2

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from async_grpo.environments.base import Environment
 from async_grpo.environments.single_turn import SingleTurn
-from async_grpo.errors import ConfigError
-from async_grpo.user_code import UserCode, hash_imported, text_of
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.user_code import UserCode, hash_imported, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"

@@ -29,9 +29,7 @@ from async_grpo.environments.causes import Cause, ModelError, Next, cause_of, de
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.environments.reach import TELL, Outage, Tell, reach, until_back
-from async_grpo.errors import AsyncGrpoError, DeadlineError, ServerAway, escaped
 from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
-from async_grpo.together import together
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -50,6 +48,8 @@ from async_grpo.types import (
     VerdictStatus,
     VerificationRequest,
 )
+from async_grpo.util.errors import AsyncGrpoError, DeadlineError, ServerAway, escaped
+from async_grpo.util.together import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from async_grpo.deadlines import SERVER_PROBE_S
 from async_grpo.environments.causes import Next, address_of, cause_of, decide, is_repeatable
-from async_grpo.errors import escaped
+from async_grpo.util.deadlines import SERVER_PROBE_S
+from async_grpo.util.errors import escaped
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5

@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from async_grpo import cluster
-from async_grpo.errors import ProcessLostError
 from async_grpo.types import EpisodesRequest, RunId
+from async_grpo.util.errors import ProcessLostError
 
 
 async def ask(played: EpisodesRequest, role: str, method: str, request: Any, **options: Any) -> Any:

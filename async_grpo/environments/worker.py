@@ -24,14 +24,14 @@ from functools import partial
 import ray
 
 from async_grpo.chat.find import find_renderer
-from async_grpo.deadlines import LEASE_S
 from async_grpo.environments.base import Environment
 from async_grpo.environments.find import make_environment
 from async_grpo.environments.play import Ask, GroupPlay
-from async_grpo.errors import WorkerError
 from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import EpisodesRequest, PlayedGroup, Pulse, WorkerInfo
-from async_grpo.user_code import UserCode
+from async_grpo.util.deadlines import LEASE_S
+from async_grpo.util.errors import WorkerError
+from async_grpo.util.user_code import UserCode
 
 # Python's own but for the last. Looking through all objects, half a million with transformers,
 # takes 0.2 s in which no episode goes on; that is to be after 7 million new ones.

@@ -15,8 +15,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from async_grpo.deadlines import GATEWAY_BODY_S
-from async_grpo.errors import AsyncGrpoError, ConfigError
 from async_grpo.gateway import replies
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.plan import Plan, chat_plan, completion_plan, generation
@@ -29,8 +27,10 @@ from async_grpo.gateway.wire import (
     SamplingRequest,
     read,
 )
-from async_grpo.together import together
 from async_grpo.types import Turn
+from async_grpo.util.deadlines import GATEWAY_BODY_S
+from async_grpo.util.errors import AsyncGrpoError, ConfigError
+from async_grpo.util.together import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from async_grpo.errors import AsyncGrpoError
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
+from async_grpo.util.errors import AsyncGrpoError
 
 Cut = Callable[[Turn], Turn]  # a turn without what comes after its end; itself: it may go on
 

@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 
 from async_grpo.chat.base import Reply, ToolSpec
-from async_grpo.errors import AsyncGrpoError
 from async_grpo.gateway import replies
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.session import Session
 from async_grpo.gateway.stopping import StopText
 from async_grpo.gateway.wire import ChatRequest, CompletionRequest, SamplingRequest
 from async_grpo.types import Turn
+from async_grpo.util.errors import AsyncGrpoError
 
 MAX_ANSWERS = 256  # of one request: its prompts x n
 

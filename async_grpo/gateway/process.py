@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from async_grpo.deadlines import AGENT_SAID_S
+from async_grpo.util.deadlines import AGENT_SAID_S
 
 KEPT_BYTES = 1000  # of what an agent says, the last ones
 # The shell becomes the agent. What it leaves beside it waits for the end of this process, which

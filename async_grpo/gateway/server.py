@@ -9,8 +9,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from async_grpo.deadlines import GATEWAY_ENDED_S, GATEWAY_HEAD_S
-from async_grpo.errors import ConfigError
+from async_grpo.util.deadlines import GATEWAY_ENDED_S, GATEWAY_HEAD_S
+from async_grpo.util.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 

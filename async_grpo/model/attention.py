@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
-from async_grpo.errors import ModelError
+from async_grpo.util.errors import ModelError
 
 logger = logging.getLogger(__name__)
 PACKED = "packed"  # the name under which transformers knows `packed_attention`

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from async_grpo.errors import ModelError
 from async_grpo.model.encoding import encoding_hash
 from async_grpo.model.rescaling import rescaling_of
+from async_grpo.util.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

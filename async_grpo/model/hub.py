@@ -12,9 +12,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from async_grpo import deadlines
-from async_grpo.errors import ConfigError, ModelError
 from async_grpo.model.folder import first_line
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, ModelError
 
 logger = logging.getLogger(__name__)
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")

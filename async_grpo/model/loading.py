@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from async_grpo.errors import ModelError
 from async_grpo.model.attention import PACKED
 from async_grpo.model.folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.probe import CPU, check_packing
 from async_grpo.model.slices import files_of, fill, materialise, misfit, outline
+from async_grpo.util.errors import ModelError
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from async_grpo.errors import ModelError
 from async_grpo.model.attention import HALF_TYPES, PACKED
 from async_grpo.model.collate import collate_pairs, to_device
 from async_grpo.model.policy import PolicyModel
+from async_grpo.util.errors import ModelError
 
 LENGTHS = (4, 3, 2)  # a prompt, and outputs of two of its samples
 VOCAB_SIZE = 64

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_grpo.errors import ModelError
+from async_grpo.util.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor

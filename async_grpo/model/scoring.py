@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.folder import check_model_folder
@@ -20,6 +19,7 @@ from async_grpo.model.loading import load_policy
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.types import PackedMinibatch
+from async_grpo.util.errors import WeightSyncError
 
 CHUNK_SIZE = 1024  # tokens whose logits exist at a time
 TokenIds = NDArray[np.int32]

@@ -20,8 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from async_grpo.errors import ModelError
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.util.errors import ModelError
 
 Files = dict[str, Path]  # by the name of a tensor
 

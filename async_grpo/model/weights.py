@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from async_grpo.errors import ModelError
 from async_grpo.model.folder import read_config
 from async_grpo.model.slices import Files, files_of, outline
+from async_grpo.util.errors import ModelError
 
 MAX_VALUES = 1 << 20  # that are looked at of each tensor
 LAYER = re.compile(r"\.\d+\.")

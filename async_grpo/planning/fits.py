@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from async_grpo.devices.bill import GIB
 from async_grpo.devices.worker_bill import missing_bytes
-from async_grpo.errors import ConfigError
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.bills import (
     RoleBill,
@@ -17,6 +16,7 @@ from async_grpo.planning.bills import (
     scorer_bill_of,
 )
 from async_grpo.roles import GENERATION, JUDGE, LOGPROB, TEACHER
+from async_grpo.util.errors import ConfigError
 
 
 def check_fits(asked: Asked) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 A_NODE = 8  # devices of a machine, where nobody says
 

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from async_grpo.batching.packing import estimate_cost
-from async_grpo.checkpoint.run_folder import METRICS_FILE
-from async_grpo.errors import ConfigError
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.lengths import Lengths, seen_lengths
 from async_grpo.planning.prediction import Work, predict, slower_engine, slower_trainer
 from async_grpo.planning.rates import Rates
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import METRICS_FILE
 
 FIRST_ROW = 2  # those before pay for the start: compiling, filling the window
 LEAST_ROWS = 3

@@ -8,12 +8,12 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from async_grpo.errors import ConfigError
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.planning.lengths import Lengths, LogNormal, Seen, assumed_lengths
 from async_grpo.planning.measured import Run, rates_of, seen_of
 from async_grpo.planning.prediction import Work
 from async_grpo.planning.rates import Layout, Rates, from_peaks, given
+from async_grpo.util.errors import ConfigError
 
 ASSUMED_PROMPT = 200
 

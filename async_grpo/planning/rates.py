@@ -15,11 +15,11 @@ from typing import Any
 
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.devices.bill import ModelShape
-from async_grpo.errors import ConfigError
 from async_grpo.planning.engine import EngineRates
 from async_grpo.planning.kinds import Kind
 from async_grpo.planning.scenario import ControlCosts, ScorerRates, SyncRates, TrainerRates
 from async_grpo.planning.shapes import multiplied
+from async_grpo.util.errors import ConfigError
 
 # Chosen to meet vLLM's published latencies on H200 (8B on one device, 70B on four).
 MEMORY_SHARE = 0.8

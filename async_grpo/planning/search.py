@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from async_grpo.errors import ConfigError
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.planning.fits import fewest_ranks, rank_fits, remedies
 from async_grpo.planning.kinds import fleet_of
@@ -22,6 +21,7 @@ from async_grpo.planning.prediction import (
     predict,
     wanted_parts,
 )
+from async_grpo.util.errors import ConfigError
 
 BOUNDS = (0, 1, 2, 4)
 COARSE = (0.5, 0.75, 1.0, 1.35, 1.8)  # of the engines of the even flow

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_grpo.devices.bill import ModelShape
-from async_grpo.errors import ModelError
+from async_grpo.util.errors import ModelError
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 WITH_BIAS = ("qwen2",)  # model types whose queries, keys and values have one

@@ -20,9 +20,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from async_grpo import deadlines
-from async_grpo.errors import WorkerError
 from async_grpo.types import CanaryRow
+from async_grpo.util import deadlines
+from async_grpo.util.errors import WorkerError
 
 FIRST_IN_QUEUE = -1  # every other request has the priority 0
 

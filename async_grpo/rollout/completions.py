@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.errors import WorkerError
 from async_grpo.types import Turn, VersionSpan, WeightsVersion
+from async_grpo.util.errors import WorkerError
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput

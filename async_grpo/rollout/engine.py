@@ -25,9 +25,7 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from async_grpo import deadlines
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.rollout.cached_tokens import cached_tokens
 from async_grpo.rollout.canary import CanaryPass
 from async_grpo.rollout.completions import read_completion
@@ -44,6 +42,8 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
 )
+from async_grpo.util import deadlines
+from async_grpo.util.errors import WeightSyncError, WorkerError
 from async_grpo.weight_sync.layout import check_whole
 
 T = TypeVar("T")

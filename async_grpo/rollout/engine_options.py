@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from async_grpo.config.engine_options import check_known
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 def set_engine_options(args: AsyncEngineArgs, options: Mapping[str, str]) -> None:

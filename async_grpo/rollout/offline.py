@@ -13,10 +13,10 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import WorkerError
 from async_grpo.rollout.engine_args import engine_args
 from async_grpo.rollout.sampling import sampling_params
 from async_grpo.types import GenerationRequest, Turn
+from async_grpo.util.errors import WorkerError
 
 # What only workers of a run need: scheduler and extension for weights that change, and scores.
 OF_WORKERS = ("scheduler_cls", "worker_extension_cls", "weight_transfer_config", "logprobs_mode")

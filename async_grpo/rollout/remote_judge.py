@@ -17,9 +17,9 @@ import ray
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.deadlines import JUDGE_ANSWER_S
-from async_grpo.errors import ServerAway, WorkerError
 from async_grpo.types import JudgeAnswer, JudgeRequest, Pulse, WorkerInfo
+from async_grpo.util.deadlines import JUDGE_ANSWER_S
+from async_grpo.util.errors import ServerAway, WorkerError
 
 AWAY = (429, 502, 503, 504)  # of HTTP: what has not answered may answer later
 TRIES_AGAIN = 3  # after a rate limit, an error of the service, a lost connection

@@ -12,12 +12,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import WorkerError
 from async_grpo.rollout.completions import read_logprobs
 from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.rollout.sampling import sampling_params
 from async_grpo.types import GenerationRequest, Turn
 from async_grpo.types.samples import FinishReason
+from async_grpo.util.errors import WorkerError
 
 
 class ServedEngine:

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.errors import WeightSyncError
+from async_grpo.util.errors import WeightSyncError
 
 
 class SharedFile:

@@ -20,8 +20,6 @@ import ray
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ConfigError, WeightSyncError
-from async_grpo.imports import without_collection
 from async_grpo.roles import GENERATION
 from async_grpo.types import (
     GenerationRequest,
@@ -33,6 +31,8 @@ from async_grpo.types import (
     WorkerInfo,
     canary_complaint,
 )
+from async_grpo.util.errors import ConfigError, WeightSyncError
+from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
     from async_grpo.rollout.engine import Loaded

@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.errors import AsyncGrpoError, ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION
 from async_grpo.types import PublishReport, WeightsSnapshot
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ProcessLostError, WorkerError
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_complaints
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo import cluster
-from async_grpo.errors import ClusterError
 from async_grpo.run.folder_lock import is_given_back
 from async_grpo.telemetry.files import write_json_atomic
+from async_grpo.util.errors import ClusterError
 
 CONNECTION_FILE = "connection.json"
 LAUNCH_LOGS = "ASYNC_GRPO_LAUNCH_LOGS"  # where `launch` has what the run's workers say

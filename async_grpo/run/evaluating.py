@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 import time
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.batching.ledger import Ledger
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.table import QuestionTable
-from async_grpo.errors import WorkerError
 from async_grpo.model.folder import check_model_folder
 from async_grpo.roles import GENERATION
 from async_grpo.run.data import load_sets
@@ -29,6 +28,8 @@ from async_grpo.run.witness import start_witness
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
 from async_grpo.types.workers import confinement_in_words
+from async_grpo.util import deadlines
+from async_grpo.util.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5

@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from async_grpo.errors import ConfigError
-from async_grpo.files import explained
 from async_grpo.telemetry.files import to_json
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.files import explained
 
 if TYPE_CHECKING:
     from async_grpo.training.ranks import Ranks

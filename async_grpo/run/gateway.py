@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.chat.base import ToolSpec
 from async_grpo.chat.dialogue import Dialogue
@@ -29,7 +29,6 @@ from async_grpo.chat.find import find_renderer, find_tokenizer
 from async_grpo.config.serve import TOKEN_VARIABLE
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.errors import LeaseLost, ProcessLostError
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.server import Server, in_background, listening
@@ -37,6 +36,8 @@ from async_grpo.gateway.session import Session
 from async_grpo.gateway.sessions import Sessions
 from async_grpo.roles import GENERATION
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
+from async_grpo.util import deadlines
+from async_grpo.util.errors import LeaseLost, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle, GatewayHandle

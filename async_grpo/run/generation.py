@@ -28,8 +28,6 @@ from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import sampling_seed
 from async_grpo.data.table import QuestionTable
 from async_grpo.data.written_pairs import PairCount, PairRules
-from async_grpo.errors import ConfigError, DataError
-from async_grpo.files import replacing
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.rollout.worker import worker_environment
 from async_grpo.run.reward_trial import example_output
@@ -42,6 +40,8 @@ from async_grpo.types import (
     VerificationRequest,
 )
 from async_grpo.types.workers import confinement_in_words
+from async_grpo.util.errors import ConfigError, DataError
+from async_grpo.util.files import replacing
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.sandbox import Sandbox

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.references import read_reference
@@ -36,7 +36,6 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.run.announcements import Announcements
 from async_grpo.run.connection import leave_connection
@@ -61,6 +60,8 @@ from async_grpo.types import (
     WorkerInfo,
     canary_tokens,
 )
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.collector import Collected
 from async_grpo.weight_sync.publisher import Publisher

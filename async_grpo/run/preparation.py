@@ -45,7 +45,6 @@ from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, SetDemand, recruit
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.run.teaching import teachers_of
-from async_grpo.together import in_background
 from async_grpo.types import (
     GivenPair,
     Question,
@@ -54,7 +53,8 @@ from async_grpo.types import (
     TrainingPair,
     WorkerInfo,
 )
-from async_grpo.user_code import UserCode
+from async_grpo.util.together import in_background
+from async_grpo.util.user_code import UserCode
 from async_grpo.weight_sync.buckets import torch_dtype
 from async_grpo.weight_sync.layout import laid_out_bytes, lay_out
 from async_grpo.weight_sync.manifest import ExpectedWeights

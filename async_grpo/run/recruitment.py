@@ -15,13 +15,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
-from async_grpo.errors import ConfigError, DeadlineError
 from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import (
     ENVIRONMENT,
@@ -35,6 +34,8 @@ from async_grpo.roles import (
 )
 from async_grpo.run.connection import LAUNCH_LOGS
 from async_grpo.types import SamplingContract, WorkerInfo
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, DeadlineError
 from async_grpo.weight_sync.routes import check_route
 
 if TYPE_CHECKING:

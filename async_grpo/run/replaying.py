@@ -22,10 +22,8 @@ from torch import Tensor
 
 from async_grpo.checkpoint.reader import read_checkpoint
 from async_grpo.checkpoint.resume import PLACES, Start
-from async_grpo.checkpoint.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import CheckpointError, ConfigError, DataError
 from async_grpo.training.learner import Learner
 from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
@@ -41,6 +39,8 @@ from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import StepResult
 from async_grpo.training.step_sums import StepSums, Sums
 from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch
+from async_grpo.util.errors import CheckpointError, ConfigError, DataError
+from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 
 CHECKPOINT = re.compile(r"batch_(\d+)(\.\d+)?")
 Say = Callable[[str], object]

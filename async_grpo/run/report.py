@@ -12,20 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from async_grpo import files
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.resume import Start, changed_options
-from async_grpo.checkpoint.run_folder import (
-    BEST_FILE,
-    CHECKPOINTS_FOLDER,
-    EVALUATIONS_FILE,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    clear,
-    cut_back,
-)
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.run.control_journal import CONTROL_FILE
 from async_grpo.run.evaluation_record import EvaluationRecord
 from async_grpo.telemetry.alarm_log import ALARMS_FILE, AlarmLog
@@ -44,6 +33,17 @@ from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
 from async_grpo.training.suspects import SUSPECTS_FOLDER
 from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus, WorkerInfo
 from async_grpo.types.workers import confinement_in_words
+from async_grpo.util import files
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import (
+    BEST_FILE,
+    CHECKPOINTS_FOLDER,
+    EVALUATIONS_FILE,
+    METRICS_FILE,
+    PARAMETERS_FILE,
+    clear,
+    cut_back,
+)
 from async_grpo.weight_sync.sync_report import SyncReport
 
 logger = logging.getLogger(__name__)

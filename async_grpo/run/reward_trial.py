@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.config.evaluation import EvaluationSet
 from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import grades_itself
-from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
 from async_grpo.types import (
     GradingRequest,
@@ -31,6 +30,8 @@ from async_grpo.types import (
     VerificationRequest,
     WorkerInfo,
 )
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle

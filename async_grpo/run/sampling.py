@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.algorithms.distillation import Distillation
 from async_grpo.checkpoint.resume import Start
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.errors import RunLost
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.roles import teacher
 from async_grpo.run.main_rank import MainRank, OtherRank
@@ -28,6 +27,8 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
+from async_grpo.util import deadlines
+from async_grpo.util.errors import RunLost
 from async_grpo.weight_sync.collector import Collected, Collector
 from async_grpo.weight_sync.routes import OBJECT_STORE
 from async_grpo.weight_sync.shards import Shards

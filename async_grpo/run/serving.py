@@ -20,7 +20,6 @@ from async_grpo.chat.dialogue import Dialogue
 from async_grpo.chat.find import find_renderer, find_tokenizer
 from async_grpo.config.serve import TOKEN_VARIABLE, ServeConfig
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ModelError, WorkerError
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask
 from async_grpo.gateway.server import Server
@@ -29,6 +28,7 @@ from async_grpo.gateway.sessions import Limits, Sessions
 from async_grpo.model.folder import ModelFacts, check_model_folder
 from async_grpo.rollout.worker import worker_environment
 from async_grpo.types import Turn
+from async_grpo.util.errors import ModelError, WorkerError
 
 if TYPE_CHECKING:
     from async_grpo.rollout.served import ServedEngine

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.errors import AsyncGrpoError
 from async_grpo.telemetry.incidents import Incidents
 from async_grpo.types import Control, PipelineStatus, WorkerInfo
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import ControllerHandle

@@ -20,9 +20,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
-from async_grpo.imports import without_collection
+from async_grpo import cluster
 from async_grpo.roles import REFERENCE, role_of
 from async_grpo.types import (
     HeadRequest,
@@ -35,6 +33,9 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
+from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
     from async_grpo.distillation.express import Meeting

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo import deadlines
-from async_grpo.errors import ConfigError, DataError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 

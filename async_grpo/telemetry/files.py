@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_grpo.files import LineFile, explained, replacing
+from async_grpo.util.files import LineFile, explained, replacing
 
 logger = logging.getLogger(__name__)
 

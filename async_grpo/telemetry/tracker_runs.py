@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.telemetry.files import write_json_atomic
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

@@ -17,9 +17,7 @@ from functools import partial
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
-from async_grpo import deadlines
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.telemetry.tracker_runs import (
     TrackedRun,
     arguments,
@@ -27,6 +25,8 @@ from async_grpo.telemetry.tracker_runs import (
     name_given,
     tracked_run,
 )
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

@@ -22,8 +22,8 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from async_grpo.chat.base import ToolSpec
-from async_grpo.errors import ConfigError
 from async_grpo.tools.base import ToolMistake
+from async_grpo.util.errors import ConfigError
 
 MAX_THREADS = 32  # of one tool; calls that never return keep theirs
 

@@ -28,9 +28,9 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
 from async_grpo.chat.base import ToolSpec
-from async_grpo.deadlines import TOOL_SERVER_S
-from async_grpo.errors import ServerAway
 from async_grpo.tools.base import ToolMistake
+from async_grpo.util.deadlines import TOOL_SERVER_S
+from async_grpo.util.errors import ServerAway
 
 logger = logging.getLogger(__name__)
 MAX_BYTES = 16 << 20  # of one answer

@@ -10,7 +10,6 @@ import math
 
 import torch.distributed as dist
 
-from async_grpo.errors import AuditError
 from async_grpo.training.meters import Collectives
 from async_grpo.types import (
     EndOfStep,
@@ -20,6 +19,7 @@ from async_grpo.types import (
     Tally,
     digest_of,
 )
+from async_grpo.util.errors import AuditError
 
 TOLERANCE = 1e-6  # of the weights, which are float32 where they are trained
 

@@ -21,14 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.distillation.express import ExpressGroup, Meeting, keep_in, open_meeting
 from async_grpo.distillation.express_plan import Send
 from async_grpo.distillation.express_round import Reading, plan_round
-from async_grpo.errors import AsyncGrpoError, ClusterError, ExpressLost, ProcessLostError
 from async_grpo.roles import TEACHER
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ClusterError, ExpressLost, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.types import WorkerInfo

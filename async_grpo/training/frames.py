@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import DataError
+from async_grpo.util.errors import DataError
 
 MAGIC = b"AGR1"
 HEAD = struct.Struct("<4sIIQ")

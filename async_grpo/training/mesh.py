@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 SHARD, REPLICATE = "shard", "replicate"
 

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from async_grpo import __version__
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import DataError
-from async_grpo.files import LineFile
 from async_grpo.training.frames import MAGIC, Frame, frame, read_frames
 from async_grpo.training.minibatch_codec import decode, encode, left_out
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import StepResult
 from async_grpo.training.step_sums import StepSums, Sums
 from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, Tally
+from async_grpo.util.errors import DataError
+from async_grpo.util.files import LineFile
 
 logger = logging.getLogger(__name__)
 LOG_FOLDER = "replay"

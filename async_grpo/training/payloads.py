@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.errors import WorkerError
 from async_grpo.roles import TEACHER
 from async_grpo.types import Minibatch, RowKey, Sample
+from async_grpo.util import deadlines
+from async_grpo.util.errors import WorkerError
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 5  # of payloads of one minibatch

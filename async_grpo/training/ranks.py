@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from async_grpo import deadlines
-from async_grpo.errors import AsyncGrpoError, RankLostError
 from async_grpo.training.mesh import make_mesh
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, RankLostError
 
 T = TypeVar("T")
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

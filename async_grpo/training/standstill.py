@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import DeadlineError
+from async_grpo import cluster
 from async_grpo.types import PipelineStatus
+from async_grpo.util import deadlines
+from async_grpo.util.errors import DeadlineError
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient

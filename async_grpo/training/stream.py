@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import ClusterError, ProcessLostError, RunLost
+from async_grpo import cluster
 from async_grpo.training.express import Express
 from async_grpo.training.payloads import fetch_payloads
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import EndOfStep, Minibatch, StreamItem, StreamItems
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ClusterError, ProcessLostError, RunLost
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from async_grpo.errors import DataError
-from async_grpo.files import replacing
 from async_grpo.types import Minibatch, PackedMinibatch
+from async_grpo.util.errors import DataError
+from async_grpo.util.files import replacing
 
 logger = logging.getLogger(__name__)
 SUSPECTS_FOLDER = "non_finite"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 Count = Literal[
     "samples", "questions", "tokens", "batches", "steps", "minibatches", "bytes", "restarts",

@@ -17,7 +17,7 @@ from async_grpo.types.runs import RunId
 from async_grpo.types.samples import Episode, Question, SamplingContract, Turn, Verdict
 from async_grpo.types.teaching import Payload
 from async_grpo.types.weights import WeightsVersion
-from async_grpo.user_code import UserCode
+from async_grpo.util.user_code import UserCode
 
 
 @dataclass(frozen=True, slots=True, eq=False)

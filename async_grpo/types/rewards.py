@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

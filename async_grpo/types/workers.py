@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from async_grpo.deadlines import LEASE_S
 from async_grpo.types.control import Control
 from async_grpo.types.rewards import Rewards
+from async_grpo.util.deadlines import LEASE_S
 
 
 @dataclass(frozen=True, slots=True)

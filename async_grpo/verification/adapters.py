@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from async_grpo.errors import ConfigError
-from async_grpo.user_code import run_file, run_module, text_of
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.user_code import run_file, run_module, text_of
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.sources import candidates
 

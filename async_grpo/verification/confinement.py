@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from async_grpo import deadlines
-from async_grpo.errors import ConfigError
-from async_grpo.files import tokens_folder
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.files import tokens_folder
 from async_grpo.verification.config import NOBODY, SHIPPED_REWARDS, Isolation, VerifierConfig
 from async_grpo.verification.namespaces import has_user
 from async_grpo.verification.sources import CODE_EXECUTION, EXECUTE_NO_TEXT, grader_of

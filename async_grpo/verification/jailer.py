@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Literal
 
-from async_grpo import deadlines
-from async_grpo.errors import ConfigError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification import jail, jail_calls, namespaces
 from async_grpo.verification.config import GENERATED_CODE, NOBODY
 from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, find_bwrap

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from async_grpo.config.worker import refuse_switches
-from async_grpo.errors import ConfigError
 from async_grpo.types import Verdict
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.server import GraderServer
 from async_grpo.verification.tasks import Outcome

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from async_grpo import deadlines
-from async_grpo.errors import ConfigError, WorkerError, escaped
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError, WorkerError, escaped
 from async_grpo.verification import confinement, frames
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.frames import FrameError

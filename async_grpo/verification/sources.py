@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.user_code import hash_imported, text_of
+from async_grpo.util.user_code import hash_imported, text_of
 from async_grpo.verification import graders
 from async_grpo.verification.config import VerifierConfig
 

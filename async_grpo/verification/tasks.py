@@ -15,7 +15,7 @@ from datetime import date, time
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_grpo.errors import escaped
+from async_grpo.util.errors import escaped
 from async_grpo.verification.frames import FrameError, decode, encode
 
 if TYPE_CHECKING:

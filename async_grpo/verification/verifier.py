@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.adapters import Adapter, load_adapters
 from async_grpo.verification.config import MAX_OPEN_FILES, MAX_PROCESSES, VerifierConfig
 from async_grpo.verification.graders import UnscorableError

@@ -13,8 +13,8 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.types import Piece, TensorMeta, WeightsBucket, WeightsSnapshot, WeightsVersion
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.layout import check_whole, lay_out, owner_of, tensor_bytes
 
 BUCKET_BYTES = 256 << 20

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import DeadlineError, WeightSyncError
+from async_grpo import cluster
 from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
+from async_grpo.util import deadlines
+from async_grpo.util.errors import DeadlineError, WeightSyncError
 from async_grpo.weight_sync.buckets import BUCKET_BYTES, bytes_of, checksum_of, dtype_name
 from async_grpo.weight_sync.delta import encode
 from async_grpo.weight_sync.gather import Gather, Received, is_finite

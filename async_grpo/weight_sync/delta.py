@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.errors import WeightSyncError
+from async_grpo.util.errors import WeightSyncError
 
 FARTHEST = 256  # one byte holds distances from 1 to it
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import AsyncGrpoError, ConfigError, WeightSyncError
+from async_grpo import cluster
 from async_grpo.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WorkerInfo
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, WeightSyncError
 from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.links import Link, Members
 

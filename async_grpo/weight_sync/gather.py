@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_grpo import deadlines
-from async_grpo.errors import DeadlineError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import DeadlineError
 from async_grpo.weight_sync.buckets import torch_dtype
 from async_grpo.weight_sync.layout import GatherPlan
 from async_grpo.weight_sync.shards import Shards

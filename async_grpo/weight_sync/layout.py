@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.types import Piece, TensorMeta, WeightsBucket
+from async_grpo.util.errors import WeightSyncError
 
 ALIGNMENT_BYTES = 64  # every tensor can be viewed in place as any dtype
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import AsyncGrpoError, DeadlineError
+from async_grpo import cluster
 from async_grpo.types import WeightsSnapshot, WorkerInfo
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, DeadlineError
 from async_grpo.weight_sync.buckets import NamedTensors, unpack
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Self
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
+from async_grpo.util.errors import WeightSyncError
 
 PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 

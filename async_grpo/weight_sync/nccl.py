@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerWeightTransferEngine,
 )
 
-from async_grpo.ports import free_port
 from async_grpo.types import WeightsSnapshot
+from async_grpo.util.ports import free_port
 from async_grpo.weight_sync.buckets import NamedTensors, torch_dtype
 from async_grpo.weight_sync.links import Members, OnFailure, Sender, WorkersClient
 from async_grpo.weight_sync.routes import check_group

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from async_grpo import cluster, deadlines
-from async_grpo.errors import WeightSyncError
+from async_grpo import cluster
 from async_grpo.types import PublishReport, WeightsSnapshot, WeightsVersion
+from async_grpo.util import deadlines
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import BUCKET_BYTES, NamedTensors, pack
 from async_grpo.weight_sync.collector import not_finite
 from async_grpo.weight_sync.gather import is_finite

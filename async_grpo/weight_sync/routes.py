@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from async_grpo.errors import ConfigError, WeightSyncError
 from async_grpo.roles import role_of
 from async_grpo.types import WorkerInfo
+from async_grpo.util.errors import ConfigError, WeightSyncError
 
 OBJECT_STORE = "object_store"
 GIB = 2**30
@@ -84,8 +84,8 @@ def check_route(transport: str, worker: WorkerInfo, *, sender: str) -> None:
     >>> check_route("nccl", worker, sender="GPU-0")
     >>> check_route("nccl", worker, sender="GPU-1")
     Traceback (most recent call last):
-    async_grpo.errors.ConfigError: --weight-transport nccl needs a device of its own for every \
-process, but trainer rank 0 and worker w share GPU-1: use object_store
+    async_grpo.util.errors.ConfigError: --weight-transport nccl needs a device of its own for \
+every process, but trainer rank 0 and worker w share GPU-1: use object_store
     """
     if transport == OBJECT_STORE:
         return

@@ -27,8 +27,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import dtype_name, view_tensor
 from async_grpo.weight_sync.manifest import ExpectedWeights
 from async_grpo.weight_sync.readback import Readback

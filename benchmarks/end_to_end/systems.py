@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.cli.processes import POLL_INTERVAL_S
-from async_grpo.errors import DeadlineError, WorkerError
+from async_grpo.util.errors import DeadlineError, WorkerError
 from benchmarks import stack as stacks
 from benchmarks.cores import end, family
 from benchmarks.end_to_end import ours

@@ -9,7 +9,7 @@ from scripted_run import make_config
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.algorithms.sft import Sft
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 MINE = """
 from async_grpo.algorithms.grpo import Grpo

@@ -7,7 +7,7 @@ from scripted import run
 from scripted_run import Run, make_config, split_steps
 from trained import HERE
 
-from async_grpo.errors import WorkerError
+from async_grpo.util.errors import WorkerError
 
 
 def train(name="global_norm.py:GlobalNorm", *, failing=frozenset(), **options):

@@ -10,8 +10,8 @@ from trained import HERE
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import RemoteRules, RulesProcess, start_rules
-from async_grpo.errors import DeadlineError, WorkerError
 from async_grpo.types import Group, WeightsVersion
+from async_grpo.util.errors import DeadlineError, WorkerError
 
 BROKEN = """
 from async_grpo.algorithms.grpo import Grpo

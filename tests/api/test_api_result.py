@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo import Result
-from async_grpo.errors import DataError
+from async_grpo.util.errors import DataError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from async_grpo.api.rewards import reward_file
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.sources import read_sources
 
 BONUS = 0.25

@@ -11,7 +11,7 @@ import pytest
 
 import async_grpo
 from async_grpo.api import running
-from async_grpo.errors import ConfigError, RunFailed
+from async_grpo.util.errors import ConfigError, RunFailed
 
 REPOSITORY = Path(__file__).parents[2]
 # In the place of `async-grpo launch`: trains as `script.py` says, notes how it was ended.

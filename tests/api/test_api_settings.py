@@ -9,7 +9,7 @@ import pytest
 from async_grpo import TrainConfig
 from async_grpo.api.running import plan_run
 from async_grpo.api.settings import tables_of
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = ("quickstart", "three_types", "distil_two_teachers")

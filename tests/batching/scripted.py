@@ -11,7 +11,6 @@ import numpy as np
 
 from async_grpo.controller.holds import Hold
 from async_grpo.controller.leases import Lease
-from async_grpo.errors import LeaseLost, LossCause
 from async_grpo.types import (
     Episode,
     Question,
@@ -21,6 +20,7 @@ from async_grpo.types import (
     VersionSpan,
     WorkerInfo,
 )
+from async_grpo.util.errors import LeaseLost, LossCause
 
 LIMIT_S = 3600.0  # of jumping time: a test that takes longer hangs
 

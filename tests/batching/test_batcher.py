@@ -11,8 +11,8 @@ from scripted_run import ATTENTION_RATIO, Run, make_config, split_steps
 
 from async_grpo.batching.hopeless import MAX_SEQUENTIAL_FAILURES
 from async_grpo.environments.base import EpisodeFailed, FailureClass
-from async_grpo.errors import AsyncGrpoError, ConfigError, WorkerError
 from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, WorkerError
 
 
 def keys(minibatches):

@@ -19,8 +19,8 @@ from test_histories import identity, scripts
 from async_grpo.batching import batcher
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.ledger import Ledger
-from async_grpo.errors import ProcessLostError
 from async_grpo.types import EndOfStep
+from async_grpo.util.errors import ProcessLostError
 
 
 @pytest.fixture(autouse=True, scope="module")

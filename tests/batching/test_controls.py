@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from async_grpo.batching.admission import AdmissionWindow
 from async_grpo.batching.controls import Controls
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.types import Control
+from async_grpo.util.errors import ConfigError
 
 CONFIG = TrainConfig(
     model_name_or_path="m", data_path="d", ratio_mode="behaviour", checkpoint_every_batches=0

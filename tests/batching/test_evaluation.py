@@ -13,8 +13,8 @@ from async_grpo.batching.evaluations import STILL_RUNNING
 from async_grpo.batching.lanes import Lane
 from async_grpo.config.evaluation import SAMPLES_PER_QUESTION
 from async_grpo.environments.base import EpisodeFailed, FailureClass
-from async_grpo.errors import NoWorkerError, WorkerError
 from async_grpo.types import Control, WeightsVersion
+from async_grpo.util.errors import NoWorkerError, WorkerError
 
 
 def evaluate(script, *, num_questions):

@@ -7,8 +7,8 @@ from script import Script
 from scripted import run
 from scripted_run import Run, make_config, split_steps
 
-from async_grpo.errors import ConfigError
 from async_grpo.types import Control
+from async_grpo.util.errors import ConfigError
 
 
 def control(name, action="set", **settings):

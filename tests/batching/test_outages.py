@@ -7,8 +7,8 @@ from script import Script
 from scripted import run
 from scripted_run import Run, make_config, split_steps
 
-from async_grpo.errors import WorkerError
 from async_grpo.types import OutageRequest
+from async_grpo.util.errors import WorkerError
 
 AWAY_S = 40.0
 CONFIG = make_config(batch_size=4, num_training_batches=3)

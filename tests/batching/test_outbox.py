@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scripted import run
 
 from async_grpo.batching.outbox import Outbox
-from async_grpo.errors import WorkerError
+from async_grpo.util.errors import WorkerError
 
 
 def numbered(index, num_ranks):

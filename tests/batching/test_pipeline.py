@@ -19,8 +19,8 @@ from staged import (
 
 from async_grpo.batching.leased_work import MAX_REVOCATIONS, TRIES_AFTER_S, SlotFailed
 from async_grpo.batching.quarantine import QUARANTINE_DEATHS
-from async_grpo.errors import ProcessLostError, StaleAnswerError, WorkerError
 from async_grpo.types import VersionSpan, WeightsVersion
+from async_grpo.util.errors import ProcessLostError, StaleAnswerError, WorkerError
 
 
 def test_a_group_has_everything_that_the_loss_needs():

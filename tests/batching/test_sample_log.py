@@ -10,9 +10,7 @@ from scripted_run import make_config
 
 from async_grpo.batching import sample_log
 from async_grpo.batching.sample_log import SampleLog
-from async_grpo.deadlines import RECORDER_FLUSH_S
 from async_grpo.environments.episode import EpisodePolicy
-from async_grpo.errors import ProcessLostError
 from async_grpo.run import recorder
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import (
@@ -23,6 +21,8 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
+from async_grpo.util.deadlines import RECORDER_FLUSH_S
+from async_grpo.util.errors import ProcessLostError
 
 VERSION = WeightsVersion(9, 3)
 

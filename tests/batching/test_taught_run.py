@@ -15,8 +15,8 @@ from scripted_run import Run, make_config, split_steps
 from taught import LEARNS, LOGPROBS, MATH, SIZES, Teacher, TeacherRegistry
 
 from async_grpo.batching.leased_work import SlotFailed
-from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.util.errors import ProcessLostError, WorkerError
 
 ROOM = {"nearly none": 1e-9, "a group": 4e-6, "enough": 1.0}  # GiB
 

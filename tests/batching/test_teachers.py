@@ -21,8 +21,8 @@ from taught import (
 )
 
 from async_grpo.batching.leased_work import SlotFailed
-from async_grpo.errors import ProcessLostError, WorkerError
 from async_grpo.types import Payload, without_texts
+from async_grpo.util.errors import ProcessLostError, WorkerError
 
 MIXED = ("sums", "programs", "sums", "programs")
 OF_TOP_K = 8 * 5 + 4  # bytes a token

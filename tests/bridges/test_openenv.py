@@ -21,8 +21,8 @@ from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
 from async_grpo.head import refusal
-from async_grpo.ports import free_port
 from async_grpo.types import Question
+from async_grpo.util.ports import free_port
 
 OPENENV = os.environ.get("ASYNC_GRPO_OPENENV_PYTHON", "")
 needs_openenv = pytest.mark.skipif(

@@ -5,7 +5,7 @@ from families import LIBRARY, tokenizer_of
 
 from async_grpo.chat.find import find_renderer
 from async_grpo.chat.library import known_family, library_renderer
-from async_grpo.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, ModelError
 
 pytest.importorskip("renderers")
 

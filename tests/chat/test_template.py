@@ -7,7 +7,7 @@ from families import tokenizer_of
 
 from async_grpo.chat.base import MessagesError
 from async_grpo.chat.template import TemplateRenderer
-from async_grpo.errors import ModelError
+from async_grpo.util.errors import ModelError
 
 SERVED = ["smollm2", "qwen2_5", "qwen3_instruct_2507", "llama3", "llama3_1", "phi3", "gemma"]
 WITH_TOOLS = ["smollm2", "qwen2_5", "qwen3_instruct_2507", "llama3", "phi3"]

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from checkpoint_scenarios import make, train
 from replaced_disk import Disk, used
 
-from async_grpo import deadlines
 from async_grpo.checkpoint import saving as checkpoint_saving
 from async_grpo.checkpoint.saving import Checkpoints
 from async_grpo.checkpoint.shared import files_of_all
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import AsyncGrpoError
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError
 
 OWN_MACHINE = "/proc/self/cwd/run"  # one path, and another folder for each process
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo.checkpoint.folder import read_checkpoint
-from async_grpo.errors import CheckpointError
+from async_grpo.util.errors import CheckpointError
 
 
 def rewrite_manifest(path, **changes):

@@ -10,7 +10,7 @@ from replaced_disk import Disk, used
 
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.manifest import from_json
-from async_grpo.errors import CheckpointError
+from async_grpo.util.errors import CheckpointError
 
 
 def test_a_checkpoint_holds_its_shards_their_hashes_and_a_marker_with_the_manifest_s(tmp_path):

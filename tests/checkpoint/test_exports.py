@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from async_grpo.checkpoint import export as module
 from async_grpo.checkpoint.export import Exports, export_finished
-from async_grpo.errors import CheckpointError
 from async_grpo.types import EndOfStep
+from async_grpo.util.errors import CheckpointError
 
 END = EndOfStep(0, 0, True, num_samples=6, num_tokens=9)
 ALONE = SimpleNamespace(share=lambda work: work(), on_main=lambda work: work())

@@ -12,12 +12,12 @@ from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import check_contents, find_start
-from async_grpo.checkpoint.run_folder import METRICS_FILE, PARAMETERS_FILE
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import CheckpointError, ConfigError
 from async_grpo.model.folder import hash_model
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import Question, TrainingPair
+from async_grpo.util.errors import CheckpointError, ConfigError
+from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
 
 HASHES = {"model": "a" * 64, "tokenizer": "b" * 64, "data": "c" * 64}
 

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from async_grpo.checkpoint.run_folder import METRICS_FILE, clear, cut_back
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.run.report import Report
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import METRICS_FILE, clear, cut_back
 
 
 def test_files_are_cut_back_to_their_sizes(tmp_path):

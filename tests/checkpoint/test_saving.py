@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.checkpoint.saving import Checkpoints
 from async_grpo.checkpoint.tensors import restore_learner
-from async_grpo.together import in_background
 from async_grpo.training.fsdp import shard
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import EndOfStep
+from async_grpo.util.together import in_background
 
 GOOD, *_ = make_minibatches()
 

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from ray._raylet import Config
 
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 def run(action):

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli.main import main
 from async_grpo.config.train import TrainConfig
-from async_grpo.ports import free_port
+from async_grpo.util.ports import free_port
 
 
 @pytest.fixture

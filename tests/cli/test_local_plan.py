@@ -9,7 +9,7 @@ from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_plan import placed
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.devices.inventory import Device, Inventory
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ import json, os, signal, sys, time
 from async_grpo import deadlines
 from async_grpo.cli import local_ranks
 from async_grpo.cli.torchrun import end_with_agent, rank0_only_errors
-from async_grpo.errors import ConfigError, RankLostError
+from async_grpo.util.errors import ConfigError, RankLostError
 
 deadlines.RANKS_LEAVING_S = 0.5
 if "RANK" not in os.environ:

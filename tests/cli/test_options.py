@@ -14,7 +14,7 @@ from async_grpo.cli.worker import main as worker
 from async_grpo.config.option import flag, option, required
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.docstrings import attribute_docs
+from async_grpo.util.docstrings import attribute_docs
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "accelerate", "numpy")

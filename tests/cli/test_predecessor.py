@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli import plot, train
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.util.errors import AsyncGrpoError
 
 MODEL_AND_DATA = "--model-name-or-path m --data-path d "
 ALL_OPTIONS = (

@@ -12,7 +12,7 @@ from async_grpo.cli.run_file import flags_of
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 EXAMPLE = """
 [cluster]

@@ -84,7 +84,7 @@ WAITING_THREAD = """
 import threading
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.torchrun import ends_at_once, rank0_only_errors
-from async_grpo.errors import WorkerError
+from async_grpo.util.errors import WorkerError
 threading.Thread(target=threading.Event().wait).start()
 with ends_at_once(), command_boundary(), rank0_only_errors():
     raise {error}

@@ -5,7 +5,7 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.data_files import as_text, parse_data_files
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 TAUGHT = {"data_path": "", "gkd_coefficient": 1.0}
 

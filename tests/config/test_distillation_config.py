@@ -10,8 +10,8 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.types import Payload
+from async_grpo.util.errors import ConfigError
 
 REQUIRED = {"model_name_or_path": "m", "data_path": "d"}
 GKD = {"teacher_for": "math", "gkd_coefficient": 1.0}

@@ -7,7 +7,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.data_files import as_text
 from async_grpo.config.evaluate import EvaluateConfig
 from async_grpo.config.evaluation import parse_evaluation_sets
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 def test_what_is_typed_and_what_a_table_says_are_the_same():

@@ -8,7 +8,7 @@ from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.config.option import flag
 from async_grpo.config.presets import preset_options
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 REQUIRED = {"model_name_or_path": "m", "data_path": "d"}
 

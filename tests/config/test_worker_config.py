@@ -3,7 +3,7 @@
 import pytest
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 def make_config(**options):

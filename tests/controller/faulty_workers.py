@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from scripted import Handle
 
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.errors import LeaseLost, ProcessLostError, WeightSyncError
 from async_grpo.roles import role_of
 from async_grpo.types import (
     Pulse,
@@ -16,6 +15,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.util.errors import LeaseLost, ProcessLostError, WeightSyncError
 
 PHASES = ("fetch", "verify", "pause", "load", "finish", "acknowledge")
 PHASE_S = 0.1

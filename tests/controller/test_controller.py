@@ -18,16 +18,6 @@ from async_grpo.controller.controller import (
     UNWITNESSED_TICKS,
     Controller,
 )
-from async_grpo.deadlines import OTHER_RUN_ENDED_S
-from async_grpo.errors import (
-    ConfigError,
-    LeaseLost,
-    LossCause,
-    NoWorkerError,
-    ProcessLostError,
-    RunLost,
-    WorkerError,
-)
 from async_grpo.roles import GENERATION, VERIFIER, teacher
 from async_grpo.types import (
     GradingRequest,
@@ -37,6 +27,16 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
+)
+from async_grpo.util.deadlines import OTHER_RUN_ENDED_S
+from async_grpo.util.errors import (
+    ConfigError,
+    LeaseLost,
+    LossCause,
+    NoWorkerError,
+    ProcessLostError,
+    RunLost,
+    WorkerError,
 )
 
 CODE = "this source"

@@ -6,8 +6,8 @@ import pytest
 from faulty_workers import V0, V1, V2, Scene
 from scripted import run
 
-from async_grpo.errors import NoWorkerError
 from async_grpo.types import WeightsVersion
+from async_grpo.util.errors import NoWorkerError
 
 
 async def scene_of(*names, **options):

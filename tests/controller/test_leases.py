@@ -4,8 +4,8 @@ import itertools
 import pytest
 
 from async_grpo.controller.leases import WaitingLine
-from async_grpo.errors import WorkerError
 from async_grpo.types import WeightsVersion
+from async_grpo.util.errors import WorkerError
 
 OLD, NEW = WeightsVersion(0, 1), WeightsVersion(0, 2)
 

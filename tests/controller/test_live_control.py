@@ -5,8 +5,8 @@ from scripted import run
 from scripted_run import make_config
 from test_controller import MATH, House, ends_with, without_ray  # noqa: F401 - for all tests
 
-from async_grpo.errors import ConfigError
 from async_grpo.types import Control
+from async_grpo.util.errors import ConfigError
 
 FOLDER = make_config().output_dir
 

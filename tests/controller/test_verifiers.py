@@ -3,12 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from async_grpo import deadlines
 from async_grpo.controller.updates import Member
 from async_grpo.controller.verifiers import VerifierTerms
-from async_grpo.errors import ConfigError
 from async_grpo.roles import VERIFIER
 from async_grpo.types import Rewards, WorkerInfo
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
 
 MINE = Rewards(("mine.py:grade",), "registry", {"mine.py": "a" * 64}, 8, num_cores=16)
 EDITED = replace(MINE, hashes={"mine.py": "b" * 64})

@@ -7,10 +7,16 @@ import pytest
 from faulty_workers import PHASES, V0, V1, V2, Scene, now_s
 from scripted import run
 
-from async_grpo import deadlines
 from async_grpo.controller.heartbeat import TICKS
-from async_grpo.errors import LeaseLost, LossCause, NoWorkerError, ProcessLostError, WorkerError
 from async_grpo.types import Pulse, RequestPulse
+from async_grpo.util import deadlines
+from async_grpo.util.errors import (
+    LeaseLost,
+    LossCause,
+    NoWorkerError,
+    ProcessLostError,
+    WorkerError,
+)
 
 INTERVAL_S, LEASE_S = 5.0, 30.0
 KINDS = ("raises", "stalls", "dies")

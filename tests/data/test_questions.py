@@ -7,7 +7,7 @@ from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
 from async_grpo.data.questions import LineReader
 from async_grpo.data.table import GivenTable, PairTable, QuestionTable
-from async_grpo.errors import ConfigError, DataError
+from async_grpo.util.errors import ConfigError, DataError
 
 
 class LetterTokenizer:

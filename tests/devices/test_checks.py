@@ -4,7 +4,7 @@ import pytest
 
 from async_grpo.devices import checks
 from async_grpo.devices.inventory import Device, Inventory
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 def make_inventory(driver="580.95.05", num_devices=1):

@@ -7,7 +7,7 @@ import pytest
 
 from async_grpo.devices import inventory
 from async_grpo.devices.inventory import Device, Inventory, read_inventory
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 EIGHT = "".join(f"{i}, GPU-{i}aaa, NVIDIA H100 80GB HBM3, 81559, 580.95.05\n" for i in range(8))
 CUDA = "2.13.0"
@@ -96,7 +96,7 @@ def test_the_program_is_asked_for_what_is_read(machine):
 )  # fmt: skip
 def test_a_device_whose_driver_does_not_answer_is_an_error(script, said, machine, monkeypatch):
     machine(script)
-    monkeypatch.setattr("async_grpo.deadlines.DRIVER_ANSWER_S", 0.2)
+    monkeypatch.setattr("async_grpo.util.deadlines.DRIVER_ANSWER_S", 0.2)
     monkeypatch.setenv("PATH", os.environ["PATH"] + ("" if script is None else ":/usr/bin:/bin"))
     with pytest.raises(ConfigError, match=said):
         read_inventory(os.environ, torch=CUDA)

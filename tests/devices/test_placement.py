@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.devices.placement import LEAST_SHARE, Demand, plan
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 def ranks(count):

@@ -7,11 +7,12 @@ import pytest
 import ray
 from local_ray import local_ray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.devices import reservation
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.devices.reservation import RankHere, held_device
-from async_grpo.errors import ClusterError, ConfigError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ClusterError, ConfigError
 
 pytestmark = pytest.mark.integration
 FOUR = Inventory(tuple(Device(i, f"GPU-{i}", "A", 1) for i in range(4)), "580.1")

@@ -6,7 +6,7 @@ from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.dispatcher import actors
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 @pytest.fixture

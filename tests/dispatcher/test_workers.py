@@ -7,21 +7,22 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from async_grpo import cluster, deadlines
+from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller import find
 from async_grpo.dispatcher import workers as module
 from async_grpo.dispatcher.actors import WorkerKind
 from async_grpo.dispatcher.workers import Workers
-from async_grpo.errors import (
+from async_grpo.roles import GENERATION, VERIFIER
+from async_grpo.types import Standing, WorkerInfo
+from async_grpo.util import deadlines
+from async_grpo.util.errors import (
     ClusterError,
     ConfigError,
     ProcessLostError,
     WeightSyncError,
     WorkerError,
 )
-from async_grpo.roles import GENERATION, VERIFIER
-from async_grpo.types import Standing, WorkerInfo
 
 PENDING = object()  # what a call that is not answered yet has for an answer
 LOST = ProcessLostError("it died")

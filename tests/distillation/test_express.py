@@ -8,10 +8,10 @@ import pytest
 import torch
 from members import CPU, Members, giving, logits, opened
 
-from async_grpo import deadlines
 from async_grpo.distillation.express import ExpressGroup, keep_in
 from async_grpo.distillation.express_plan import cut, mesh, plan_sends
-from async_grpo.errors import ExpressLost
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ExpressLost
 
 MIB = 1 << 20
 NUM_COLUMNS, PADDED = 1003, 1010  # the student's vocabulary, and the teacher's

@@ -11,8 +11,8 @@ from rollout.tiny_models import load_model, make_model
 from async_grpo.distillation.express import ExpressGroup, keep_in
 from async_grpo.distillation.express_round import Reading, plan_round
 from async_grpo.distillation.express_teacher import ExpressTeacher
-from async_grpo.errors import ExpressLost
 from async_grpo.model.scoring import Scorer
+from async_grpo.util.errors import ExpressLost
 
 MAX_TOKENS = 30  # of a forward
 WIDTH = 121  # of 128 columns: those that the student has too

@@ -5,7 +5,6 @@ import torch
 from oracle import make_sample, oracle_logprobs
 
 from async_grpo.environments.play import GroupPlay
-from async_grpo.errors import DeadlineError
 from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     EpisodesRequest,
@@ -16,7 +15,8 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
-from async_grpo.user_code import UserCode
+from async_grpo.util.errors import DeadlineError
+from async_grpo.util.user_code import UserCode
 
 VERSION = WeightsVersion(1, 0)
 

@@ -9,8 +9,8 @@ from scripted import Handle
 
 from async_grpo import cluster
 from async_grpo.environments import services
-from async_grpo.errors import ProcessLostError
 from async_grpo.types import RunId
+from async_grpo.util.errors import ProcessLostError
 
 
 class Controller:

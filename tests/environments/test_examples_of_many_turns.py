@@ -14,9 +14,9 @@ from players import Scripted, make_request, play
 from async_grpo.chat.template import TemplateRenderer
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
-from async_grpo.errors import ProcessLostError
 from async_grpo.types import JudgeAnswer, Question, SamplingContract
-from async_grpo.user_code import UserCode
+from async_grpo.util.errors import ProcessLostError
+from async_grpo.util.user_code import UserCode
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOKENIZER = tokenizer_of("qwen2_5")

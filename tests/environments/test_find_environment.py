@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from async_grpo.environments.find import make_environment, users_environment
-from async_grpo.errors import AsyncGrpoError, ConfigError
-from async_grpo.user_code import UserCode
+from async_grpo.util.errors import AsyncGrpoError, ConfigError
+from async_grpo.util.user_code import UserCode
 
 MINE = """
 from async_grpo.environments.base import Environment

@@ -12,7 +12,7 @@ from async_grpo.environments.base import Environment, EpisodeFailed, FailureClas
 from async_grpo.environments.judging import score
 from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.types import Verdict
-from async_grpo.user_code import UserCode
+from async_grpo.util.user_code import UserCode
 
 LONG_S = 10.0
 

@@ -18,11 +18,11 @@ from async_grpo.chat.base import ToolCall
 from async_grpo.environments.base import Environment, FailureClass
 from async_grpo.environments.judging import score
 from async_grpo.environments.play import GroupPlay
-from async_grpo.errors import DeadlineError, ProcessLostError
 from async_grpo.roles import GENERATION
 from async_grpo.tools.function import tool
 from async_grpo.tools.toolbox import Toolbox
 from async_grpo.types import JudgeAnswer, Verdict
+from async_grpo.util.errors import DeadlineError, ProcessLostError
 
 # A limit of the user's is no error, and what takes longer is not played again: see test_play.
 CLASSES = tuple(each for each in FailureClass if each is not FailureClass.TIMEOUT)

@@ -11,8 +11,8 @@ from two_turns import TwoTurns
 from async_grpo.environments import play as module
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.judging import choice, ranking, score
-from async_grpo.errors import ProcessLostError
 from async_grpo.types import JudgeAnswer, Verdict
+from async_grpo.util.errors import ProcessLostError
 
 LOST = ProcessLostError("the judge has died")
 GOOD, BAD = "VERDICT: good", "Let me think.\nVERDICT: bad\n"

@@ -14,9 +14,9 @@ from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.find import make_environment
 from async_grpo.environments.worker import EnvironmentWorker
-from async_grpo.errors import DeadlineError, ProcessLostError, WorkerError
 from async_grpo.types import Verdict
-from async_grpo.user_code import UserCode
+from async_grpo.util.errors import DeadlineError, ProcessLostError, WorkerError
+from async_grpo.util.user_code import UserCode
 
 OWN = ZeroDivisionError("mine")
 LOST = ProcessLostError("the engine has died")

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.errors import CheckpointError
+from async_grpo.util.errors import CheckpointError
 from faults.failing_disk import FailingDisk
 from faults.power_cut import Image, MemoryDisk, cuts, random_cut
 from faults.saves import KEEP, newest_on, number_of, save

@@ -13,8 +13,8 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
-from async_grpo.ports import free_port
 from async_grpo.telemetry.sample_dump import dump_files
+from async_grpo.util.ports import free_port
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import MODEL, SERVICE_VARIABLES, write_puzzles

@@ -107,7 +107,7 @@ def _fenced() -> dict[str, str]:
 def main(address: str, namespace: str) -> None:
     """Answer each line of the input with a line of JSON; {} when nobody can be asked."""
     from async_grpo import cluster
-    from async_grpo.errors import AsyncGrpoError
+    from async_grpo.util.errors import AsyncGrpoError
 
     cluster.connect(address, namespace=namespace)
     answers = {"status": _status, "fenced": _fenced}

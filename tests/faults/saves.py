@@ -10,7 +10,7 @@ from replaced_disk import used
 
 from async_grpo.checkpoint.folder import CheckpointFolder, Newest
 from async_grpo.checkpoint.manifest import Manifest
-from async_grpo.errors import CheckpointError
+from async_grpo.util.errors import CheckpointError
 
 KEEP = 2
 NAMES = ("model-00001.safetensors", "reference_1_00001.safetensors")

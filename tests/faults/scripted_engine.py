@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import WorkerError
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -28,6 +27,7 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
 )
+from async_grpo.util.errors import WorkerError
 
 ANSWER_S = 0.02
 LOGPROB = -1.0

@@ -14,9 +14,9 @@ from players import Scripted, make_request, make_turn, play
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
-from async_grpo.errors import ConfigError
 from async_grpo.gateway import agent, hosted
 from async_grpo.types import Question, Verdict
+from async_grpo.util.errors import ConfigError
 
 pytestmark = pytest.mark.integration
 

@@ -21,9 +21,9 @@ from tiny_models import load_model, make_model
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ConfigError
 from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
+from async_grpo.util.errors import ConfigError
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import check_route
 from async_grpo.weight_sync.transport import open_sender

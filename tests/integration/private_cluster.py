@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from async_grpo.ports import free_port
+from async_grpo.util.ports import free_port
 
 START_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 3  # gcs_server and raylet are known to ignore SIGTERM

@@ -28,10 +28,10 @@ from scripted_services import TIMEOUT_S, Story
 
 from async_grpo.cli.control import main as control
 from async_grpo.cli.replay import main as replay
-from async_grpo.errors import AsyncGrpoError
-from async_grpo.ports import free_port
 from async_grpo.run.sft import train_sft
 from async_grpo.training.ranks import Ranks
+from async_grpo.util.errors import AsyncGrpoError
+from async_grpo.util.ports import free_port
 
 GRACE_S = 5.0
 

@@ -19,8 +19,8 @@ import ray.cloudpickle
 from async_grpo import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.errors import AsyncGrpoError, WorkerError
 from async_grpo.types import Pulse, Turn, Verdict, WeightsAck, WeightsVersion, WorkerInfo
+from async_grpo.util.errors import AsyncGrpoError, WorkerError
 from async_grpo.weight_sync.buckets import unpack
 
 TIMEOUT_S = 120.0

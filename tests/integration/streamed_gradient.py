@@ -22,7 +22,6 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import RunClient
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.errors import WorkerError
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.run.witness import start_witness
@@ -42,6 +41,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.util.errors import WorkerError
 
 VERSION = WeightsVersion(1, 0)
 TIMEOUT_S = 120.0

@@ -8,9 +8,9 @@ from private_cluster import PrivateCluster, environment
 
 from async_grpo import cluster
 from async_grpo.controller.client import RunClient
-from async_grpo.errors import RunLost
 from async_grpo.training.stream import RankStream
 from async_grpo.types import RunId
+from async_grpo.util.errors import RunLost
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 KILLS = {"RAY_memory_usage_threshold": "0.02", "RAY_memory_monitor_refresh_ms": "3000"}

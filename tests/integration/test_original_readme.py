@@ -17,7 +17,7 @@ from commands import Command
 from private_cluster import environment
 from stand_in_hub import StandInHub
 
-from async_grpo.ports import free_port
+from async_grpo.util.ports import free_port
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]  # a minute; .ci/run asks for it
 REPOSITORY = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from local_ray import local_ray
 
 from async_grpo import cluster
 from async_grpo.cli.remote_process import RemoteProcess
-from async_grpo.errors import WorkerError
+from async_grpo.util.errors import WorkerError
 
 pytestmark = pytest.mark.integration
 WAITS = """

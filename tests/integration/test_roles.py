@@ -19,7 +19,6 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.errors import WeightSyncError
 from async_grpo.model.scoring import Scorer
 from async_grpo.roles import GENERATION, VERIFIER, teacher
 from async_grpo.run.witness import start_witness
@@ -37,6 +36,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.util.errors import WeightSyncError
 
 pytestmark = pytest.mark.integration
 NAMESPACE, TIMEOUT_S, READY_S = "roles", 60, 180

@@ -15,7 +15,7 @@ from loops import read_lines
 from private_cluster import PrivateCluster, environment, is_running, sessions_of
 from tiny_models import make_model
 
-from async_grpo import deadlines
+from async_grpo.util import deadlines
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 NAMESPACE = ("--namespace", "teacher-faults")

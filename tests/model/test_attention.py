@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.errors import ModelError
 from async_grpo.model import attention
 from async_grpo.model.attention import choose_attention, packed_attention
+from async_grpo.util.errors import ModelError
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 

@@ -5,12 +5,12 @@ import pytest
 import torch
 from model_families import FAMILIES, SIZES, family_config, family_model
 
-from async_grpo.errors import ModelError
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate_pairs
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.probe import check_packing
 from async_grpo.model.rescaling import BY_MODEL_TYPE, UNCHANGED, rescaling_of
+from async_grpo.util.errors import ModelError
 
 TEMPERATURE = 0.8
 # Transformers' norms and plain attention take float32 inside, whatever the model's type is.

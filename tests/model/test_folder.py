@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_grpo.errors import ModelError
 from async_grpo.model.folder import check_files
+from async_grpo.util.errors import ModelError
 
 
 @pytest.fixture

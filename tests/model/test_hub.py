@@ -14,9 +14,9 @@ import pytest
 from huggingface_hub import constants
 from stand_in_hub import COMMIT, StandInHub
 
-from async_grpo.errors import ConfigError, ModelError
 from async_grpo.model.folder import check_model_folder
 from async_grpo.model.hub import local_folder
+from async_grpo.util.errors import ConfigError, ModelError
 
 TINY = Path(__file__).parents[2] / "sample-data" / "tiny-countdown"
 NAME = "Qwen/Qwen2-1.5B-Instruct"
@@ -127,7 +127,7 @@ def test_several_processes_of_a_node_download_once(hub, tmp_path):
 def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch, online):
     import socket
 
-    from async_grpo import deadlines
+    from async_grpo.util import deadlines
 
     monkeypatch.setattr(deadlines, "HUB_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from async_grpo.errors import ModelError
 from async_grpo.model.folder import check_model_folder, stated_positions
 from async_grpo.model.loading import load_policy
+from async_grpo.util.errors import ModelError
 
 
 def save_tokenizer(folder, size=60):

@@ -5,9 +5,9 @@ import torch
 from model_families import family_config
 from transformers import AttentionInterface
 
-from async_grpo.errors import ModelError
 from async_grpo.model.attention import packed_attention
 from async_grpo.model.probe import check_packing, small_model
+from async_grpo.util.errors import ModelError
 
 
 def forgetting(**changes):

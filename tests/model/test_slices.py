@@ -9,9 +9,9 @@ from oracle import tiny_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from async_grpo.errors import ModelError
 from async_grpo.model.loading import load_sharded
 from async_grpo.training.fsdp import shard
+from async_grpo.util.errors import ModelError
 
 CPU = torch.device("cpu")
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 from planning.runs import asked
 
-from async_grpo.checkpoint.run_folder import METRICS_FILE
-from async_grpo.errors import ConfigError
 from async_grpo.planning.kinds import CPU
 from async_grpo.planning.lengths import seen_lengths
 from async_grpo.planning.measured import Run, rates_of, read_lengths, read_rows, seen_of
 from async_grpo.planning.planner import Known, lengths_of, work_of
 from async_grpo.planning.prediction import Work, predict
 from async_grpo.planning.rates import Layout, from_peaks
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.run_folder import METRICS_FILE
 
 LENGTHS = seen_lengths([[20, 30, 40, 10, 25, 35, 15, 5]], prompt=20.0, source="here")
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from planning.runs import asked, with_train, work
 
 from async_grpo.devices.worker_bill import cached_tokens
-from async_grpo.errors import ConfigError
 from async_grpo.planning import search as search_module
 from async_grpo.planning.asked import Split
 from async_grpo.planning.bills import bills_of, engine_of
@@ -28,6 +27,7 @@ from async_grpo.planning.rates import PACK_BYTES_PER_S
 from async_grpo.planning.search import most_engines, search
 from async_grpo.planning.service import mean, simulate
 from async_grpo.planning.shapes import PUBLISHED
+from async_grpo.util.errors import ConfigError
 
 NOISE = 0.1  # of batches of 128 samples, and of splits that are not tried
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from async_grpo.errors import ModelError
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.size import model_shape, size_of
 from async_grpo.planning.folders import read_positions, read_shape
 from async_grpo.planning.shapes import PUBLISHED, multiplied, published_config, shape_of_config
+from async_grpo.util.errors import ModelError
 
 TINY = "sample-data/tiny-countdown"
 

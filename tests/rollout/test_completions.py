@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from async_grpo.errors import WorkerError
 from async_grpo.rollout.completions import read_completion
 from async_grpo.types import VersionSpan, WeightsVersion
+from async_grpo.util.errors import WorkerError
 
 
 def output(**changes):

@@ -21,9 +21,9 @@ from tiny_models import load_model
 
 from async_grpo import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ConfigError, WeightSyncError
 from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
+from async_grpo.util.errors import ConfigError, WeightSyncError
 from async_grpo.weight_sync.device import DeviceSender
 from async_grpo.weight_sync.links import Sender
 from async_grpo.weight_sync.publisher import Publisher

@@ -18,8 +18,8 @@ from engine_stack import (
 )
 from tiny_models import load_model, make_model, snapshot_of
 
-from async_grpo.errors import WeightSyncError, WorkerError
 from async_grpo.types import VersionSpan, WeightsDelta, WeightsVersion
+from async_grpo.util.errors import WeightSyncError, WorkerError
 from async_grpo.weight_sync.delta import encode
 from async_grpo.weight_sync.layout import owner_of
 

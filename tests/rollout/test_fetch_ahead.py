@@ -5,9 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.rollout.fetch_ahead import fetch_ahead
 from async_grpo.types import WeightsBucket
+from async_grpo.util.errors import WeightSyncError
 
 BUCKETS = tuple(WeightsBucket((), index, 1, 0) for index in range(4))
 

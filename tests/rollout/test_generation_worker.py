@@ -17,9 +17,9 @@ from tiny_models import canary_of, load_model
 
 from async_grpo import cluster as actors
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
+from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.publisher import Publisher
 
 pytestmark = pytest.mark.integration

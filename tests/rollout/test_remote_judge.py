@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ServerAway, WorkerError
 from async_grpo.rollout import remote_judge
 from async_grpo.rollout.remote_judge import RemoteJudge
 from async_grpo.types import JudgeRequest
+from async_grpo.util.errors import ServerAway, WorkerError
 
 REQUEST = JudgeRequest(({"role": "user", "content": "Is it right?"},), 0.0, 16)
 ANSWER = {

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.rollout.shared_file import SharedFile
+from async_grpo.util.errors import WeightSyncError
 
 READ = "import sys; f = open(sys.argv[1], 'rb'); f.seek(int(sys.argv[2])); print(f.read(3).hex())"
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.rollout.staging import Staging
 from async_grpo.types import WeightsDelta, WeightsVersion
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import pack, view_tensor
 from async_grpo.weight_sync.delta import encode
 

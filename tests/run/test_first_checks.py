@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError, ModelError
 from async_grpo.run.first_checks import check_at_once
+from async_grpo.util.errors import ConfigError, ModelError
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = str(REPOSITORY / "sample-data" / "tiny-countdown")
@@ -18,7 +18,7 @@ TRY_ALL = """
 import json, logging, sys
 from async_grpo.cli import train
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import AsyncGrpoError
+from async_grpo.util.errors import AsyncGrpoError
 
 def heavy():
     return sorted({"torch", "transformers", "accelerate", "datasets"} & set(sys.modules))

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from async_grpo.errors import DeadlineError, RankLostError, WorkerError
 from async_grpo.run import first_failure
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.types import WorkerInfo
+from async_grpo.util.errors import DeadlineError, RankLostError, WorkerError
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer "

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from async_grpo.config.generate import GenerateConfig
-from async_grpo.errors import ConfigError, DataError, WorkerError
 from async_grpo.run import generation
 from async_grpo.run.generation import generate_pairs
 from async_grpo.types import Question, Turn
+from async_grpo.util.errors import ConfigError, DataError, WorkerError
 
 MODEL = "sample-data/tiny-countdown"
 NUM_QUESTIONS = 5

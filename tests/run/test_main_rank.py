@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.errors import ClusterError, ProcessLostError, RunLost
 from async_grpo.run import main_rank, sampling
 from async_grpo.run.main_rank import MAX_RECOVERIES, MainRank
 from async_grpo.run.sampling import SampledData
 from async_grpo.types import EndOfStep, Minibatch, ResumePoint
+from async_grpo.util.errors import ClusterError, ProcessLostError, RunLost
 
 LOST = RunLost("the controller died")
 ROUND = Minibatch(0, ())

@@ -12,7 +12,6 @@ from oracle import make_config, oracle_twin, random_samples, sent, tiny_model
 
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import Start
-from async_grpo.errors import ConfigError, DataError
 from async_grpo.run import replaying
 from async_grpo.run.replaying import Comparison, find_checkpoint, read_record, replay_step
 from async_grpo.training.frames import frame, read_frames
@@ -25,6 +24,7 @@ from async_grpo.training.minibatch_log import (
     logged_steps,
 )
 from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.util.errors import ConfigError, DataError
 
 ALONE = SimpleNamespace(
     rank=0, world_size=1, device=torch.device("cpu"), gather=lambda value: [value]

@@ -9,7 +9,6 @@ import pytest
 
 from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import Start
-from async_grpo.checkpoint.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
 from async_grpo.config.train import TrainConfig
 from async_grpo.run.data import warn_of_few
 from async_grpo.run.report import Report
@@ -26,6 +25,7 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.types.workers import confinement_in_words
+from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
 
 RESULT = StepResult("", 1.0, 1e-3, 2, Clocks(1, 4), {"loss_sum": 6.0, "trained_tokens": 8.0})
 

@@ -8,9 +8,9 @@ import pytest
 from oracle import make_config
 
 from async_grpo import cluster
-from async_grpo.errors import ConfigError
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.types import Question, Verdict
+from async_grpo.util.errors import ConfigError
 
 QUESTION = Question(np.arange(3, dtype=np.int32), "2+2=", "4", {"input": "2+2=", "answer": "4"})
 

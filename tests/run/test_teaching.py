@@ -9,13 +9,13 @@ import torch
 from scripted_run import make_config
 
 from async_grpo.checkpoint.resume import Start
-from async_grpo.errors import CheckpointError, ConfigError, DataError
 from async_grpo.model.rescaling import UNCHANGED, Rescaling
 from async_grpo.run import teaching
 from async_grpo.run.data import check_types
 from async_grpo.run.preparation import with_teachers
 from async_grpo.run.teaching import meet_teachers, teachers_of
 from async_grpo.types import Question, WorkerInfo
+from async_grpo.util.errors import CheckpointError, ConfigError, DataError
 
 LEARNS = {"gkd_coefficient": 1.0}
 

@@ -12,9 +12,9 @@ from oracle import VOCAB_SIZE, make_sample, oracle_logprobs, oracle_twin, tiny_m
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from async_grpo.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.scoring.worker import LogprobWorker
 from async_grpo.types import LogprobRequest, Pulse, WeightsVersion
+from async_grpo.util.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack
 
 FIRST, SECOND = WeightsVersion(4, 0), WeightsVersion(4, 1)

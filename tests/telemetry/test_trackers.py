@@ -12,11 +12,11 @@ from accelerate.tracking import GeneralTracker
 from full_disk import no_file_beyond
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from async_grpo import deadlines
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.telemetry.tracker_runs import RUNS_FILE, arguments, tracked_run
 from async_grpo.telemetry.trackers import MAX_BEHIND, TRACKERS, Trackers, check_trackers
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
 
 ROW = {"step": 3, "avg_reward": 0.5, "kl": None}
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from async_grpo.errors import ConfigError
 from async_grpo.tools.base import ToolMistake
 from async_grpo.tools.function import FunctionTool, tool
+from async_grpo.util.errors import ConfigError
 
 
 @tool

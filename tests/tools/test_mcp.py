@@ -15,10 +15,10 @@ from async_grpo.chat.base import ToolCall
 from async_grpo.environments import reach
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
-from async_grpo.errors import ServerAway
 from async_grpo.tools import mcp as tools_mcp
 from async_grpo.tools.mcp import McpServer
 from async_grpo.tools.toolbox import Toolbox
+from async_grpo.util.errors import ServerAway
 
 pytestmark = pytest.mark.integration
 SERVER = [sys.executable, str(Path(__file__).with_name("tool_server.py"))]

@@ -14,7 +14,7 @@ from async_grpo.tools.environment import ToolEnvironment
 from async_grpo.tools.function import tool
 from async_grpo.tools.toolbox import Toolbox
 from async_grpo.types import Question, SamplingContract, Verdict
-from async_grpo.user_code import UserCode
+from async_grpo.util.user_code import UserCode
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown_calculator.py"
 TOKENIZER = tokenizer_of("qwen2_5")

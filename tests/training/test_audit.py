@@ -9,11 +9,11 @@ from learners import make_learner
 from oracle import make_sample, oracle_twin, random_samples, sent, tiny_model
 from ranks import run_ranks
 
-from async_grpo.errors import AuditError
 from async_grpo.model.collate import collate
 from async_grpo.training.audit import Audit
 from async_grpo.training.meters import Collectives
 from async_grpo.types import EndOfStep, Minibatch, Tally, digest_of
+from async_grpo.util.errors import AuditError
 
 PAIR = [  # of one length
     make_sample([1, 2], [3, 4, 5], reference=[0.0] * 3, ordinal=ordinal) for ordinal in (7, 8)

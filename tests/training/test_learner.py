@@ -8,12 +8,12 @@ import torch
 from learners import make_learner, make_minibatches
 from oracle import make_config, sent
 
-from async_grpo.errors import ModelError
 from async_grpo.run.loop import train_steps
 from async_grpo.run.report import METRICS_FILE, Report
 from async_grpo.training.learner import Learner
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep
+from async_grpo.util.errors import ModelError
 
 GOOD, FILLER, BAD = make_minibatches()
 

@@ -3,9 +3,9 @@
 import pytest
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.errors import ConfigError
 from async_grpo.training import mesh
 from async_grpo.training.mesh import make_mesh
+from async_grpo.util.errors import ConfigError
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from oracle import make_config, make_row, sample_of_rows
 from test_suspects import facts, samples
 
-from async_grpo.errors import DataError
 from async_grpo.model.collate import collate
 from async_grpo.training.frames import frame, read_frames
 from async_grpo.training.minibatch_codec import decode, encode, left_out
@@ -29,6 +28,7 @@ from async_grpo.training.minibatch_log import (
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import StepResult
 from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.util.errors import DataError
 
 RESULT = StepResult("", 0.1, 1e-6, 1, Clocks(1, 2, 3))
 LOSSES = [torch.tensor(float("nan")), torch.tensor(0.1)]

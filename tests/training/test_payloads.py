@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_sample
 
-from async_grpo import deadlines
-from async_grpo.errors import ProcessLostError, RunLost, WorkerError
 from async_grpo.training import payloads, stream
 from async_grpo.training.payloads import MAX_LOSSES, fetch_payloads, with_payloads
 from async_grpo.types import EndOfStep, Minibatch, Ticket
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ProcessLostError, RunLost, WorkerError
 
 A, B = "teacher:a", "teacher:b"
 LENGTHS = (2, 3, 1)

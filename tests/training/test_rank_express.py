@@ -13,10 +13,10 @@ from rollout.tiny_models import load_model, make_model
 from async_grpo import cluster
 from async_grpo.distillation.express import ExpressGroup
 from async_grpo.distillation.express_teacher import ExpressTeacher
-from async_grpo.errors import ExpressLost, WorkerError
 from async_grpo.model.scoring import Scorer
 from async_grpo.training.express import LOGITS, Express
 from async_grpo.types import Minibatch
+from async_grpo.util.errors import ExpressLost, WorkerError
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7

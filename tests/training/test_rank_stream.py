@@ -6,9 +6,9 @@ from threading import Event
 
 import pytest
 
-from async_grpo.errors import ClusterError, DeadlineError, ProcessLostError, RunLost
 from async_grpo.training import standstill, stream
 from async_grpo.types import EndOfStep, Minibatch, PipelineStatus, Problem
+from async_grpo.util.errors import ClusterError, DeadlineError, ProcessLostError, RunLost
 
 IDLE = {name: 0 for name in ("batch", "generating", "verifying", "in_reference", "ready")} | {
     name: 0 for name in ("training", "done", "output_tokens", "reward_sum", "reward_count")

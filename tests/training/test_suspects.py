@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from learners import make_learner, make_minibatches
 from oracle import make_row, sample_of_rows, sent
 
-from async_grpo.errors import DataError
 from async_grpo.model.collate import collate
 from async_grpo.training.step import NON_FINITE
 from async_grpo.training.suspects import MAX_FILES, Suspects, load_minibatches, save_minibatches
 from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.util.errors import DataError
 
 TOKENS = st.lists(st.integers(0, 63), min_size=1, max_size=6)
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.errors import ConfigError
 from async_grpo.types import Rewards, share_out
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 
 RUNNING = VerifierConfig(reward_names=("a.py:f", "g"), sources={"a.py": "1", "registry": "2"})

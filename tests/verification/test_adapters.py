@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.adapters import load_adapters
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.sources import read_sources, verifier_config
@@ -51,7 +51,7 @@ def test_a_function_of_a_file_is_found_and_its_neighbours_are_importable(tmp_pat
 
 def test_an_adapter_that_cannot_work_here_says_so_when_it_is_loaded(tmp_path):
     (tmp_path / "picky.py").write_text(
-        "from async_grpo.errors import ConfigError\ndef grade(sample, **kwargs): ...\n"
+        "from async_grpo.util.errors import ConfigError\ndef grade(sample, **kwargs): ...\n"
         "def prepare(): raise ConfigError('it needs a moon')\ngrade.prepare = prepare\n"
     )
     with pytest.raises(ConfigError, match="it needs a moon"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from verifier_processes import Grader, all_below, are_gone
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification import jailer
 from async_grpo.verification.graders.code_execution import grade_code
 

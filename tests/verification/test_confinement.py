@@ -12,9 +12,10 @@ import pytest
 from no_namespaces import REFUSAL, refusing_bwrap
 from verifier_processes import REPOSITORY
 
-from async_grpo import deadlines, head
+from async_grpo import head
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.errors import ConfigError
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification import confinement, sources
 from async_grpo.verification.config import Isolation, VerifierConfig
 from async_grpo.verification.graders import shipped

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_processes import sandbox
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.graders import UnscorableError
 from async_grpo.verification.graders.majority import majority_rewards

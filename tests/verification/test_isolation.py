@@ -319,7 +319,7 @@ def test_any_process_of_ours_that_is_killed_from_outside_costs_nothing(grader, r
 
 
 def test_a_server_that_is_stopped_from_outside_is_replaced_and_nothing_lost(confined, monkeypatch):
-    monkeypatch.setattr("async_grpo.deadlines.GRADER_SILENCE_S", 1.0)
+    monkeypatch.setattr("async_grpo.util.deadlines.GRADER_SILENCE_S", 1.0)
     before = confined.box.events["server_restarts"]
     for victim in processes().servers:
         os.kill(victim, signal.SIGSTOP)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.graders import UnscorableError
 from async_grpo.verification.graders.shipped import SHIPPED

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from verifier_processes import Grader, processes, sandbox, verdict_of
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.server import GraderServer
 
 pytestmark = pytest.mark.integration

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.types import WeightsVersion
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

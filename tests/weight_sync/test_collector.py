@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from async_grpo import cluster
-from async_grpo.errors import WeightSyncError
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import local_shards
 from async_grpo.types import WeightsVersion
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import unpack
 from async_grpo.weight_sync.collector import Collector
 from async_grpo.weight_sync.delta import patch

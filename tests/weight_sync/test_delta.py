@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.errors import WeightSyncError
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.delta import encode, patch
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from async_grpo import cluster
-from async_grpo.errors import ConfigError, DeadlineError, ProcessLostError, WorkerError
 from async_grpo.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.util.errors import ConfigError, DeadlineError, ProcessLostError, WorkerError
 from async_grpo.weight_sync.device import DeviceSender
 
 FIRST, SECOND = (WeightsSnapshot(WeightsVersion(0, batch), ()) for batch in (0, 1))

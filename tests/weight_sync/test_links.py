@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from async_grpo import cluster
-from async_grpo.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.types import WeightsVersion, WorkerInfo
+from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack
 from async_grpo.weight_sync.layout import tensor_bytes
 from async_grpo.weight_sync.links import WorkersClient, device_tensors

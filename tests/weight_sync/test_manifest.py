@@ -3,8 +3,8 @@
 import pytest
 from oracle import tiny_model
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.types import TensorMeta
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.manifest import ExpectedWeights
 
 EXPECTED = ExpectedWeights({"embed.weight": (8, 4), "norm.weight": (4,)}, dtype="float32")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from async_grpo.errors import WeightSyncError
 from async_grpo.types import WeightsVersion
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.publisher import Publisher
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from async_grpo.errors import WeightSyncError
+from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync import readback
 from async_grpo.weight_sync.manifest import ExpectedWeights
 from async_grpo.weight_sync.readback import NUM_READ, Readback

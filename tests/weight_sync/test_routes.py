@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.errors import ConfigError, WeightSyncError
 from async_grpo.types import WorkerInfo
+from async_grpo.util.errors import ConfigError, WeightSyncError
 from async_grpo.weight_sync.routes import check_group, check_route
 
 

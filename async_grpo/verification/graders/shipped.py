@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 from async_grpo.verification.graders.answers import without_prompt
 from async_grpo.verification.graders.boxed import UnscorableError
 from async_grpo.verification.graders.countdown import grade_countdown

@@ -26,7 +26,7 @@ from traceback import FrameSummary
 from types import ModuleType
 from typing import Any, TypeVar
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 T = TypeVar("T")
 INSTALLED = ("site-packages", "dist-packages")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from async_grpo.errors import ConfigError
+from async_grpo.util.errors import ConfigError
 
 
 @contextmanager

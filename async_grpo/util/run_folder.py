@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from async_grpo.files import explained
+from async_grpo.util.files import explained
 
 logger = logging.getLogger(__name__)
 METRICS_FILE = "training_metrics.jsonl"
