@@ -56,7 +56,7 @@ Every loop of it, what it waits for, and what unblocks it:
 
 All of these end when the controller is lost: `errors.RunLost` or `errors.ProcessLostError` on the
 ranks, and run/main_rank.recover begins the run again at the last whole gradient step. How long
-anybody waits stands in util/deadlines.py.
+anybody waits stands in util/deadlines.
 
 `types/` and `config/` are what rooms exchange; `algorithms/` and `environments/` are the seams for
 code of yours, `bridges/` plays other people's environments, `roles.py` names the roles. `data/`

@@ -19,7 +19,7 @@ import click
 import numpy as np
 import ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.data.table import QuestionTable
 from async_grpo.types import Question
 from benchmarks import control_plane, procfs, results, stack

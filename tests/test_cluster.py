@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from ray.exceptions import ActorUnavailableError, OutOfMemoryError
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.util.errors import ProcessLostError
 
 FACTS = (

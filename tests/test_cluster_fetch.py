@@ -7,7 +7,7 @@ import pytest
 import ray
 from local_ray import local_ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.util.errors import ProcessLostError
 
 pytestmark = pytest.mark.integration

@@ -4,7 +4,7 @@ import socket
 import pytest
 from ray._private import services
 
-from async_grpo import cluster, head
+from async_grpo.cluster import cluster, head
 from async_grpo.util.errors import ClusterError
 
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import (
     EndOfStep,
     Episode,

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo import head
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.check.finding import EVERYTHING, Cost
 from async_grpo.check.interfaces import (
@@ -29,11 +28,12 @@ from async_grpo.check.interfaces import (
 from async_grpo.check.notes import Notes
 from async_grpo.check.trial import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
+from async_grpo.cluster import head
+from async_grpo.cluster.head import ClusterResources
 from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.data.lines import may_be_hub_name
-from async_grpo.head import ClusterResources
 from async_grpo.model.folder import (
     ModelFacts,
     WeightsSize,

@@ -54,7 +54,7 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     options = _options(run)
     if control is not None:  # what the options refuse is refused before anybody is asked
         with_settings(_config(options), control.settings)
-    from async_grpo import cluster
+    from async_grpo.cluster import cluster
     from async_grpo.run.connection import way_to
     from async_grpo.util import deadlines
 

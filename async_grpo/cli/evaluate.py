@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
-from async_grpo import cluster
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.interrupts import interrupt_once
 from async_grpo.cli.launch_file import cluster_of, dispatcher_of
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.processes import Process
+from async_grpo.cluster import cluster
 from async_grpo.config.data_files import as_text
 from async_grpo.config.evaluate import EvaluateConfig
 from async_grpo.config.train import TrainConfig

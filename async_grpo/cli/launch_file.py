@@ -24,7 +24,6 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from async_grpo import head
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
 from async_grpo.cli.emit import EMITTED
@@ -46,6 +45,7 @@ from async_grpo.cli.remote_process import RemoteProcess
 from async_grpo.cli.summary import conclusion, finished, how_to_go_on
 from async_grpo.cli.train import main as train
 from async_grpo.cli.trust import trust_option
+from async_grpo.cluster import head
 from async_grpo.devices.checks import usable_devices
 from async_grpo.run.connection import CONNECTION_FILE, LAUNCH_LOGS
 from async_grpo.run.first_checks import check_overwrite
@@ -227,7 +227,7 @@ def _outcome(
 
 def _nodes(run: LocalRun) -> tuple[Node, ...]:
     """Of the cluster that the run joins: this machine first."""
-    from async_grpo import cluster  # imports Ray
+    from async_grpo.cluster import cluster  # imports Ray
 
     cluster.connect(run.ray_address, namespace=run.train.namespace)
     return tuple(

@@ -20,8 +20,8 @@ from async_grpo.cli.torchrun import (
     keep_to_loopback,
     rank0_only_errors,
 )
+from async_grpo.cluster.reservation import rank_device
 from async_grpo.devices.environment import prepare_for_devices
-from async_grpo.devices.reservation import rank_device
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ReplayError
 from async_grpo.util.imports import without_collection

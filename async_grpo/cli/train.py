@@ -27,10 +27,10 @@ from async_grpo.cli.torchrun import (
     keep_to_loopback,
     rank0_only_errors,
 )
+from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
 from async_grpo.devices.environment import prepare_for_devices
-from async_grpo.devices.reservation import rank_device
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once, check_overwrite
 from async_grpo.run.stopping import StopRequest

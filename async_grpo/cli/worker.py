@@ -15,11 +15,11 @@ from typing import Any
 
 import click
 
-from async_grpo import cluster
 from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.model.folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.model.hub import local_folder

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from async_grpo import cluster
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.lanes import LAST
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.cluster import cluster
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.live_control import check_folder, registry_with, run_status

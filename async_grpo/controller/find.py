@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 import async_grpo
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import Pulse
 from async_grpo.util.errors import AsyncGrpoError, LossCause, ProcessLostError
 

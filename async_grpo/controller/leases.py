@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from async_grpo import cluster
 from async_grpo.batching.lanes import Lane
+from async_grpo.cluster import cluster
 from async_grpo.controller.heartbeat import in_ticks
 from async_grpo.controller.holds import Hold
 from async_grpo.types import Turn, WeightsVersion, WorkerInfo

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.controller.balancer import Balancer
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.history import History

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.controller.heartbeat import Loss
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.token_watch import TokenWatch

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.controller.updates import Member
 from async_grpo.types import Rewards, WorkerInfo, share_out
 from async_grpo.util import deadlines

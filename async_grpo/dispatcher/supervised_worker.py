@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import WorkerKind
 from async_grpo.dispatcher.restarts import RestartBudget

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Self
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.dispatcher.supervised_worker import SupervisedWorker

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.distillation.divergence import divergence, gradient_by_logits
-from async_grpo.model.head import Head
+from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import LEAST_LOGPROB
 from async_grpo.roles import TEACHER
 from async_grpo.types import Payload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import EpisodesRequest, RunId
 from async_grpo.util.errors import ProcessLostError
 

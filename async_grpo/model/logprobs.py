@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from async_grpo.model.head import Head, add_product_
+from async_grpo.model.lm_head import Head, add_product_
 from async_grpo.model.rescaling import UNCHANGED, Rescaling
 
 # exp() of it is 0 in every type, while its products with numbers near 1 stay finite: in place of

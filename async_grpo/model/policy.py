@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from async_grpo.model.attention import PACKED
-from async_grpo.model.head import Head
+from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import HeadTerm, TokenLogprobs, token_logprobs
 from async_grpo.model.rescaling import rescaling_of
 from async_grpo.types import PackedMinibatch

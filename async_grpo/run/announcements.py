@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.roles import GENERATION
 from async_grpo.types import PublishReport, WeightsSnapshot

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.run.folder_lock import is_given_back
 from async_grpo.telemetry.files import write_json_atomic
 from async_grpo.util.errors import ClusterError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from async_grpo import head
+from async_grpo.cluster import head
 from async_grpo.config.option import flag, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import Columns, parse_column_mapping

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.run.watcher import see_members
 from async_grpo.telemetry.files import write_json_atomic
 from async_grpo.telemetry.incidents import Incident, Incidents

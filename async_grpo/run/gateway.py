@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from async_grpo import cluster
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.chat.base import ToolSpec
 from async_grpo.chat.dialogue import Dialogue
 from async_grpo.chat.find import find_renderer, find_tokenizer
+from async_grpo.cluster import cluster
 from async_grpo.config.serve import TOKEN_VARIABLE
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient

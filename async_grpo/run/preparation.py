@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import start_rules
@@ -20,6 +19,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.chat.find import AUTO, find_renderer
 from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.resume import Start, check_contents
+from async_grpo.cluster import cluster
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.evaluation import UNNAMED
 from async_grpo.config.train import TrainConfig

@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.cluster import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.client import WHO

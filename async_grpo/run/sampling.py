@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from async_grpo import cluster
 from async_grpo.algorithms.distillation import Distillation
 from async_grpo.checkpoint.resume import Start
+from async_grpo.cluster import cluster
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.roles import teacher

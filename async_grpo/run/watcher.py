@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.telemetry.incidents import Incidents
 from async_grpo.types import Control, PipelineStatus, WorkerInfo

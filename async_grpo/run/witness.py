@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 
 if TYPE_CHECKING:
     from async_grpo.types.handles import WitnessHandle

@@ -20,7 +20,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.roles import REFERENCE, role_of
 from async_grpo.types import (
     HeadRequest,

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.distillation.express import ExpressGroup, Meeting, keep_in, open_meeting
 from async_grpo.distillation.express_plan import Send
 from async_grpo.distillation.express_round import Reading, plan_round

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.roles import TEACHER
 from async_grpo.types import Minibatch, RowKey, Sample

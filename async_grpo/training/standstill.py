@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import PipelineStatus
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.training.express import Express
 from async_grpo.training.payloads import fetch_payloads
 from async_grpo.training.standstill import Standstill

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.roles import VERIFIER
 from async_grpo.types import (
     GradingRequest,

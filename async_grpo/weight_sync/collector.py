@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, WeightSyncError

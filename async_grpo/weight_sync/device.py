@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WorkerInfo
 from async_grpo.util import deadlines

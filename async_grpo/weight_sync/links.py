@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import WeightsSnapshot, WorkerInfo
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, DeadlineError

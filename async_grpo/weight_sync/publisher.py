@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import PublishReport, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError

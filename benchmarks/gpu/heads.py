@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from async_grpo.model.head import Head
+from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs
 from benchmarks.gpu import clock
 from benchmarks.gpu.isolation import NotHereError

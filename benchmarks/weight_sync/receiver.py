@@ -4,7 +4,7 @@ An actor's class must stand in a module that Ray can import: ranks that are spaw
 as `__mp_main__`, which no other process has.
 """
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.rollout.shared_file import SharedFile
 from async_grpo.types import WeightsSnapshot
 from async_grpo.weight_sync.buckets import check_bytes, parts

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.rollout.worker import GenerationWorker
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsAck, WeightsSnapshot

@@ -17,10 +17,10 @@ from websockets.asyncio.server import serve
 
 from async_grpo.bridges import openenv
 from async_grpo.bridges.openenv import OpenEnvEnvironment
+from async_grpo.cluster.head import refusal
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
-from async_grpo.head import refusal
 from async_grpo.types import Question
 from async_grpo.util.ports import free_port
 

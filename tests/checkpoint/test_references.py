@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo import cluster
 from async_grpo.checkpoint import references
+from async_grpo.cluster import cluster
 from async_grpo.types import WeightsVersion
 from async_grpo.weight_sync.buckets import pack
 

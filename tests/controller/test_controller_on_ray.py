@@ -15,10 +15,10 @@ import ray
 from local_ray import local_ray
 from scripted_run import QUESTIONS, make_config
 
-from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.cluster import cluster
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.roles import GENERATION, teacher

@@ -2,9 +2,9 @@
 
 import pytest
 
+from async_grpo.cluster.reservation import RankHere, own_device, rank_device
 from async_grpo.devices import current
 from async_grpo.devices.inventory import Device, Inventory
-from async_grpo.devices.reservation import RankHere, own_device, rank_device
 from async_grpo.util.errors import ConfigError
 
 

@@ -7,10 +7,9 @@ import pytest
 import ray
 from local_ray import local_ray
 
-from async_grpo import cluster
-from async_grpo.devices import reservation
+from async_grpo.cluster import cluster, reservation
+from async_grpo.cluster.reservation import RankHere, held_device
 from async_grpo.devices.inventory import Device, Inventory
-from async_grpo.devices.reservation import RankHere, held_device
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError, ConfigError
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller import find
 from async_grpo.dispatcher import workers as module

@@ -9,7 +9,7 @@ import pytest
 import ray
 from local_ray import local_ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher import workers as module
 from async_grpo.dispatcher.actors import WorkerKind

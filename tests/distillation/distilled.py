@@ -14,7 +14,7 @@ from formulas import token_weight as weight_of
 from oracle import VOCAB_SIZE, oracle_outputs, random_samples
 
 from async_grpo.distillation.head_terms import Teacher, top_k_with_tail
-from async_grpo.model.head import Head
+from async_grpo.model.lm_head import Head
 
 HIDDEN = 7
 

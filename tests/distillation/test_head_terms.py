@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensor_watchers import LargestTensor
 
 from async_grpo.distillation.head_terms import Teacher, head_term, top_k_with_tail
-from async_grpo.model.head import Head
+from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.rescaling import Rescaling
 from async_grpo.types import Payload

@@ -7,7 +7,7 @@ import pytest
 from players import make_request
 from scripted import Handle
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.environments import services
 from async_grpo.types import RunId
 from async_grpo.util.errors import ProcessLostError

@@ -11,11 +11,11 @@ from local_ray import local_ray
 from scripted import make_question
 from scripted_run import make_config
 
-from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.ledger import FATES
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.dispatcher.actors import worker_kinds

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from async_grpo import cluster
 from async_grpo.cli.train import main
+from async_grpo.cluster import cluster
 from async_grpo.util import deadlines
 
 LOST_EVERY = 3  # fetches of payloads, the first among them

@@ -79,7 +79,7 @@ class Probe:
 
 
 def _status() -> dict[str, Any]:
-    from async_grpo import cluster
+    from async_grpo.cluster import cluster
 
     controller = cluster.find_actor(cluster.CONTROLLER)
     if controller is None:
@@ -92,7 +92,7 @@ def _status() -> dict[str, Any]:
 
 
 def _fenced() -> dict[str, str]:
-    from async_grpo import cluster
+    from async_grpo.cluster import cluster
 
     controller = cluster.find_actor(cluster.CONTROLLER)
     if controller is None:
@@ -106,7 +106,7 @@ def _fenced() -> dict[str, str]:
 
 def main(address: str, namespace: str) -> None:
     """Answer each line of the input with a line of JSON; {} when nobody can be asked."""
-    from async_grpo import cluster
+    from async_grpo.cluster import cluster
     from async_grpo.util.errors import AsyncGrpoError
 
     cluster.connect(address, namespace=namespace)

@@ -13,7 +13,7 @@ import time
 import pytest
 from local_ray import local_ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from faults.episode_run import Keeper, Killer, Trainer, books, ray
 
 NUM_KILLS = int(os.environ.get("EPISODE_KILLS", "60"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_grpo.model.attention import packed_attention
-from async_grpo.model.head import Head
+from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.training.fsdp import iter_full_tensors, shard
 from async_grpo.training.ranks import Ranks

@@ -19,7 +19,7 @@ from local_ray import local_ray
 from registry_actor import RegistryClient
 from tiny_models import load_model, make_model
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion

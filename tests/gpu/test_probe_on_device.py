@@ -4,7 +4,7 @@ import pytest
 import torch
 from model_families import FAMILIES, family_config
 
-from async_grpo.model import head
+from async_grpo.model import lm_head as head
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.probe import check_packing
 

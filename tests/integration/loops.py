@@ -11,7 +11,7 @@ from commands import dispatcher, trainer, wait_until
 from tiny_models import load_model
 from torch.nn.utils.rnn import pad_sequence
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.telemetry.schema import METRICS
 from async_grpo.types import WeightsVersion
 

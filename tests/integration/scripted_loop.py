@@ -21,11 +21,11 @@ import ray
 import torch
 from scripted_services import TIMEOUT_S, tell
 
-from async_grpo import cluster
 from async_grpo.algorithms.advantages import group_advantages
 from async_grpo.algorithms.base import REFERENCE
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.export import Exports
+from async_grpo.cluster import cluster
 from async_grpo.model.folder import check_model_folder
 from async_grpo.run import sampling
 from async_grpo.run.announcements import Announcements

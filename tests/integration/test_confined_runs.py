@@ -18,7 +18,7 @@ from loops import read_lines
 from no_namespaces import container
 from private_cluster import PrivateCluster, environment
 
-from async_grpo import head
+from async_grpo.cluster import head
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 RUN_S = 900  # on a busy machine

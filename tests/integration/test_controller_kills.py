@@ -21,7 +21,7 @@ from stories import NAMESPACE, World, make_story
 from test_resumed_loop import assert_same_bits, check_groups
 from test_scripted_loop import without_timing
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 

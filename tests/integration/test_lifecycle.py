@@ -15,7 +15,7 @@ from loops import num_registered, read_lines
 from private_cluster import environment, is_running
 from tiny_models import make_model
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.data.stream import QuestionStream
 from async_grpo.roles import GENERATION, REFERENCE
 

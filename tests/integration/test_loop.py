@@ -29,7 +29,7 @@ from oracle import make_sample, oracle_gradient
 from rollouts_pages import NEEDS_NODE, Page, recomputed_weights, write
 from tiny_models import load_model
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion

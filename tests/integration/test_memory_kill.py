@@ -6,7 +6,7 @@ import pytest
 import ray
 from private_cluster import PrivateCluster, environment
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.controller.client import RunClient
 from async_grpo.training.stream import RankStream
 from async_grpo.types import RunId

@@ -14,10 +14,10 @@ from commands import Command, dispatcher, wait_until
 from private_cluster import environment
 from scripted_run import make_config
 
-from async_grpo import cluster
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.cluster import cluster
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.model.scoring import Scorer
 from async_grpo.roles import GENERATION, VERIFIER, teacher

@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from async_grpo.model import head
-from async_grpo.model.head import add_product_
+from async_grpo.model import lm_head as head
+from async_grpo.model.lm_head import add_product_
 
 VOCAB, HIDDEN, CHUNK = 30, 16, 8
 

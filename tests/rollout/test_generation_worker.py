@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from registry_actor import RegistryClient
 from tiny_models import canary_of, load_model
 
-from async_grpo import cluster as actors
+from async_grpo.cluster import cluster as actors
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.rollout.worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences

@@ -10,7 +10,7 @@ import time
 import pytest
 from test_folder_lock import another_trainer
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.run.connection import CONNECTION_FILE, way_to
 from async_grpo.util.errors import ClusterError
 

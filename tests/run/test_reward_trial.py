@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from oracle import make_config
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.types import Question, Verdict
 from async_grpo.util.errors import ConfigError

@@ -11,7 +11,7 @@ from oracle import make_config, oracle_twin, tiny_model
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.run.announcements import Announcements
 from async_grpo.run.main_rank import MainRank, OtherRank

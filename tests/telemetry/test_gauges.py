@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from local_ray import local_ray
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.telemetry import ray_gauges
 from async_grpo.telemetry.gauges import points
 from async_grpo.telemetry.ray_gauges import RayGauges

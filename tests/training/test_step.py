@@ -12,7 +12,7 @@ from tensor_watchers import NumbersRead
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
-from async_grpo.model.head import Head
+from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.schedule import Clocks

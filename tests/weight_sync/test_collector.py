@@ -9,7 +9,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import local_shards
 from async_grpo.types import WeightsVersion

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import WeightsVersion, WorkerInfo
 from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from async_grpo.head import find_head, refusal
+from async_grpo.cluster.head import find_head, refusal
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     AsyncGrpoError,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.devices.inventory import VISIBLE, Inventory
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError, ConfigError, DeadlineError

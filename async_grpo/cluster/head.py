@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from async_grpo.ray_token import check_token, refused, settle_authentication
+from async_grpo.cluster.ray_token import check_token, refused, settle_authentication
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError
 from async_grpo.util.files import tokens_folder
