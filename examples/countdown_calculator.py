@@ -4,9 +4,9 @@ async-grpo-worker --mode environment
 async-grpo train --environment examples/countdown_calculator.py:CountdownCalculator ...
 """
 
-from async_grpo.tools.base import ToolMistake
-from async_grpo.tools.environment import ToolEnvironment
-from async_grpo.tools.function import tool
+from async_grpo.environments.tools.base import ToolMistake
+from async_grpo.environments.tools.environment import ToolEnvironment
+from async_grpo.environments.tools.function import tool
 from async_grpo.verification.graders.countdown import MalformedError, parse_equation
 
 

@@ -120,7 +120,7 @@ def pairs(tasks: Sequence[CountDownTask], *, stage: Stage, seed: int) -> Iterato
     An end is the first right sum and whatever follows; calls with a wrong sum are only read. What
     the tool says of the right one is learned too: that is doing sums.
     """
-    from async_grpo.chat.template import TemplateRenderer
+    from async_grpo.environments.chat.template import TemplateRenderer
 
     rng, renderer = random.Random(f"{seed} {stage.name}"), TemplateRenderer(make_tokenizer())
     for _ in range(stage.num_steps * stage.batch_size):

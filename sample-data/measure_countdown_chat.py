@@ -91,7 +91,7 @@ class Talk:
     renderer: Any
 
     async def dialogue(self, *, tools: Sequence[Any] = ()) -> Any:
-        from async_grpo.chat.dialogue import Dialogue
+        from async_grpo.environments.chat.dialogue import Dialogue
 
         return Dialogue(self.renderer, tools=tools)
 
@@ -101,7 +101,7 @@ def measure(folder: Path, *, tasks: Sequence[CountDownTask], seed: int = 0) -> M
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from async_grpo.chat.find import find_renderer
+    from async_grpo.environments.chat.find import find_renderer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

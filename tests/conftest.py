@@ -19,7 +19,8 @@ ONE_ENGINE = (
     "tests/rollout/test_missed_updates.py",
 )
 ROOMS = (
-    "training", "model", "batching", "algorithms", "environments", "chat", "gateway", "telemetry",
+    "training", "model", "batching", "algorithms", "environments", "environments/chat", "gateway",
+    "telemetry",
 )  # fmt: skip
 sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 

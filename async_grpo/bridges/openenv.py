@@ -23,7 +23,6 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
-from async_grpo.chat.base import Reply, ToolSpec
 from async_grpo.environments.base import (
     Environment,
     EpisodeFailed,
@@ -32,9 +31,10 @@ from async_grpo.environments.base import (
     Services,
 )
 from async_grpo.environments.causes import Cause, cause_of
+from async_grpo.environments.chat.base import Reply, ToolSpec
 from async_grpo.environments.episode import NoRoom
-from async_grpo.tools.base import ToolMistake
-from async_grpo.tools.toolbox import Toolbox
+from async_grpo.environments.tools.base import ToolMistake
+from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.types import Episode, Question, Verdict
 from async_grpo.util.deadlines import OPENENV_ANSWER_S
 

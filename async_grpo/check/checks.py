@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from functools import partial
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.chat.find import AUTO, find_renderer
 from async_grpo.check.arithmetic import (
     batch_in_words,
     disk_need,
@@ -25,6 +24,7 @@ from async_grpo.check.trial import TRIAL_S
 from async_grpo.check.workers import as_registered, check_engine, check_same_rewards, room_in
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
+from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
 from async_grpo.model.folder import ModelFacts
 from async_grpo.roles import GENERATION, JUDGE

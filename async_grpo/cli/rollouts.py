@@ -76,7 +76,7 @@ def make_page(
 def _tokenizer(named: str, *, model: str, run: Path) -> Any:
     """Hugging Face's: what the user named, or the run's model, or an export of the run; or None."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a page is made of what is here
-    from async_grpo.chat.find import find_tokenizer  # seconds
+    from async_grpo.environments.chat.find import find_tokenizer  # seconds
 
     exports = sorted((run / "hf_format").glob("samples_*"), reverse=True)
     for folder in (named,) if named else (model, *map(str, exports)):

@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 from numpy.typing import ArrayLike
 
-from async_grpo.chat.base import Message, ToolSpec
-from async_grpo.chat.dialogue import Dialogue
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.causes import ModelError as ModelError  # authors find it here
+from async_grpo.environments.chat.base import Message, ToolSpec
+from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.types import Episode, Question, Turn, Verdict
 from async_grpo.util.errors import WorkerError, escaped

@@ -22,10 +22,10 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.chat.base import Message, Renderer, ToolSpec
-from async_grpo.chat.dialogue import Dialogue
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, ModelError, Next, cause_of, decide
+from async_grpo.environments.chat.base import Message, Renderer, ToolSpec
+from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.environments.reach import TELL, Outage, Tell, reach, until_back

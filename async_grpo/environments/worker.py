@@ -23,8 +23,8 @@ from functools import partial
 
 import ray
 
-from async_grpo.chat.find import find_renderer
 from async_grpo.environments.base import Environment
+from async_grpo.environments.chat.find import find_renderer
 from async_grpo.environments.find import make_environment
 from async_grpo.environments.play import Ask, GroupPlay
 from async_grpo.roles import ENVIRONMENT

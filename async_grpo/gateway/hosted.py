@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from async_grpo.chat.find import find_tokenizer
 from async_grpo.environments.base import Environment, EpisodeFailed, Policy, Services
+from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.environments.episode import NoRoom
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask, Refused

@@ -31,7 +31,7 @@ class JudgeWorker(GenerationWorker):
 
     def __init__(self, config: WorkerConfig, *, worker_id: str) -> None:
         super().__init__(config, worker_id=worker_id)
-        from async_grpo.chat.find import find_renderer
+        from async_grpo.environments.chat.find import find_renderer
         from async_grpo.model.folder import hash_model
 
         self._role = config.role

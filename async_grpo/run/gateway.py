@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import ray
 
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.chat.base import ToolSpec
-from async_grpo.chat.dialogue import Dialogue
-from async_grpo.chat.find import find_renderer, find_tokenizer
 from async_grpo.cluster import cluster
 from async_grpo.config.serve import TOKEN_VARIABLE
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
+from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.chat.dialogue import Dialogue
+from async_grpo.environments.chat.find import find_renderer, find_tokenizer
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.server import Server, in_background, listening

@@ -16,7 +16,6 @@ from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.chat.find import AUTO, find_renderer
 from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.resume import Start, check_contents
 from async_grpo.cluster import cluster
@@ -27,6 +26,7 @@ from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.mixture import MixedOrder, TypedQuestions
 from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import QuestionTable
+from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.size import read_size

@@ -15,11 +15,11 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from async_grpo.chat.base import ToolSpec
-from async_grpo.chat.dialogue import Dialogue
-from async_grpo.chat.find import find_renderer, find_tokenizer
 from async_grpo.config.serve import TOKEN_VARIABLE, ServeConfig
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.chat.dialogue import Dialogue
+from async_grpo.environments.chat.find import find_renderer, find_tokenizer
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask
 from async_grpo.gateway.server import Server

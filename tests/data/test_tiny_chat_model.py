@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_grpo.chat.find import find_renderer
-from async_grpo.chat.template import TemplateRenderer
+from async_grpo.environments.chat.find import find_renderer
+from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.verification.graders.countdown import grade_countdown
 
 SAMPLE_DATA = Path(__file__).parents[2] / "sample-data"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from players import Scripted, make_request, play
 
-from async_grpo.chat.template import TemplateRenderer
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
+from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.types import JudgeAnswer, Question, SamplingContract
 from async_grpo.util.errors import ProcessLostError
 from async_grpo.util.user_code import UserCode

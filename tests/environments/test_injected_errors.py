@@ -14,13 +14,13 @@ from script import Script
 from scripted import run
 from scripted_run import Run, make_config, split_steps
 
-from async_grpo.chat.base import ToolCall
 from async_grpo.environments.base import Environment, FailureClass
+from async_grpo.environments.chat.base import ToolCall
 from async_grpo.environments.judging import score
 from async_grpo.environments.play import GroupPlay
+from async_grpo.environments.tools.function import tool
+from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.roles import GENERATION
-from async_grpo.tools.function import tool
-from async_grpo.tools.toolbox import Toolbox
 from async_grpo.types import JudgeAnswer, Verdict
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 

@@ -8,8 +8,8 @@ import numpy as np
 import openai
 from families import tokenizer_of
 
-from async_grpo.chat.dialogue import Dialogue
-from async_grpo.chat.template import TemplateRenderer
+from async_grpo.environments.chat.dialogue import Dialogue
+from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.server import Server
 from async_grpo.gateway.session import Session

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verifier_processes import sandbox
 
-from async_grpo.tools.code import PythonTool
+from async_grpo.environments.tools.code import PythonTool
 from async_grpo.verification import jailer
 from async_grpo.verification.memory import LONGEST_S, SHARE, held_mib, pause_s
 from async_grpo.verification.processes import descendants

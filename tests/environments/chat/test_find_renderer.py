@@ -3,7 +3,7 @@
 import threading
 import time
 
-from async_grpo.chat import find
+from async_grpo.environments.chat import find
 
 
 def test_threads_that_chat_at_once_load_a_tokenizer_one_after_another(monkeypatch):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from async_grpo.chat.base import ToolSpec
 from async_grpo.environments.base import ModelError
+from async_grpo.environments.chat.base import ToolSpec
 
 
 class ToolMistake(ModelError, ValueError):

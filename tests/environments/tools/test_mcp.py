@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.chat.base import ToolCall
 from async_grpo.environments import reach
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
-from async_grpo.tools import mcp as tools_mcp
-from async_grpo.tools.mcp import McpServer
-from async_grpo.tools.toolbox import Toolbox
+from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.tools import mcp as tools_mcp
+from async_grpo.environments.tools.mcp import McpServer
+from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.util.errors import ServerAway
 
 pytestmark = pytest.mark.integration

@@ -21,8 +21,8 @@ from typing import Any, NotRequired, get_type_hints, overload
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from async_grpo.chat.base import ToolSpec
-from async_grpo.tools.base import ToolMistake
+from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.util.errors import ConfigError
 
 MAX_THREADS = 32  # of one tool; calls that never return keep theirs

@@ -5,8 +5,8 @@ from typing import ClassVar
 import pytest
 from families import tokenizer_of
 
-from async_grpo.chat.base import MessagesError
-from async_grpo.chat.template import TemplateRenderer
+from async_grpo.environments.chat.base import MessagesError
+from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.util.errors import ModelError
 
 SERVED = ["smollm2", "qwen2_5", "qwen3_instruct_2507", "llama3", "llama3_1", "phi3", "gemma"]

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from async_grpo.tools.base import ToolMistake
-from async_grpo.tools.function import FunctionTool, tool
+from async_grpo.environments.tools.base import ToolMistake
+from async_grpo.environments.tools.function import FunctionTool, tool
 from async_grpo.util.errors import ConfigError
 
 

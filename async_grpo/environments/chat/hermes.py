@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_grpo.chat.base import Reply, ToolCall, wrong_arguments
+from async_grpo.environments.chat.base import Reply, ToolCall, wrong_arguments
 
 BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 HOW_TO_CALL = (

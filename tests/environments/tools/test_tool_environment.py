@@ -8,15 +8,15 @@ import pytest
 from families import tokenizer_of
 from players import Scripted, make_request, play
 
-from async_grpo.chat.template import TemplateRenderer
 from async_grpo.environments.base import EpisodeFailed, FailureClass
-from async_grpo.tools.environment import ToolEnvironment
-from async_grpo.tools.function import tool
-from async_grpo.tools.toolbox import Toolbox
+from async_grpo.environments.chat.template import TemplateRenderer
+from async_grpo.environments.tools.environment import ToolEnvironment
+from async_grpo.environments.tools.function import tool
+from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.types import Question, SamplingContract, Verdict
 from async_grpo.util.user_code import UserCode
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown_calculator.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "countdown_calculator.py"
 TOKENIZER = tokenizer_of("qwen2_5")
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from async_grpo.chat.base import ToolSpec
-from async_grpo.tools.function import FunctionTool
+from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.tools.function import FunctionTool
 from async_grpo.verification.jailer import MEMORY_MIB, require_jail, run_program
 
 MAX_SECONDS = 10.0

@@ -10,8 +10,15 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from async_grpo.chat.base import Message, Renderer, Reply, ToolCall, ToolSpec, wrong_arguments
-from async_grpo.chat.messages import Cleaner
+from async_grpo.environments.chat.base import (
+    Message,
+    Renderer,
+    Reply,
+    ToolCall,
+    ToolSpec,
+    wrong_arguments,
+)
+from async_grpo.environments.chat.messages import Cleaner
 from async_grpo.util.errors import ConfigError, ModelError
 
 PROBLEMS = {

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from async_grpo.chat.base import ToolCall
 from async_grpo.environments import reach
 from async_grpo.environments.base import EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.causes import Cause
-from async_grpo.tools.base import ToolMistake
-from async_grpo.tools.function import tool
-from async_grpo.tools.toolbox import MAX_CALLS, Toolbox
+from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.tools.base import ToolMistake
+from async_grpo.environments.tools.function import tool
+from async_grpo.environments.tools.toolbox import MAX_CALLS, Toolbox
 from async_grpo.util.errors import ConfigError
 
 RELEASED = threading.Event()

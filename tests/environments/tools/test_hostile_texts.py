@@ -11,12 +11,12 @@ from families import tokenizer_of
 from hostile_texts import CONTROL, PROGRAMS, SAID, WRITTEN
 from players import Scripted, make_request, play
 
-from async_grpo.chat.base import ToolCall
-from async_grpo.chat.template import TemplateRenderer
-from async_grpo.tools.code import PythonTool
-from async_grpo.tools.environment import ToolEnvironment
-from async_grpo.tools.function import tool
-from async_grpo.tools.toolbox import MAX_CHARACTERS, Toolbox
+from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.chat.template import TemplateRenderer
+from async_grpo.environments.tools.code import PythonTool
+from async_grpo.environments.tools.environment import ToolEnvironment
+from async_grpo.environments.tools.function import tool
+from async_grpo.environments.tools.toolbox import MAX_CHARACTERS, Toolbox
 from async_grpo.types import Question, SamplingContract, Verdict
 from benchmarks.cores import family
 

@@ -6,9 +6,9 @@ import functools
 import threading
 from typing import Any
 
-from async_grpo.chat.base import Renderer
-from async_grpo.chat.library import known_family, library_renderer
-from async_grpo.chat.template import TemplateRenderer
+from async_grpo.environments.chat.base import Renderer
+from async_grpo.environments.chat.library import known_family, library_renderer
+from async_grpo.environments.chat.template import TemplateRenderer
 
 AUTO, TEMPLATE = "auto", "template"
 LOADING = threading.Lock()

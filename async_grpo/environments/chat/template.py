@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from async_grpo.chat.base import Message, MessagesError, Reply, ToolSpec
-from async_grpo.chat.hermes import flattened, read_reply
-from async_grpo.chat.messages import Cleaner
+from async_grpo.environments.chat.base import Message, MessagesError, Reply, ToolSpec
+from async_grpo.environments.chat.hermes import flattened, read_reply
+from async_grpo.environments.chat.messages import Cleaner
 from async_grpo.util.errors import ModelError
 
 REMEDY = "name the renderer of its family with --renderer (see `pip install renderers`)"

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from async_grpo.chat.base import Message, MessagesError, ToolSpec
+from async_grpo.environments.chat.base import Message, MessagesError, ToolSpec
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

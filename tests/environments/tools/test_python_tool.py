@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from async_grpo.chat.base import ToolCall
-from async_grpo.tools.code import PythonTool
-from async_grpo.tools.toolbox import Toolbox
+from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.tools.code import PythonTool
+from async_grpo.environments.tools.toolbox import Toolbox
 
 pytestmark = pytest.mark.integration
 
