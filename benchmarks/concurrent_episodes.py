@@ -36,7 +36,6 @@ from async_grpo.controller.find import code_hash
 from async_grpo.data.stream import QuestionStream
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.environments.find import users_environment
-from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     GenerationRequest,
     Question,
@@ -47,6 +46,7 @@ from async_grpo.types import (
     WeightsSnapshot,
     WorkerInfo,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from benchmarks import results, stack
 from benchmarks.control_plane import (
     FIRST,

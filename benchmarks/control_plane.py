@@ -30,7 +30,6 @@ from async_grpo.cluster import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.controller import Controller
 from async_grpo.data.stream import QuestionStream
-from async_grpo.roles import GENERATION, VERIFIER, teacher
 from async_grpo.types import (
     EndOfStep,
     GenerationRequest,
@@ -47,6 +46,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import GENERATION, VERIFIER, teacher
 from benchmarks import results, stack
 from benchmarks.results import Figure, median
 

@@ -36,7 +36,6 @@ from async_grpo.data.stream import QuestionStream
 from async_grpo.environments.base import Environment, Policy, Services
 from async_grpo.environments.play import GroupPlay
 from async_grpo.planning import clock
-from async_grpo.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.types import (
     EndOfStep,
     Episode,
@@ -56,6 +55,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.util.user_code import UserCode
 from benchmarks import results
 from benchmarks.results import Figure

@@ -34,7 +34,6 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.environments.chat.template import TemplateRenderer
-from async_grpo.roles import GENERATION
 from async_grpo.run.gateway import ADDRESS_FILE, free_address, start_gateway
 from async_grpo.run.witness import start_witness
 from async_grpo.types import (
@@ -50,6 +49,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import GENERATION
 from benchmarks import results, stack
 from benchmarks.results import Figure, median
 

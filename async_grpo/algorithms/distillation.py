@@ -16,9 +16,9 @@ from async_grpo.algorithms.base import LossSums, ScoreNeed
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.config.distillation import EVERY_TYPE, check_distillation
 from async_grpo.config.train import TrainConfig
-from async_grpo.roles import TEACHER
 from async_grpo.types import Payload, PayloadKind, Sample
 from async_grpo.types.metrics import Metric
+from async_grpo.types.roles import TEACHER
 
 if TYPE_CHECKING:
     from async_grpo.distillation.head_terms import Teacher

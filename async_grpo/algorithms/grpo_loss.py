@@ -24,8 +24,8 @@ from async_grpo.algorithms.ratios import (
     policy_ratio,
 )
 from async_grpo.config.train import TrainConfig
-from async_grpo.roles import REFERENCE
 from async_grpo.types import PackedMinibatch
+from async_grpo.types.roles import REFERENCE
 
 
 def grpo_loss(

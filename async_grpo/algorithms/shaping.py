@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.roles import REFERENCE
 from async_grpo.types import Sample
+from async_grpo.types.roles import REFERENCE
 
 
 def overlong_penalty(

@@ -37,7 +37,6 @@ from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.statistics import StepSums, num_taught
 from async_grpo.batching.step_groups import StepGroups
 from async_grpo.batching.teachers import Teachers
-from async_grpo.roles import GENERATION, judge, named
 from async_grpo.types import (
     Control,
     EndOfStep,
@@ -60,11 +59,12 @@ from async_grpo.types import (
     tally,
     without_texts,
 )
+from async_grpo.types.roles import GENERATION, judge, named
 from async_grpo.util.errors import DeadlineError, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
+    from async_grpo.controller.handles import RecorderHandle
     from async_grpo.controller.registry import WorkerRegistry
-    from async_grpo.types.handles import RecorderHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.02  # while trainers stand still beside samples: the fill asked for falls

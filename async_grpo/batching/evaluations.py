@@ -22,8 +22,8 @@ from async_grpo.batching.evaluation import SetEvaluation
 from async_grpo.batching.lanes import Lane
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, SetPlan
-from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import EvaluationResult, WeightsVersion
+from async_grpo.types.roles import ENVIRONMENT, GENERATION
 
 if TYPE_CHECKING:
     from async_grpo.controller.holds import Hold

@@ -16,8 +16,8 @@ from typing import Any
 
 from async_grpo.batching.leased_work import MAX_KINDS, Progress, SlotFailed
 from async_grpo.environments.base import FailureClass
-from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import Problem, Verdict, VerificationRequest
+from async_grpo.types.roles import ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from typing import Literal
 
 from async_grpo.batching.quarantine import Quarantine
-from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import Problem
+from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import (
     AsyncGrpoError,
     LeaseLost,

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from async_grpo.batching.leased_work import Progress
-from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import OutageRequest, Problem
+from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import DeadlineError
 
 logger = logging.getLogger(__name__)

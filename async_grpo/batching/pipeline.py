@@ -28,7 +28,6 @@ from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.batching.stages import StageClock
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, Next, decide
-from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -45,6 +44,7 @@ from async_grpo.types import (
     VerificationRequest,
     WeightsVersion,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, NoWorkerError
 
 if TYPE_CHECKING:

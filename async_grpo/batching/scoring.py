@@ -19,7 +19,6 @@ import numpy as np
 from async_grpo.batching.answers import Scores, check_scores
 from async_grpo.batching.leased_work import Reason
 from async_grpo.config.train import TrainConfig
-from async_grpo.roles import REFERENCE, TEACHER
 from async_grpo.types import (
     Group,
     LogprobRequest,
@@ -29,6 +28,7 @@ from async_grpo.types import (
     Ticket,
     WeightsVersion,
 )
+from async_grpo.types.roles import REFERENCE, TEACHER
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import ScoreNeed

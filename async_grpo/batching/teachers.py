@@ -11,8 +11,8 @@ from async_grpo.batching.admission import StepKey
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.teacher_buffer import TeacherBuffer
 from async_grpo.config.train import TrainConfig
-from async_grpo.roles import teacher
 from async_grpo.types import LogprobRequest, Sample, WorkerInfo
+from async_grpo.types.roles import teacher
 from async_grpo.util.errors import WorkerError
 
 if TYPE_CHECKING:

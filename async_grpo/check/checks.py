@@ -27,13 +27,13 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
 from async_grpo.model.folder import ModelFacts
-from async_grpo.roles import GENERATION, JUDGE
 from async_grpo.run.data import check_routes, few_lines
 from async_grpo.run.first_checks import check_output, check_overwrite
 from async_grpo.run.recruitment import Demand, brought_by, check_roles, check_worker
 from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.telemetry.trackers import check_trackers
+from async_grpo.types.roles import GENERATION, JUDGE
 from async_grpo.types.workers import confinement_in_words
 from async_grpo.util.errors import AsyncGrpoError
 from async_grpo.weight_sync.routes import store_complaint

@@ -43,11 +43,11 @@ from async_grpo.model.folder import (
     weights_size,
 )
 from async_grpo.model.hub import local_folder
-from async_grpo.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.run.data import Part, Purpose, parts_of
 from async_grpo.run.first_checks import check_sources
 from async_grpo.run.gateway import free_address
 from async_grpo.types import GivenPair, Question, TrainingPair
+from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.util.errors import AsyncGrpoError
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.environments.find import grades_itself
-from async_grpo.roles import GENERATION, VERIFIER
 from async_grpo.run.reward_trial import check_names, request_of
 from async_grpo.types import Question, Verdict
+from async_grpo.types.roles import GENERATION, VERIFIER
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.confinement import wanted_isolation, why_unconfined

@@ -11,8 +11,8 @@ from async_grpo.cluster.head import ClusterResources
 from async_grpo.config.engine_options import check_known
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.model.folder import ModelFacts, engine_positions
-from async_grpo.roles import GENERATION, JUDGE, VERIFIER
 from async_grpo.types import WorkerInfo
+from async_grpo.types.roles import GENERATION, JUDGE, VERIFIER
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.sources import verifier_config
 

@@ -32,7 +32,7 @@ from async_grpo.devices.checks import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.model.folder import check_files, check_tokenizer_files
 from async_grpo.model.hub import local_folder
-from async_grpo.roles import ENVIRONMENT, GENERATION
+from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.together import in_background
 
 POLL_INTERVAL_S = 0.2

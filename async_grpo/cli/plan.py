@@ -19,7 +19,7 @@ from async_grpo.cli.local_plan import placed_on
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.trust import check_origin, trust_option
-from async_grpo.roles import ENVIRONMENT, VERIFIER
+from async_grpo.types.roles import ENVIRONMENT, VERIFIER
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, ModelError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from async_grpo.config.engine_options import parse_engine_options
 from async_grpo.config.option import AT_LEAST_1, LOG_LEVELS, POSITIVE, Options, names_in, option
-from async_grpo.roles import (
+from async_grpo.types.roles import (
     ENVIRONMENT,
     GENERATION,
     JUDGE,
@@ -202,7 +202,7 @@ class WorkerConfig(Options):
 
     @property
     def role(self) -> str:
-        """Of the workers; see `async_grpo.roles`."""
+        """Of the workers; see `async_grpo.types.roles`."""
         if self.mode == TEACHER:
             return teacher(self.name)
         if self.mode == JUDGE:

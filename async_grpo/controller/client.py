@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from async_grpo.controller.handles import ControllerHandle
     from async_grpo.types import RowKey, RunId, WeightsSnapshot, WeightsVersion
-    from async_grpo.types.handles import ControllerHandle
 
 WHO = "the controller"
 

@@ -29,7 +29,6 @@ from async_grpo.controller.leases import Lease
 from async_grpo.controller.live_control import check_folder, registry_with, run_status
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.controller.verifiers import VerifierTerms
-from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
 from async_grpo.types import (
     AT_ONCE,
     Control,
@@ -49,11 +48,12 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import RecorderHandle, WitnessHandle, WorkerHandle
+    from async_grpo.controller.handles import RecorderHandle, WitnessHandle, WorkerHandle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import ControllerHandle
+    from async_grpo.controller.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 WHO = "the controller"

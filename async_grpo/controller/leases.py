@@ -17,7 +17,7 @@ from async_grpo.types import Turn, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import WorkerHandle
+    from async_grpo.controller.handles import WorkerHandle
 
 T = TypeVar("T")
 TryAcquire = Callable[[float, WeightsVersion | None, str | None, Hold | None], "Lease | None"]

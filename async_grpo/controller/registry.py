@@ -26,7 +26,6 @@ from async_grpo.controller.history import History
 from async_grpo.controller.holds import Hold, Holds
 from async_grpo.controller.leases import Lease, WaitingLine
 from async_grpo.controller.updates import Member, Updates
-from async_grpo.roles import Role
 from async_grpo.types import (
     PublishReport,
     Pulse,
@@ -35,6 +34,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import Role
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     AsyncGrpoError,
@@ -45,7 +45,7 @@ from async_grpo.util.errors import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import WorkerHandle
+    from async_grpo.controller.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 UNVERSIONED = WeightsVersion(0, 0)  # what workers serve whose weights are not the trainer's

@@ -15,12 +15,12 @@ from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.checks import usable_devices
 from async_grpo.devices.environment import forwarded
-from async_grpo.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.imports import startup_variables
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import WorkerHandle
+    from async_grpo.controller.handles import WorkerHandle
 
 FAILED_SAMPLES = "failed_samples.jsonl"
 

@@ -32,8 +32,8 @@ from async_grpo.util.errors import (
 from async_grpo.util.log_tail import last_words
 
 if TYPE_CHECKING:
+    from async_grpo.controller.handles import ControllerHandle, WorkerHandle
     from async_grpo.types import Standing, WorkerInfo
-    from async_grpo.types.handles import ControllerHandle, WorkerHandle
 
 logger = logging.getLogger(__name__)
 State = Literal["pausing", "loading", "registering", "serving"]

@@ -20,13 +20,13 @@ from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.dispatcher.supervised_worker import SupervisedWorker
-from async_grpo.roles import VERIFIER
+from async_grpo.types.roles import VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
 
 if TYPE_CHECKING:
+    from async_grpo.controller.handles import ControllerHandle
     from async_grpo.types import Standing  # imports numpy
-    from async_grpo.types.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0

@@ -21,8 +21,8 @@ from torch import Tensor
 from async_grpo.distillation.divergence import divergence, gradient_by_logits
 from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import LEAST_LOGPROB
-from async_grpo.roles import TEACHER
 from async_grpo.types import Payload
+from async_grpo.types.roles import TEACHER
 
 NAME = "divergence"
 IDS, LOGPROBS, TAIL = f"{TEACHER}.ids", f"{TEACHER}.logprobs", f"{TEACHER}.tail"

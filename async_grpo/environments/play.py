@@ -29,7 +29,6 @@ from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.environments.reach import TELL, Outage, Tell, reach, until_back
-from async_grpo.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -48,6 +47,7 @@ from async_grpo.types import (
     VerdictStatus,
     VerificationRequest,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.util.errors import AsyncGrpoError, DeadlineError, ServerAway, escaped
 from async_grpo.util.together import together
 

@@ -27,8 +27,8 @@ from async_grpo.environments.base import Environment
 from async_grpo.environments.chat.find import find_renderer
 from async_grpo.environments.find import make_environment
 from async_grpo.environments.play import Ask, GroupPlay
-from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import EpisodesRequest, PlayedGroup, Pulse, WorkerInfo
+from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.deadlines import LEASE_S
 from async_grpo.util.errors import WorkerError
 from async_grpo.util.user_code import UserCode

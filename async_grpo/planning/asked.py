@@ -10,7 +10,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
 from async_grpo.planning.kinds import Fleet
-from async_grpo.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
+from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
 from async_grpo.util.errors import ConfigError
 
 BF16 = 2

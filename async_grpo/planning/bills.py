@@ -27,8 +27,8 @@ from async_grpo.devices.worker_bill import (
     scorer_bill,
 )
 from async_grpo.planning.asked import Asked, Split
-from async_grpo.roles import JUDGE, LOGPROB
 from async_grpo.training.as_billed import USED, as_billed
+from async_grpo.types.roles import JUDGE, LOGPROB
 from async_grpo.weight_sync.routes import NUM_SNAPSHOTS
 
 CONTEXT_BYTES = GIB  # CUDA and NCCL of a rank or a scoring worker, an assumption

@@ -15,7 +15,7 @@ from async_grpo.planning.bills import (
     rank_bill_of,
     scorer_bill_of,
 )
-from async_grpo.roles import GENERATION, JUDGE, LOGPROB, TEACHER
+from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.util.errors import ConfigError
 
 

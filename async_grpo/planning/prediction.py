@@ -21,7 +21,7 @@ from async_grpo.planning.rates import Rates
 from async_grpo.planning.scenario import Scenario, Scorers, SyncRates, TrainerRates
 from async_grpo.planning.service import mean, simulate
 from async_grpo.planning.shapes import multiplied
-from async_grpo.roles import TEACHER
+from async_grpo.types.roles import TEACHER
 
 WARM_UP = 2  # batches until generation is as far ahead as it may be
 SIMULATED_SAMPLES = 2048  # of a batch, above which a part of the run is simulated

@@ -20,7 +20,6 @@ import ray
 
 from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.roles import GENERATION
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -31,6 +30,7 @@ from async_grpo.types import (
     WorkerInfo,
     canary_complaint,
 )
+from async_grpo.types.roles import GENERATION
 from async_grpo.util.errors import ConfigError, WeightSyncError
 from async_grpo.util.imports import without_collection
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from async_grpo.cluster import cluster
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.roles import GENERATION
 from async_grpo.types import PublishReport, WeightsSnapshot
+from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ProcessLostError, WorkerError
 from async_grpo.weight_sync.publisher import Publisher

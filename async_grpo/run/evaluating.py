@@ -18,7 +18,6 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.table import QuestionTable
 from async_grpo.model.folder import check_model_folder
-from async_grpo.roles import GENERATION
 from async_grpo.run.data import load_sets
 from async_grpo.run.preparation import demand_of, plan_run
 from async_grpo.run.recorder import start_recorder
@@ -27,6 +26,7 @@ from async_grpo.run.reward_trial import try_rewards
 from async_grpo.run.witness import start_witness
 from async_grpo.training.standstill import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
+from async_grpo.types.roles import GENERATION
 from async_grpo.types.workers import confinement_in_words
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError

@@ -34,13 +34,13 @@ from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.server import Server, in_background, listening
 from async_grpo.gateway.session import Session
 from async_grpo.gateway.sessions import Sessions
-from async_grpo.roles import GENERATION
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
+from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines
 from async_grpo.util.errors import LeaseLost, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import ControllerHandle, GatewayHandle
+    from async_grpo.controller.handles import ControllerHandle, GatewayHandle
 
 logger = logging.getLogger(__name__)
 ADDRESS_FILE = "gateway.env"

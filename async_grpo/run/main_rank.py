@@ -36,7 +36,6 @@ from async_grpo.cluster import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.run.announcements import Announcements
 from async_grpo.run.connection import leave_connection
 from async_grpo.run.control_journal import ControlJournal
@@ -60,6 +59,7 @@ from async_grpo.types import (
     WorkerInfo,
     canary_tokens,
 )
+from async_grpo.types.roles import GENERATION, REFERENCE
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.weight_sync.buckets import NamedTensors
@@ -69,7 +69,7 @@ from async_grpo.weight_sync.references import ReferenceSchedule
 from async_grpo.weight_sync.transport import open_sender
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import ControllerHandle, GatewayHandle
+    from async_grpo.controller.handles import ControllerHandle, GatewayHandle
 
 logger = logging.getLogger(__name__)
 MAX_RECOVERIES = 3  # a run

@@ -22,7 +22,9 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
 from async_grpo.model.folder import ModelFacts
-from async_grpo.roles import (
+from async_grpo.run.connection import LAUNCH_LOGS
+from async_grpo.types import SamplingContract, WorkerInfo
+from async_grpo.types.roles import (
     ENVIRONMENT,
     GENERATION,
     REFERENCE,
@@ -32,14 +34,12 @@ from async_grpo.roles import (
     named,
     role_of,
 )
-from async_grpo.run.connection import LAUNCH_LOGS
-from async_grpo.types import SamplingContract, WorkerInfo
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError
 from async_grpo.weight_sync.routes import check_route
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import ControllerHandle
+    from async_grpo.controller.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5

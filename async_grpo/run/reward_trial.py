@@ -20,7 +20,6 @@ from async_grpo.cluster import cluster
 from async_grpo.config.evaluation import EvaluationSet
 from async_grpo.config.train import TrainConfig
 from async_grpo.environments.find import grades_itself
-from async_grpo.roles import VERIFIER
 from async_grpo.types import (
     GradingRequest,
     Question,
@@ -30,11 +29,12 @@ from async_grpo.types import (
     VerificationRequest,
     WorkerInfo,
 )
+from async_grpo.types.roles import VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import ControllerHandle
+    from async_grpo.controller.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.cluster import cluster
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
-from async_grpo.roles import teacher
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.teaching import meet_teachers
 from async_grpo.training.express import Express
@@ -27,6 +26,7 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
+from async_grpo.types.roles import teacher
 from async_grpo.util import deadlines
 from async_grpo.util.errors import RunLost
 from async_grpo.weight_sync.collector import Collected, Collector

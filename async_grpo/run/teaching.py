@@ -14,14 +14,14 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.distillation.head_terms import Teacher
 from async_grpo.model.lm_head import Head
 from async_grpo.model.rescaling import Rescaling
-from async_grpo.roles import teacher
 from async_grpo.types import WorkerInfo
+from async_grpo.types.roles import teacher
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DataError, WorkerError
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.distillation import Distillation
-    from async_grpo.types.handles import ControllerHandle
+    from async_grpo.controller.handles import ControllerHandle
 
 
 def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, WorkerInfo]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from async_grpo.cluster import cluster
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import WitnessHandle
+    from async_grpo.controller.handles import WitnessHandle
 
 
 class Witness:

@@ -21,7 +21,6 @@ import ray
 from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
-from async_grpo.roles import REFERENCE, role_of
 from async_grpo.types import (
     HeadRequest,
     LogprobRequest,
@@ -33,6 +32,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import REFERENCE, role_of
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.util.imports import without_collection

@@ -25,15 +25,15 @@ from async_grpo.cluster import cluster
 from async_grpo.distillation.express import ExpressGroup, Meeting, keep_in, open_meeting
 from async_grpo.distillation.express_plan import Send
 from async_grpo.distillation.express_round import Reading, plan_round
-from async_grpo.roles import TEACHER
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample
+from async_grpo.types.roles import TEACHER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ExpressLost, ProcessLostError
 
 if TYPE_CHECKING:
+    from async_grpo.controller.handles import WorkerHandle
     from async_grpo.types import WorkerInfo
-    from async_grpo.types.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 LOGITS = f"{TEACHER}.logits"

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.roles import TEACHER
 from async_grpo.types import Minibatch, RowKey, Sample
+from async_grpo.types.roles import TEACHER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError
 

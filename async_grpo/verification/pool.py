@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import ray
 
 from async_grpo.cluster import cluster
-from async_grpo.roles import VERIFIER
 from async_grpo.types import (
     GradingRequest,
     Pulse,
@@ -25,6 +24,7 @@ from async_grpo.types import (
     Verdict,
     WorkerInfo,
 )
+from async_grpo.types.roles import VERIFIER
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.failed_samples import adapter_sample, append_failed
 from async_grpo.verification.sandbox import Sandbox

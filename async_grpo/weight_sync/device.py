@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from async_grpo.cluster import cluster
-from async_grpo.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WorkerInfo
+from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, WeightSyncError
 from async_grpo.weight_sync.buckets import NamedTensors
@@ -22,7 +22,7 @@ from async_grpo.weight_sync.links import Link, Members
 
 if TYPE_CHECKING:
     from async_grpo.controller.client import RunClient
-    from async_grpo.types.handles import WorkerHandle
+    from async_grpo.controller.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 Check = Callable[[WorkerInfo], None]

@@ -16,7 +16,7 @@ from async_grpo.util.errors import AsyncGrpoError, DeadlineError
 from async_grpo.weight_sync.buckets import NamedTensors, unpack
 
 if TYPE_CHECKING:
-    from async_grpo.types.handles import WorkerHandle
+    from async_grpo.controller.handles import WorkerHandle
 
 OnFailure = Callable[[Exception], None]
 Members = Mapping[WorkerInfo, "WorkerHandle"]

@@ -15,7 +15,6 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train import TrainConfig
-from async_grpo.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.types import (
     EndOfStep,
@@ -27,6 +26,7 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.util.errors import ProcessLostError, WorkerError
 from async_grpo.util.user_code import UserCode
 

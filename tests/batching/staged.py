@@ -7,7 +7,6 @@ import pytest
 from scripted import Registry, make_completion, make_question, make_verdict, run
 from scripted_run import make_config
 
-from async_grpo import roles
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.admission import StepKey
@@ -16,7 +15,7 @@ from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.slot_books import SlotBooks
-from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, roles
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
 REFERENCE = WeightsVersion(7, 0)

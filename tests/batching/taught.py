@@ -15,8 +15,8 @@ from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.teacher_buffer import TeacherBuffer
 from async_grpo.batching.teachers import Teachers
-from async_grpo.roles import GENERATION, teacher
 from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerInfo
+from async_grpo.types.roles import GENERATION, teacher
 
 VERSION = WeightsVersion(5, 0)
 MATH, CODE = teacher("math"), teacher("code")

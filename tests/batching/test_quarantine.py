@@ -20,8 +20,8 @@ from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import QUARANTINE_DEATHS, Quarantine
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.types import Pulse, WorkerInfo
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.util.errors import ProcessLostError
 
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli import interrupts, worker
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.roles import role_of
+from async_grpo.types.roles import role_of
 from async_grpo.util.errors import ConfigError, WorkerError
 
 MODEL = ("--model_path", "model")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from scripted import Handle
 
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.roles import role_of
 from async_grpo.types import (
     Pulse,
     WeightsAck,
@@ -15,6 +14,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import role_of
 from async_grpo.util.errors import LeaseLost, ProcessLostError, WeightSyncError
 
 PHASES = ("fetch", "verify", "pause", "load", "finish", "acknowledge")

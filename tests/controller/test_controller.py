@@ -18,7 +18,6 @@ from async_grpo.controller.controller import (
     UNWITNESSED_TICKS,
     Controller,
 )
-from async_grpo.roles import GENERATION, VERIFIER, teacher
 from async_grpo.types import (
     GradingRequest,
     RunId,
@@ -28,6 +27,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import GENERATION, VERIFIER, teacher
 from async_grpo.util.deadlines import OTHER_RUN_ENDED_S
 from async_grpo.util.errors import (
     ConfigError,

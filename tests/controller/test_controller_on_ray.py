@@ -21,7 +21,6 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.roles import GENERATION, teacher
 from async_grpo.run.recorder import start_recorder
 from async_grpo.run.witness import start_witness
 from async_grpo.types import (
@@ -34,6 +33,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import GENERATION, teacher
 from async_grpo.util.errors import ClusterError, ProcessLostError, RunLost
 
 pytestmark = pytest.mark.integration

@@ -5,8 +5,8 @@ import pytest
 
 from async_grpo.controller.updates import Member
 from async_grpo.controller.verifiers import VerifierTerms
-from async_grpo.roles import VERIFIER
 from async_grpo.types import Rewards, WorkerInfo
+from async_grpo.types.roles import VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 

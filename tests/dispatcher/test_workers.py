@@ -13,8 +13,8 @@ from async_grpo.controller import find
 from async_grpo.dispatcher import workers as module
 from async_grpo.dispatcher.actors import WorkerKind
 from async_grpo.dispatcher.workers import Workers
-from async_grpo.roles import GENERATION, VERIFIER
 from async_grpo.types import Standing, WorkerInfo
+from async_grpo.types.roles import GENERATION, VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     ClusterError,

@@ -14,8 +14,8 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.dispatcher import workers as module
 from async_grpo.dispatcher.actors import WorkerKind
 from async_grpo.dispatcher.workers import Workers
-from async_grpo.roles import REFERENCE
 from async_grpo.types import Pulse, WeightsAck, WorkerInfo
+from async_grpo.types.roles import REFERENCE
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 120.0

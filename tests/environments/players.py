@@ -5,7 +5,6 @@ import torch
 from oracle import make_sample, oracle_logprobs
 
 from async_grpo.environments.play import GroupPlay
-from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     EpisodesRequest,
     Question,
@@ -15,6 +14,7 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.errors import DeadlineError
 from async_grpo.util.user_code import UserCode
 

@@ -23,8 +23,8 @@ from async_grpo.environments.causes import (
     is_repeatable,
     request_of,
 )
-from async_grpo.roles import ENVIRONMENT
 from async_grpo.types import Verdict
+from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import DeadlineError, ServerAway
 
 

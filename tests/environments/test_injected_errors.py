@@ -20,8 +20,8 @@ from async_grpo.environments.judging import score
 from async_grpo.environments.play import GroupPlay
 from async_grpo.environments.tools.function import tool
 from async_grpo.environments.tools.toolbox import Toolbox
-from async_grpo.roles import GENERATION
 from async_grpo.types import JudgeAnswer, Verdict
+from async_grpo.types.roles import GENERATION
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 
 # A limit of the user's is no error, and what takes longer is not played again: see test_play.

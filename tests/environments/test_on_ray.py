@@ -20,7 +20,6 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.environments.find import users_environment
-from async_grpo.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     EndOfStep,
     Minibatch,
@@ -35,6 +34,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.errors import AsyncGrpoError
 
 pytestmark = pytest.mark.integration

@@ -23,7 +23,6 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.model.policy import hf_named_parameters
-from async_grpo.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.run.witness import start_witness
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -41,6 +40,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.util.errors import WorkerError
 
 VERSION = WeightsVersion(1, 0)

@@ -11,7 +11,6 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.roles import GENERATION, VERIFIER, role_of
 from async_grpo.types import (
     Pulse,
     SamplingContract,
@@ -20,6 +19,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import GENERATION, VERIFIER, role_of
 
 GROUP, CAPACITY = 4, 8
 SECONDS_A_GROUP = 1.0

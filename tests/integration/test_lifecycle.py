@@ -17,7 +17,7 @@ from tiny_models import make_model
 
 from async_grpo.cluster import cluster
 from async_grpo.data.stream import QuestionStream
-from async_grpo.roles import GENERATION, REFERENCE
+from async_grpo.types.roles import GENERATION, REFERENCE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 NAMESPACE = ("--namespace", "lifecycle")

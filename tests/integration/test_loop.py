@@ -31,8 +31,8 @@ from tiny_models import load_model
 
 from async_grpo.cluster import cluster
 from async_grpo.config.train import TrainConfig
-from async_grpo.roles import GENERATION, REFERENCE
 from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion
+from async_grpo.types.roles import GENERATION, REFERENCE
 
 pytestmark = pytest.mark.integration
 

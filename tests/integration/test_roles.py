@@ -20,7 +20,6 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.model.scoring import Scorer
-from async_grpo.roles import GENERATION, VERIFIER, teacher
 from async_grpo.run.witness import start_witness
 from async_grpo.types import (
     EndOfStep,
@@ -36,6 +35,7 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
+from async_grpo.types.roles import GENERATION, VERIFIER, teacher
 from async_grpo.util.errors import WeightSyncError
 
 pytestmark = pytest.mark.integration

@@ -5,7 +5,7 @@ import sys
 import ray
 
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.roles import GENERATION, role_of
+from async_grpo.types.roles import GENERATION, role_of
 
 
 class RegistryActor:

@@ -3,6 +3,13 @@ import inspect
 import pytest
 
 from async_grpo.controller.controller import Controller
+from async_grpo.controller.handles import (
+    ControllerHandle,
+    GatewayHandle,
+    RecorderHandle,
+    WitnessHandle,
+    WorkerHandle,
+)
 from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.rollout.judge import JudgeWorker
 from async_grpo.rollout.remote_judge import RemoteJudge
@@ -11,13 +18,6 @@ from async_grpo.run.gateway import Gateway
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.run.witness import Witness
 from async_grpo.scoring.worker import LogprobWorker
-from async_grpo.types.handles import (
-    ControllerHandle,
-    GatewayHandle,
-    RecorderHandle,
-    WitnessHandle,
-    WorkerHandle,
-)
 from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}
