@@ -17,7 +17,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
       one turn       ─▶ rollout/worker.generate, then verification/pool.verify
       or more        ─▶ environments/worker.play, which asks for each turn and for the verdicts by
                      environments/services.ask ─▶ controller/controller.ask
-    a visitor      ─▶ run/gateway.sample ─▶ controller/controller.ask, beside all this (--gateway)
+    a visitor      ─▶ gateway/run_gateway.sample ─▶ controller/controller.ask, beside all this
     advantages     ─▶ algorithms/base.finish_group; of a whole step batching/step_groups.join
     scores         ─▶ scoring/worker.logprobs: the reference's, a teacher's
     rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds

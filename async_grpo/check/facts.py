@@ -34,6 +34,7 @@ from async_grpo.config.source import DataSource
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.data.lines import may_be_hub_name
+from async_grpo.gateway.run_gateway import free_address
 from async_grpo.model.folder import (
     ModelFacts,
     WeightsSize,
@@ -45,7 +46,6 @@ from async_grpo.model.folder import (
 from async_grpo.model.hub import local_folder
 from async_grpo.run.data import Part, Purpose, parts_of
 from async_grpo.run.first_checks import check_sources
-from async_grpo.run.gateway import free_address
 from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.util.errors import AsyncGrpoError

@@ -39,6 +39,6 @@ def main(model: str, **options: Any) -> None:
     folder = local_folder(model, revision=config.model_revision)
     check_files(Path(folder))
     check_tokenizer_files(Path(folder))
-    from async_grpo.run.serving import serve  # seconds, as all that needs torch
+    from async_grpo.gateway.serving import serve  # seconds, as all that needs torch
 
     serve(folder, config, name=model, say=click.echo)

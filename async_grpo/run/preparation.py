@@ -28,6 +28,7 @@ from async_grpo.data.stream import QuestionStream, sampling_seed
 from async_grpo.data.table import QuestionTable
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
+from async_grpo.gateway.run_gateway import free_address, start_gateway
 from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.size import read_size
 from async_grpo.run.control_journal import CONTROL_FILE, pending_after
@@ -40,7 +41,6 @@ from async_grpo.run.data import (
     warn_of_few,
 )
 from async_grpo.run.first_failure import RunRecord
-from async_grpo.run.gateway import free_address, start_gateway
 from async_grpo.run.main_rank import MainRank
 from async_grpo.run.recruitment import Demand, SetDemand, recruit
 from async_grpo.run.reward_trial import try_rewards
