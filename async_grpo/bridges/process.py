@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from async_grpo.bridges.agent_process import Said
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
-from async_grpo.gateway.process import Said
 from async_grpo.util.deadlines import AGENT_SAID_S, BRIDGE_READY_S
 
 MAX_BYTES = 16 << 20  # of one answer

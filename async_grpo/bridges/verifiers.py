@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.bridges import verifiers_bridge
+from async_grpo.bridges.hosted import Address, HostedEnvironment, process_variables
 from async_grpo.bridges.process import Bridge
 from async_grpo.environments.base import EpisodeFailed, FailureClass, Policy, Services
 from async_grpo.environments.causes import Cause
-from async_grpo.gateway.hosted import Address, HostedEnvironment, process_variables
 from async_grpo.types import Episode, Question, Verdict
 
 # What failed, by the class of verifiers' error; of all others it is the environment.

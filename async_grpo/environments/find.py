@@ -21,7 +21,7 @@ SHIPPED = {"single_turn": SingleTurn}
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
 # Names with words behind them, an example of these, and what plays them, in rooms above this one.
 HOSTED = {
-    AGENT: ("python my_agent.py", "async_grpo.gateway.agent", "AgentEnvironment"),
+    AGENT: ("python my_agent.py", "async_grpo.bridges.agent", "AgentEnvironment"),
     VERIFIERS: (
         "/path/to/its/python TASKSET",
         "async_grpo.bridges.verifiers",

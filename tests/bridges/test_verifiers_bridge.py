@@ -13,11 +13,10 @@ from gateways import RENDERER, TOKEN, TOKENIZER, listening, said
 from gateways import Scripted as ServedUser
 from players import Scripted, make_request, make_turn, play
 
-from async_grpo.bridges import verifiers, verifiers_bridge
+from async_grpo.bridges import hosted, verifiers, verifiers_bridge
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import grades_itself, make_environment, users_environment
-from async_grpo.gateway import hosted
 from async_grpo.types import Question
 
 HERE = Path(__file__).parent

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from async_grpo.bridges import verifiers, verifiers_bridge
+from async_grpo.bridges import hosted, verifiers, verifiers_bridge
 from async_grpo.environments.base import Environment
 from async_grpo.environments.chat.base import ToolCall
 from async_grpo.environments.judging import score
 from async_grpo.environments.tools.mcp import McpServer
 from async_grpo.environments.tools.toolbox import Toolbox
-from async_grpo.gateway import hosted
 from async_grpo.types import Verdict
 
 NUM_TURNS = 4

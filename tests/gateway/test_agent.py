@@ -11,10 +11,10 @@ import pytest
 from gateways import RENDERER, TOKENIZER, said
 from players import Scripted, make_request, make_turn, play
 
+from async_grpo.bridges import agent, hosted
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.find import make_environment, users_environment
-from async_grpo.gateway import agent, hosted
 from async_grpo.types import Question, Verdict
 from async_grpo.util.errors import ConfigError
 
@@ -238,7 +238,9 @@ def test_an_agent_ends_with_all_that_it_has_started_when_its_worker_is_killed(tm
     pids = tmp_path / "pids"
     agent = f"sleep 60 & echo $$ $! > {pids}; wait"
     run = f"run_process(['sh', '-c', {agent!r}], text='', variables=dict(os.environ))"
-    worker = "import asyncio, os\nfrom async_grpo.gateway.process import run_process\nasyncio.run"
+    worker = (
+        "import asyncio, os\nfrom async_grpo.bridges.agent_process import run_process\nasyncio.run"
+    )
     process = subprocess.Popen([sys.executable, "-c", f"{worker}({run})"])
     deadline = time.monotonic() + 30
     while not (pids.exists() and pids.read_text().endswith("\n")):

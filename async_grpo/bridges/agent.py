@@ -17,10 +17,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from async_grpo.bridges.agent_process import run_process
+from async_grpo.bridges.hosted import Address, HostedEnvironment, process_variables
 from async_grpo.environments.base import EpisodeFailed, FailureClass, Policy, Services
 from async_grpo.environments.causes import Cause, ModelError
-from async_grpo.gateway.hosted import Address, HostedEnvironment, process_variables
-from async_grpo.gateway.process import run_process
 from async_grpo.types import Episode, Question
 
 
