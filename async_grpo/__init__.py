@@ -6,7 +6,8 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
     new weights    run/loop.train ─▶ run/sampling.publish ─▶ weight_sync/collector.collect
     (all ranks)      ─▶ weight_sync/gather.rounds, then in a thread of rank 0:
                      run/announcements.begin ─▶ controller/controller.publish ─▶
-                     controller/registry.publish ─▶ rollout/worker.load_weights of every worker
+                     controller/registry.publish
+                     ─▶ rollout/generation_worker.load_weights of every worker
     may be used    controller/controller.published ─▶ batching/batcher.published
                      ─▶ batching/admission.start: the staleness window moves
     a question     ─▶ batching/batcher._run_slot, one a question ─▶ batching/records.draw;
@@ -14,17 +15,17 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                    batching/records.given ─▶ batching/pipeline.finish
     its episodes   ─▶ batching/pipeline.run ─▶ batching/pipeline.play; each worker is asked by
                    batching/pipeline._leased ─▶ controller/registry.lease ─▶ controller/leases.call
-      one turn       ─▶ rollout/worker.generate, then verification/pool.verify
-      or more        ─▶ environments/worker.play, which asks for each turn and for the verdicts by
-                     environments/services.ask ─▶ controller/controller.ask
+      one turn       ─▶ rollout/generation_worker.generate, then verification/pool.verify
+      or more        ─▶ environments/environment_worker.play, which asks for each turn and for
+                     the verdicts by environments/services.ask ─▶ controller/controller.ask
     a visitor      ─▶ gateway/run_gateway.sample ─▶ controller/controller.ask, beside all this
     advantages     ─▶ algorithms/base.finish_group; of a whole step batching/step_groups.join
-    scores         ─▶ scoring/worker.logprobs: the reference's, a teacher's
+    scores         ─▶ rollout/logprob_worker.logprobs: the reference's, a teacher's
     rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds
                      ─▶ batching/rounds.next_round ─▶ batching/outbox.put
     every rank     training/stream.__next__ ─▶ controller/controller.next_items
                      ─▶ batching/outbox.take
-      by express   ─▶ training/express.fill ─▶ scoring/worker.serve_express of several teachers
+      by express   ─▶ training/express.fill ─▶ rollout/logprob_worker.serve_express of teachers
                      ─▶ distillation/express.exchange: a teacher's logits, straight to the ranks
     gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
                      ─▶ training/step.accumulate ─▶ algorithms/base.loss

@@ -94,8 +94,8 @@ def _verifier_pool(config: WorkerConfig) -> WorkerKind:
 def _start_generation_worker(
     config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
+    from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
     from async_grpo.rollout.judge import JudgeWorker
-    from async_grpo.rollout.worker import GenerationWorker, worker_environment
 
     kind = JudgeWorker if config.mode == JUDGE else GenerationWorker
     variables = worker_environment(on_cpu=not taken["GPU"]) | forwarded(os.environ)
@@ -116,8 +116,8 @@ def _start_environment_worker(
     config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
     """It learns of the environment from the run."""
+    from async_grpo.environments.environment_worker import EnvironmentWorker
     from async_grpo.environments.services import ask
-    from async_grpo.environments.worker import EnvironmentWorker
     from async_grpo.verification.jailer import allow_unconfined
 
     return _actor(EnvironmentWorker, taken).remote(
@@ -132,7 +132,7 @@ def _start_environment_worker(
 def _start_logprob_worker(
     config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
-    from async_grpo.scoring.worker import LogprobWorker
+    from async_grpo.rollout.logprob_worker import LogprobWorker
 
     variables = forwarded(os.environ) if taken["GPU"] else {}
     return _actor(LogprobWorker, taken, variables=variables).remote(

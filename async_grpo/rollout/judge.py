@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.rollout.worker import GenerationWorker
+from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.types import (
     GenerationRequest,
     JudgeAnswer,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from async_grpo.model.scoring import Scorer, TokenIds
-from async_grpo.scoring.payloads import teach
+from async_grpo.rollout.teacher_payloads import teach
 from async_grpo.types import Payload
 from benchmarks.alternation import alternate
 from benchmarks.results import Figure, median

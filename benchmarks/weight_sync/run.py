@@ -16,7 +16,7 @@ import ray
 import torch
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.rollout.worker import worker_environment
+from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.training.fsdp import local_shards
 from async_grpo.types import (
     CanaryRow,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.rollout.worker import GenerationWorker
+from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsAck, WeightsSnapshot
 
 PROMPT = np.arange(3, 35, dtype=np.int32)

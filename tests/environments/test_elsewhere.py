@@ -17,8 +17,8 @@ from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.environments import play
+from async_grpo.environments.environment_worker import EnvironmentWorker
 from async_grpo.environments.find import users_environment
-from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.types import Episode, PlayedGroup, RunId, WeightsVersion
 from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import LossCause, ProcessLostError, WorkerError

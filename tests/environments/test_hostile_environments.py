@@ -9,8 +9,8 @@ from players import Scripted, make_request, make_turn, play
 
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, ModelError
+from async_grpo.environments.environment_worker import EnvironmentWorker
 from async_grpo.environments.judging import score
-from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.types import Verdict
 from async_grpo.util.user_code import UserCode
 

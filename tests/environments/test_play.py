@@ -12,8 +12,8 @@ from two_turns import TwoTurns
 
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
+from async_grpo.environments.environment_worker import EnvironmentWorker
 from async_grpo.environments.find import make_environment
-from async_grpo.environments.worker import EnvironmentWorker
 from async_grpo.types import Verdict
 from async_grpo.util.errors import DeadlineError, ProcessLostError, WorkerError
 from async_grpo.util.user_code import UserCode

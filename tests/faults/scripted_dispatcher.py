@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from async_grpo.cli.worker import main
-from async_grpo.rollout import worker
+from async_grpo.rollout import generation_worker as worker
 
 
 class ScriptedWorker(worker.GenerationWorker):

@@ -7,7 +7,7 @@ import pytest
 from engine_stack import Stack
 from tiny_models import make_model
 
-from async_grpo.rollout.worker import worker_environment
+from async_grpo.rollout.generation_worker import worker_environment
 
 # Importing it, as a search for doctests does, puts stand-ins into this very process.
 collect_ignore = ["devices_on_cpu_extension.py"]

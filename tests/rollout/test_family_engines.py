@@ -14,7 +14,7 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate_pairs
 from async_grpo.model.loading import load_policy
-from async_grpo.rollout.worker import worker_environment
+from async_grpo.rollout.generation_worker import worker_environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 # Float32 on both sides, of models twice as steep as usual: 5e-5 was seen; one token more in the

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from async_grpo.rollout import worker as module
-from async_grpo.rollout.worker import GenerationWorker
+from async_grpo.rollout import generation_worker as module
+from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.types import Pulse, RequestPulse, WeightsVersion
 
 V0, V1 = WeightsVersion(1, 0), WeightsVersion(1, 1)

@@ -10,14 +10,14 @@ from async_grpo.controller.handles import (
     WitnessHandle,
     WorkerHandle,
 )
-from async_grpo.environments.worker import EnvironmentWorker
+from async_grpo.environments.environment_worker import EnvironmentWorker
 from async_grpo.gateway.run_gateway import Gateway
+from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.rollout.judge import JudgeWorker
+from async_grpo.rollout.logprob_worker import LogprobWorker
 from async_grpo.rollout.remote_judge import RemoteJudge
-from async_grpo.rollout.worker import GenerationWorker
 from async_grpo.run.recorder import RunRecorder
 from async_grpo.run.witness import Witness
-from async_grpo.scoring.worker import LogprobWorker
 from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}

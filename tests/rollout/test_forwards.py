@@ -3,7 +3,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.scoring.worker import take_forward
+from async_grpo.rollout.logprob_worker import take_forward
 from async_grpo.types import WeightsVersion
 
 OLD, NEW = WeightsVersion(0, 0), WeightsVersion(0, 4)

@@ -12,7 +12,7 @@ from oracle import VOCAB_SIZE, make_sample, oracle_logprobs, oracle_twin, tiny_m
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from async_grpo.scoring.worker import LogprobWorker
+from async_grpo.rollout.logprob_worker import LogprobWorker
 from async_grpo.types import LogprobRequest, Pulse, WeightsVersion
 from async_grpo.util.errors import StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.weight_sync.buckets import pack

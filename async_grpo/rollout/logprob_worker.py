@@ -105,7 +105,7 @@ class LogprobWorker:
             from async_grpo.distillation.express_teacher import ExpressTeacher
             from async_grpo.model.folder import hash_model
             from async_grpo.model.scoring import Scorer
-            from async_grpo.scoring.payloads import teach, to_array
+            from async_grpo.rollout.teacher_payloads import teach, to_array
             from async_grpo.weight_sync.buckets import unpack
 
         imported = time.monotonic()
