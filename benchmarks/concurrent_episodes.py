@@ -34,8 +34,8 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.find import code_hash
 from async_grpo.data.stream import QuestionStream
-from async_grpo.dispatcher.actors import worker_kinds
 from async_grpo.environments.find import users_environment
+from async_grpo.launch.actors import worker_kinds
 from async_grpo.types import (
     GenerationRequest,
     Question,

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import numpy as np
 
-from async_grpo.cli.interrupts import interrupt_once
+from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.telemetry.curves import Run, make_curves
 from async_grpo.telemetry.figure import save_figure
 from benchmarks import results

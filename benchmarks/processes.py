@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from async_grpo.cli import processes
+from async_grpo.launch import processes
 from async_grpo.util.errors import WorkerError
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from async_grpo.cli.interrupts import interrupt_once
+from async_grpo.launch.interrupts import interrupt_once
 from benchmarks import results, stack
 from benchmarks.results import Figure, median
 from benchmarks.scripted_staleness import scripted_figures

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import click
 
-from async_grpo.cli import interrupts
+from async_grpo.launch import interrupts
 from benchmarks import results, stack
 from benchmarks.alternation import turns
 from benchmarks.cores import cpu_seconds, family, titled
@@ -41,7 +41,7 @@ SHARED = ("Controller", "VerifierPool")
 HEAVY = ("ray", "torch", "transformers", "vllm")
 COMMANDS = ("worker_dispatcher.py", "trainer_core.py", "plot.py")
 MODULES = {
-    "the dispatcher": "async_grpo.dispatcher.workers",
+    "the dispatcher": "async_grpo.launch.workers",
     "a trainer rank": "async_grpo.run.loop",
     "a generation worker": "async_grpo.rollout.engine",
     "the controller": "async_grpo.controller.controller",

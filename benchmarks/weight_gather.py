@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from async_grpo.cli.interrupts import interrupt_once
+from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors, local_shards
 from async_grpo.types import WeightsSnapshot, WeightsVersion

@@ -24,10 +24,10 @@ from async_grpo.api.rewards import Reward, RewardFile, reward_file
 from async_grpo.api.settings import Config, Tables, plain, tables_of, with_rewards, with_workers
 from async_grpo.cli.launch_file import COMMAND, launch
 from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned, read_run
-from async_grpo.cli.processes import Process
 from async_grpo.cli.run_file import flags_of, values_of
 from async_grpo.cli.train import main as train_command
 from async_grpo.cli.trust import TRUST, check_origin
+from async_grpo.launch.processes import Process
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.folder_lock import check_free
 from async_grpo.telemetry.rows import NewRows

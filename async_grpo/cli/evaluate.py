@@ -16,11 +16,9 @@ from typing import Any
 import click
 
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.interrupts import interrupt_once
 from async_grpo.cli.launch_file import cluster_of, dispatcher_of
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
-from async_grpo.cli.processes import Process
 from async_grpo.cluster import cluster
 from async_grpo.config.data_files import as_text
 from async_grpo.config.evaluate import EvaluateConfig
@@ -30,6 +28,8 @@ from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
 from async_grpo.devices.checks import usable_devices
 from async_grpo.environments.find import SHIPPED
+from async_grpo.launch.interrupts import interrupt_once
+from async_grpo.launch.processes import Process
 from async_grpo.model.folder import check_files, check_tokenizer_files
 from async_grpo.model.hub import local_folder
 from async_grpo.types.roles import ENVIRONMENT, GENERATION

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.check.finding import Cost
 from async_grpo.cli.local_run import LocalRun, as_toml, variables_of
-from async_grpo.cli.processes import Process
+from async_grpo.launch.processes import Process
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:

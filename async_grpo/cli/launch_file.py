@@ -28,7 +28,6 @@ from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
 from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
 from async_grpo.cli.emit import EMITTED
 from async_grpo.cli.findings import CheckBeside, refuse_broken
-from async_grpo.cli.interrupts import Interrupted, interrupt_once, stdin_option
 from async_grpo.cli.local_plan import described, devices_in, placed, plan_on
 from async_grpo.cli.local_run import (
     RUN_FILE,
@@ -40,13 +39,14 @@ from async_grpo.cli.local_run import (
     resuming,
 )
 from async_grpo.cli.options import CONTEXT, OptionsCommand
-from async_grpo.cli.processes import Process, Watched
-from async_grpo.cli.remote_process import RemoteProcess
 from async_grpo.cli.summary import conclusion, finished, how_to_go_on
 from async_grpo.cli.train import main as train
 from async_grpo.cli.trust import trust_option
 from async_grpo.cluster import head
 from async_grpo.devices.checks import usable_devices
+from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option
+from async_grpo.launch.processes import Process, Watched
+from async_grpo.launch.remote_process import RemoteProcess
 from async_grpo.run.connection import CONNECTION_FILE, LAUNCH_LOGS
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.folder_lock import LAUNCH, check_free, lock

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import click
 
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.local_ranks import run_ranks
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.torchrun import (
     end_with_agent,
@@ -22,6 +21,7 @@ from async_grpo.cli.torchrun import (
 )
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.devices.environment import prepare_for_devices
+from async_grpo.launch.local_ranks import run_ranks
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ReplayError
 from async_grpo.util.imports import without_collection

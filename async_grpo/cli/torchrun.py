@@ -19,8 +19,8 @@ from threading import Event
 
 import click
 
-from async_grpo.cli.interrupts import leave
 from async_grpo.cli.options import OptionsCommand
+from async_grpo.launch.interrupts import leave
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, RankLostError
 from async_grpo.verification import namespaces

@@ -14,8 +14,6 @@ import click
 
 from async_grpo import __version__
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.interrupts import RankInterrupts
-from async_grpo.cli.local_ranks import run_ranks
 from async_grpo.cli.options import CONTEXT, GroupedOption, given_options, is_typed, options_of
 from async_grpo.cli.predecessor import predecessor_options
 from async_grpo.cli.run_file import config_option
@@ -31,6 +29,8 @@ from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require
 from async_grpo.config.train import TrainConfig
 from async_grpo.devices.environment import prepare_for_devices
+from async_grpo.launch.interrupts import RankInterrupts
+from async_grpo.launch.local_ranks import run_ranks
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once, check_overwrite
 from async_grpo.run.stopping import StopRequest

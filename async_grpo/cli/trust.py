@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from async_grpo.cli.shared_files import PACKAGE, here_or_shared, shared_folder
+from async_grpo.launch.shared_files import PACKAGE, here_or_shared, shared_folder
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:

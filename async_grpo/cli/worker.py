@@ -15,12 +15,12 @@ from typing import Any
 
 import click
 
-from async_grpo.cli import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
 from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.launch import interrupts
 from async_grpo.model.folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.model.hub import local_folder
 from async_grpo.types.roles import GENERATION
@@ -89,7 +89,7 @@ def _check_model(config: WorkerConfig) -> None:
 
 
 def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
-    from async_grpo.dispatcher.workers import Workers  # imports Ray, which --help need not
+    from async_grpo.launch.workers import Workers  # imports Ray, which --help need not
 
     with Workers(config, say=click.echo) as workers:
         try:

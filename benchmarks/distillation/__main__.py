@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from async_grpo.cli.interrupts import interrupt_once
+from async_grpo.launch.interrupts import interrupt_once
 from benchmarks import results
 from benchmarks.results import Figure
 from benchmarks.stack import MODEL

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 
-from async_grpo.cli.interrupts import interrupt_once
+from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.util.errors import AsyncGrpoError
 from benchmarks import results
 from benchmarks import stack as stacks

@@ -16,7 +16,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from async_grpo.cli.interrupts import interrupt_once
+from async_grpo.launch.interrupts import interrupt_once
 from benchmarks import results
 from benchmarks.results import Figure
 from benchmarks.stack import start

@@ -19,7 +19,7 @@ COMMAND = """
 import json, os, signal, sys, time, tomllib
 from pathlib import Path
 sys.path.insert(0, "{repository}")
-from async_grpo.cli.interrupts import end_with_stdin
+from async_grpo.launch.interrupts import end_with_stdin
 run = tomllib.loads(Path(sys.argv[2]).read_text())
 folder = Path(run["train"]["output_dir"])
 def ended(number, _):

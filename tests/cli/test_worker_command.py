@@ -6,8 +6,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import interrupts, worker
+from async_grpo.cli import worker
 from async_grpo.config.worker import WorkerConfig
+from async_grpo.launch import interrupts
 from async_grpo.types.roles import role_of
 from async_grpo.util.errors import ConfigError, WorkerError
 
@@ -101,7 +102,7 @@ def test_a_dispatcher_imports_nothing_that_its_workers_import_at_the_same_time()
     code = (
         "import sys, ray\n"
         "from async_grpo.cli import worker\n"
-        "from async_grpo.dispatcher import actors, workers\n"
+        "from async_grpo.launch import actors, workers\n"
         "from async_grpo.config.worker import WorkerConfig\n"
         "from async_grpo.rollout.logprob_worker import LogprobWorker\n"
         "from async_grpo.rollout.generation_worker import GenerationWorker\n"

@@ -7,7 +7,7 @@ from local_ray import local_ray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.dispatcher.actors import worker_kinds
+from async_grpo.launch.actors import worker_kinds
 from async_grpo.types import JudgeRequest
 
 # An engine more, in each suite of `make test`, says little that scripted ones do not.

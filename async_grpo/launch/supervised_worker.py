@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.cluster import cluster
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.dispatcher.actors import WorkerKind
-from async_grpo.dispatcher.restarts import RestartBudget
+from async_grpo.launch.actors import WorkerKind
+from async_grpo.launch.restarts import RestartBudget
 from async_grpo.types.workers import confinement_in_words
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (

@@ -19,8 +19,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from async_grpo.cli.processes import Process
 from async_grpo.cluster import cluster
+from async_grpo.launch.processes import Process
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, WorkerError
 

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from async_grpo.cli.interrupts import NUMBERS
+from async_grpo.launch.interrupts import NUMBERS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, WorkerError
 from async_grpo.util.log_tail import NUM_LINES_SEARCHED, last_error, last_said, tail

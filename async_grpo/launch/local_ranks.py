@@ -19,7 +19,7 @@ from types import FrameType
 
 import click
 
-from async_grpo.cli.interrupts import NUMBERS
+from async_grpo.launch.interrupts import NUMBERS
 from async_grpo.util import deadlines
 from async_grpo.util.ports import free_port
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import shared_files
 from async_grpo.cli.example import examples
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.main import main
-from async_grpo.cli.shared_files import here_or_shared, with_shared
+from async_grpo.launch import shared_files
+from async_grpo.launch.shared_files import here_or_shared, with_shared
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = "sample-data/tiny-countdown"

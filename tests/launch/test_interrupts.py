@@ -12,7 +12,7 @@ from threading import Event
 
 import pytest
 
-from async_grpo.cli.interrupts import Interrupted, RankInterrupts, where_to_go_on
+from async_grpo.launch.interrupts import Interrupted, RankInterrupts, where_to_go_on
 from async_grpo.run.stopping import StopRequest, stop_in_order
 
 REPOSITORY = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from async_grpo.cli.processes import Process
+from async_grpo.launch.processes import Process
 from async_grpo.util.errors import AsyncGrpoError, WorkerError
 
 NOISE = "print('INFO worker verifier-1 is ready after 0.5 s'); "
