@@ -74,7 +74,7 @@ import ray, sys
 import numpy as np
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.verification.pool import VerifierPool
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.run.reward_trial import example_output

@@ -19,7 +19,7 @@ from async_grpo.verification.processes import descendants
 pytestmark = pytest.mark.integration
 CONNECT = """
 {first}
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 cluster.connect({address!r}, namespace="n")
 print("in")
 """
@@ -36,7 +36,7 @@ def look(sample):
 POOL = """
 import ray, sys
 import numpy as np
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.types import GradingRequest, Question, Turn, VerificationRequest
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.pool import VerifierPool
@@ -111,7 +111,7 @@ def test_only_whoever_has_the_token_is_let_in(private, tmp_path):
 
 def test_its_resources_are_told_to_whoever_does_not_join(private):
     address, token, _ = private
-    code = f"from async_grpo import head; print(*head.resources_of(head.locate({address!r})))"
+    code = f"from async_grpo.cluster import head; print(*head.resources_of(head.locate({address!r})))"
     env = environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, env=env, capture_output=True, text=True,

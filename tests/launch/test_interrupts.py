@@ -18,8 +18,8 @@ from async_grpo.run.stopping import StopRequest, stop_in_order
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import contextlib, ctypes, os, signal, sys, threading, time
-from async_grpo import deadlines
-from async_grpo.cli import interrupts
+from async_grpo.util import deadlines
+from async_grpo.launch import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.torchrun import end_with_agent, ends_at_once, is_main_rank
 from async_grpo.run.stopping import StopRequest, polled

@@ -17,8 +17,8 @@ from async_grpo.cli.train import main
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = """
 import json, os, signal, sys, time
-from async_grpo import deadlines
-from async_grpo.cli import local_ranks
+from async_grpo.util import deadlines
+from async_grpo.launch import local_ranks
 from async_grpo.cli.torchrun import end_with_agent, rank0_only_errors
 from async_grpo.util.errors import ConfigError, RankLostError
 

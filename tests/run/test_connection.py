@@ -17,7 +17,7 @@ from async_grpo.util.errors import ClusterError
 TRAINER = """
 import sys, time
 from pathlib import Path
-from async_grpo import cluster
+from async_grpo.cluster import cluster
 from async_grpo.run.connection import leave_connection
 from async_grpo.run.folder_lock import lock
 
