@@ -26,7 +26,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
     every rank     training/stream.__next__ ─▶ controller/controller.next_items
                      ─▶ batching/outbox.take
       by express   ─▶ training/express.fill ─▶ rollout/logprob_worker.serve_express of teachers
-                     ─▶ distillation/express.exchange: a teacher's logits, straight to the ranks
+                     ─▶ algorithms/express.exchange: a teacher's logits, straight to the ranks
     gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
                      ─▶ training/step.accumulate ─▶ algorithms/base.loss
     held-out       ─▶ batching/evaluations.published, of the same news ─▶ controller/registry.held
@@ -50,7 +50,7 @@ Every loop of it, what it waits for, and what unblocks it:
                                     serves such weights        controller/updates.publish
     batching/scoring.with_scores    a reference that is due    controller/controller.published
     training/stream.__next__        its next item              batching/outbox.put, or Ctrl-C
-    distillation/express.exchange   the next chunk's end       sends in the plan's order; a loss
+    algorithms/express.exchange   the next chunk's end       sends in the plan's order; a loss
     run/sampling.publish            the announcement before    the workers' acknowledgements
     run/recruitment.recruit         a worker of each role      controller/controller.register
     launch/workers.check        nothing: once a second     its workers' deaths, the controller's
@@ -63,9 +63,10 @@ anybody waits stands in util/deadlines.
 code of yours, `bridges/` plays other people's environments, `types/roles` names the roles. `data/`
 reads questions, `checkpoint/` saves and resumes, `telemetry/` watches, `devices/` says what a
 machine has and who gets which of it, `check/` finds what is wrong with a run and `planning/` what
-it takes, before it begins: planning/service.simulate is the path above on a virtual clock. `cli/`
-and `dispatcher/` start things, `api/` does so from a script or a notebook: `async_grpo.train`,
-which is imported when it is asked for.
+it takes, before it begins: planning/service.simulate is the path above on a virtual clock.
+`launch/` starts and ends processes and the workers in them, `cli/` is the commands, `api/` the same
+from a script or a notebook: `async_grpo.train`, which is imported when it is asked for. `viewing/`
+draws what a run has written. `cluster/` asks Ray, `util/` is what any room may use.
 """
 
 import sys

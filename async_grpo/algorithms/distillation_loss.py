@@ -9,8 +9,8 @@ from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums
 from async_grpo.algorithms.grpo_loss import grpo_loss
+from async_grpo.algorithms.head_terms import NAME
 from async_grpo.config.train import TrainConfig
-from async_grpo.distillation.head_terms import NAME
 from async_grpo.model.logprobs import TokenLogprobs
 from async_grpo.types import PackedMinibatch
 from async_grpo.types.roles import TEACHER

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    from async_grpo.algorithms.express import Meeting
+    from async_grpo.algorithms.express_round import ExpressRound
     from async_grpo.batching.records import BatcherPlan
-    from async_grpo.distillation.express import Meeting
-    from async_grpo.distillation.express_round import ExpressRound
     from async_grpo.types import (
         Control,
         EvaluationResult,

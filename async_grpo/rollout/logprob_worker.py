@@ -38,8 +38,8 @@ from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncErro
 from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
-    from async_grpo.distillation.express import Meeting
-    from async_grpo.distillation.express_round import ExpressRound
+    from async_grpo.algorithms.express import Meeting
+    from async_grpo.algorithms.express_round import ExpressRound
 
 Scores = NDArray[np.float32]  # [L]
 Arrays = Mapping[str, NDArray[Any]]  # a payload: see `payloads`
@@ -101,8 +101,8 @@ class LogprobWorker:
         import torch
 
         with without_collection():
+            from async_grpo.algorithms.express_teacher import ExpressTeacher
             from async_grpo.devices.current import device_id
-            from async_grpo.distillation.express_teacher import ExpressTeacher
             from async_grpo.model.folder import hash_model
             from async_grpo.model.scoring import Scorer
             from async_grpo.rollout.teacher_payloads import teach, to_array

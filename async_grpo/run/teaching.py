@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from async_grpo.algorithms.head_terms import Teacher
 from async_grpo.cluster import cluster
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.distillation.head_terms import Teacher
 from async_grpo.model.lm_head import Head
 from async_grpo.model.rescaling import Rescaling
 from async_grpo.types import WorkerInfo

@@ -111,7 +111,9 @@ def test_only_whoever_has_the_token_is_let_in(private, tmp_path):
 
 def test_its_resources_are_told_to_whoever_does_not_join(private):
     address, token, _ = private
-    code = f"from async_grpo.cluster import head; print(*head.resources_of(head.locate({address!r})))"
+    code = (
+        f"from async_grpo.cluster import head; print(*head.resources_of(head.locate({address!r})))"
+    )
     env = environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, env=env, capture_output=True, text=True,

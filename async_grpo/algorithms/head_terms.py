@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from async_grpo.distillation.divergence import divergence, gradient_by_logits
+from async_grpo.algorithms.divergence import divergence, gradient_by_logits
 from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import LEAST_LOGPROB
 from async_grpo.types import Payload

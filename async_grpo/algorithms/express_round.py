@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.distillation.express_plan import Block, Send, cut, mesh, plan_sends
+from async_grpo.algorithms.express_plan import Block, Send, cut, mesh, plan_sends
 from async_grpo.types import RowKey
 from async_grpo.types.message import Parcel
 

@@ -12,13 +12,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from async_grpo.distillation.express import Give, Meeting, open_meeting
-from async_grpo.distillation.express_plan import Block, Send
+from async_grpo.algorithms.express import Give, Meeting, open_meeting
+from async_grpo.algorithms.express_plan import Block, Send
 
 LOOPBACK = "127.0.0.1"
 CPU = torch.device("cpu")
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "async_grpo.distillation.express"])
+CONTEXT.set_forkserver_preload(["torch", "async_grpo.algorithms.express"])
 RESULT_S = 120
 
 

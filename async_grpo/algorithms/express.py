@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from async_grpo.distillation.express_plan import Send
+from async_grpo.algorithms.express_plan import Send
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ExpressLost
 

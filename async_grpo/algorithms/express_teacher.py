@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from async_grpo.distillation.express import ExpressGroup, Give, Meeting
-from async_grpo.distillation.express_plan import Block, Send
-from async_grpo.distillation.express_round import ExpressRound, Reading
+from async_grpo.algorithms.express import ExpressGroup, Give, Meeting
+from async_grpo.algorithms.express_plan import Block, Send
+from async_grpo.algorithms.express_round import ExpressRound, Reading
 from async_grpo.model.scoring import Scorer, TokenIds
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ExpressLost

@@ -8,8 +8,8 @@ import pytest
 import torch
 from members import CPU, Members, giving, logits, opened
 
-from async_grpo.distillation.express import ExpressGroup, keep_in
-from async_grpo.distillation.express_plan import cut, mesh, plan_sends
+from async_grpo.algorithms.express import ExpressGroup, keep_in
+from async_grpo.algorithms.express_plan import cut, mesh, plan_sends
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ExpressLost
 

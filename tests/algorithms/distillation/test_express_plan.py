@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.distillation.express_plan import Block, cut, mesh, plan_sends
+from async_grpo.algorithms.express_plan import Block, cut, mesh, plan_sends
 
 SIZES = range(1, 9)
 MESHES = list(product(SIZES, SIZES))
