@@ -16,8 +16,8 @@ import click
 import numpy as np
 
 from async_grpo.launch.interrupts import interrupt_once
-from async_grpo.telemetry.curves import Run, make_curves
-from async_grpo.telemetry.figure import save_figure
+from async_grpo.viewing.curves import Run, make_curves
+from async_grpo.viewing.figure import save_figure
 from benchmarks import results
 from benchmarks import stack as stacks
 from benchmarks.processes import Process

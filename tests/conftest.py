@@ -20,7 +20,7 @@ ONE_ENGINE = (
 )
 ROOMS = (
     "training", "model", "batching", "algorithms", "environments", "environments/chat", "gateway",
-    "telemetry",
+    "telemetry", "viewing",
 )  # fmt: skip
 sys.path[:0] = [str(HERE), *(str(HERE / room) for room in ROOMS)]
 

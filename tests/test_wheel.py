@@ -109,7 +109,7 @@ def test_the_wheel_has_package_examples_and_models_and_no_test(wheel):
     found = {name.split("/")[3] for name in names if name.endswith("model.safetensors")}
     assert found == models
     assert {"async_grpo/util/startup/sitecustomize.py", "reward_registry.py"} <= names
-    assert {"async_grpo/telemetry/page/page.js", "async_grpo/cli/main.py"} <= names
+    assert {"async_grpo/viewing/page/page.js", "async_grpo/cli/main.py"} <= names
     assert "async_grpo/verification/jail-x86_64.bpf" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if ".dist-info" not in top} == {"async_grpo", "reward_registry.py"}

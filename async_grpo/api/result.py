@@ -97,8 +97,8 @@ class Result:
         `DataError` for unknown variables, naming those spelt alike.
         """
         from async_grpo.api.picture import Picture
-        from async_grpo.telemetry.curves import chosen_variables, make_curves, read_run
-        from async_grpo.telemetry.figure import fill
+        from async_grpo.viewing.curves import chosen_variables, make_curves, read_run
+        from async_grpo.viewing.figure import fill
 
         run = read_run(str(self.folder), name=self.folder.name)
         window = smooth_window or (10 if len(run.rows) > MANY else None)

@@ -161,7 +161,7 @@ def _evaluated(
 
 def _tell(measured: dict[str, Any], config: EvaluateConfig) -> None:
     from async_grpo.telemetry.evaluations import in_words
-    from async_grpo.telemetry.files import write_json_atomic
+    from async_grpo.telemetry.jsonl import write_json_atomic
 
     if config.output:
         write_json_atomic(Path(config.output), measured)

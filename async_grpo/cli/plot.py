@@ -15,7 +15,7 @@ from async_grpo.cli.run_file import config_option
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from async_grpo.telemetry.curves import Run
+    from async_grpo.viewing.curves import Run
 
 MANY = 60  # points, whose noise hides a curve
 REMOTE_HELP = "Read PATH on this host, over `ssh ALIAS`."
@@ -80,8 +80,8 @@ def plot(
     \b
     plot.py plot runs/a runs/b -n baseline -n ours -v avg_reward -v entropy -s -o compare.svg
     """
-    from async_grpo.telemetry.curves import NotMeasuredError, chosen_variables, make_curves
-    from async_grpo.telemetry.figure import check_output, save_figure
+    from async_grpo.viewing.curves import NotMeasuredError, chosen_variables, make_curves
+    from async_grpo.viewing.figure import check_output, save_figure
 
     check_output(output)
     runs = _read_runs(paths, names, remote)
@@ -106,9 +106,9 @@ def plot(
 @command_boundary()
 def list_variables(path: str, remote: str) -> None:
     """Print the variables of PATH: first, last, lowest and highest value, and what they mean."""
-    from async_grpo.telemetry.curves import read_run, values
     from async_grpo.telemetry.progress import number
     from async_grpo.telemetry.schema import METRIC_BY_NAME
+    from async_grpo.viewing.curves import read_run, values
 
     lines: list[tuple[str, ...]] = [("", "first", "last", "lowest", "highest", "")]
     for name, seen in values(read_run(path, name=path, remote=remote)).items():
@@ -125,8 +125,8 @@ main.add_command(list_variables, "info")  # as the predecessor calls it
 
 
 def _read_runs(paths: Sequence[str], names: Sequence[str], remote: str) -> list[Run]:
-    from async_grpo.telemetry.curves import read_run
     from async_grpo.telemetry.seeds import default_names, names_of
+    from async_grpo.viewing.curves import read_run
 
     if names and len(names) != len(paths):
         raise ConfigError(

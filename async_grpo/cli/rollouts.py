@@ -14,7 +14,7 @@ from async_grpo.cli.options import CONTEXT
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from async_grpo.telemetry.page.build import Written
+    from async_grpo.viewing.page.build import Written
 
 MIB = 2**20
 MAX_SAMPLES, MAX_MIB = 100_000, 512.0
@@ -61,7 +61,7 @@ def make_page(
     tokenizer: str = "",
 ) -> Written:
     """The command, with its defaults; raises `ConfigError` where `path` cannot be written."""
-    from async_grpo.telemetry.page.build import write_page  # with numpy
+    from async_grpo.viewing.page.build import write_page  # with numpy
 
     def find(model: str) -> Any:
         return _tokenizer(tokenizer, model=model, run=run)

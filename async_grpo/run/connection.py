@@ -9,7 +9,7 @@ from typing import Any
 
 from async_grpo.cluster import cluster
 from async_grpo.run.folder_lock import is_given_back
-from async_grpo.telemetry.files import write_json_atomic
+from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.util.errors import ClusterError
 
 CONNECTION_FILE = "connection.json"

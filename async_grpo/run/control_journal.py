@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from async_grpo.telemetry.files import to_json
+from async_grpo.telemetry.jsonl import to_json
 from async_grpo.types import AT_ONCE, Control
 from async_grpo.util.files import LineFile
 

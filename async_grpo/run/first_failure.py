@@ -16,8 +16,8 @@ from typing import Any
 
 from async_grpo.cluster import cluster
 from async_grpo.run.watcher import see_members
-from async_grpo.telemetry.files import write_json_atomic
 from async_grpo.telemetry.incidents import Incident, Incidents
+from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.training.ranks import Ranks, as_rank_loss
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.util.log_tail import LastWords, last_words

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from async_grpo.telemetry.files import to_json
+from async_grpo.telemetry.jsonl import to_json
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.files import explained
 

@@ -20,7 +20,7 @@ from async_grpo.run.evaluation_record import EvaluationRecord
 from async_grpo.telemetry.alarm_log import ALARMS_FILE, AlarmLog
 from async_grpo.telemetry.charts import as_charts
 from async_grpo.telemetry.console import Console
-from async_grpo.telemetry.files import JsonlWriter, write_json_atomic
+from async_grpo.telemetry.jsonl import JsonlWriter, write_json_atomic
 from async_grpo.telemetry.metrics import metrics_row
 from async_grpo.telemetry.progress import duration, number
 from async_grpo.telemetry.ray_gauges import RayGauges

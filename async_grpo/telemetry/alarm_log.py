@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from async_grpo.telemetry.alarms import NUM_KEPT, Alarms, Change, Row
-from async_grpo.telemetry.files import JsonlWriter
+from async_grpo.telemetry.jsonl import JsonlWriter
 
 logger = logging.getLogger(__name__)
 ALARMS_FILE = "alarms.jsonl"

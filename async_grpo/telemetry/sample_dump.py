@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_grpo.telemetry.files import to_json
+from async_grpo.telemetry.jsonl import to_json
 from async_grpo.util.files import LineFile, replacing
 
 NUM_FILES = 4  # among which the room for a dump is divided

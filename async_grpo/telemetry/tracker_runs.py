@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.telemetry.files import write_json_atomic
+from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:

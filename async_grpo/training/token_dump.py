@@ -80,7 +80,7 @@ class TokenDump:
         batch: int,
         step: int,
     ) -> list[dict[str, object]]:
-        """`telemetry.page.dump` reads the first five fields without the rest."""
+        """`viewing.page.dump` reads the first five fields without the rest."""
         values = {"logprobs": terms.logprobs, "old": terms.old, "gradients": terms.gradients}
         rows = {
             name: split_by_row(each.cpu(), packed)

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from async_grpo.cli.main import main as async_grpo
 from async_grpo.cli.plot import main
-from async_grpo.telemetry.curves import Run, make_curves, parse_rows, read_run, values
-from async_grpo.telemetry.figure import draw
 from async_grpo.util.errors import DataError
+from async_grpo.viewing.curves import Run, make_curves, parse_rows, read_run, values
+from async_grpo.viewing.figure import draw
 
 
 def write_run(folder, values, *, tail="", evaluations=(), options=None):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from full_disk import no_file_beyond
 
-from async_grpo.telemetry.files import JsonlWriter, to_json, write_json_atomic
+from async_grpo.telemetry.jsonl import JsonlWriter, to_json, write_json_atomic
 from async_grpo.util.errors import ConfigError
 
 

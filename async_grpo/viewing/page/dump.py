@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from async_grpo.telemetry.curves import METRICS_FILENAME
 from async_grpo.telemetry.sample_dump import dump_files, steps_file, token_files
 from async_grpo.util.errors import DataError
+from async_grpo.viewing.curves import METRICS_FILENAME
 
 PARAMS_FILENAME = "training_params.json"
 SAMPLES_FILENAME = "samples.jsonl"

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_grpo.telemetry import page
-from async_grpo.telemetry.files import to_json
-from async_grpo.telemetry.page.build import write_page
+from async_grpo.telemetry.jsonl import to_json
+from async_grpo.viewing import page
+from async_grpo.viewing.page.build import write_page
 
 CODE = Path(page.__file__).parent / "weight.js"
 NEEDS_NODE = pytest.mark.skipif(

@@ -8,10 +8,10 @@ from click.testing import CliRunner
 from rollouts_pages import Page, sample, write, write_dump
 
 from async_grpo.cli.main import main
-from async_grpo.telemetry.page import build
-from async_grpo.telemetry.page.dump import Amount, choose
-from async_grpo.telemetry.page.words import Words
 from async_grpo.util.errors import DataError
+from async_grpo.viewing.page import build
+from async_grpo.viewing.page.dump import Amount, choose
+from async_grpo.viewing.page.words import Words
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",

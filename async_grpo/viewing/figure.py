@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_grpo.telemetry.curves import CLOCKS, Curve
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.util.errors import ConfigError
+from async_grpo.viewing.curves import CLOCKS, Curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

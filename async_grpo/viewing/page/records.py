@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.telemetry.page.dump import Key, Line
 from async_grpo.types import token_weight
 from async_grpo.types.roles import TEACHER
+from async_grpo.viewing.page.dump import Key, Line
 
 # {column: its type, as Python's `array` has it, and JavaScript's}
 TYPES = {"d": "Float64Array", "f": "Float32Array", "I": "Uint32Array", "H": "Uint16Array"}

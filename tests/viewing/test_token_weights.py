@@ -14,9 +14,9 @@ from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.model.collate import collate
 from async_grpo.run.recorder import RunRecorder
-from async_grpo.telemetry.files import write_json_atomic
-from async_grpo.telemetry.page import build
+from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.types import EndOfStep, Group, Minibatch
+from async_grpo.viewing.page import build
 
 OBJECTIVES = [
     {"ratio_mode": "on_policy"},
