@@ -70,18 +70,20 @@ class Engine:
         return time.process_time()
 
     async def generate(self, request: GenerationRequest) -> tuple[Turn, ...]:
-        """Outputs of random lengths and tokens."""
+        """Outputs of random lengths and tokens, the same ones for the same seed."""
         assert self._version is not None
         version = self._version
         await asyncio.sleep(ANSWER_S)
-        return tuple(self._completion(request, version) for _ in range(request.num_samples))
+        seed = request.seed
+        random = self._random if seed is None else np.random.default_rng(seed)
+        return tuple(self._completion(request, version, random) for _ in range(request.num_samples))
 
-    def _completion(self, request: GenerationRequest, version: WeightsVersion) -> Turn:
+    def _completion(
+        self, request: GenerationRequest, version: WeightsVersion, random: np.random.Generator
+    ) -> Turn:
         sampling = request.sampling
-        length = int(self._random.integers(1, sampling.max_tokens + 1))
-        token_ids = self._random.integers(
-            FIRST_ORDINARY_TOKEN, self.vocab_size, length, dtype=np.int32
-        )
+        length = int(random.integers(1, sampling.max_tokens + 1))
+        token_ids = random.integers(FIRST_ORDINARY_TOKEN, self.vocab_size, length, dtype=np.int32)
         is_finished = length < sampling.max_tokens
         if is_finished:
             token_ids[-1] = sampling.stop_token_ids[0]
