@@ -189,7 +189,7 @@ def differences(path: str, before: Any, after: Any) -> Iterator[tuple[str, str, 
             found = before.get(key, "missing"), after.get(key, "missing")
             yield from differences(f"{path} {key}".strip(), *found)
     elif json.dumps(before) != json.dumps(after):  # a NaN is equal to itself there
-        yield path, json.dumps(before).strip('"')[:18], json.dumps(after).strip('"')[:18]
+        yield path, json.dumps(before).strip('"')[:24], json.dumps(after).strip('"')[:24]
 
 
 def main() -> int:
@@ -224,7 +224,7 @@ def tell(found: list[tuple[str, str, str]]) -> int:
     """Write the table; the exit code."""
     width = max((len(path) for path, *_ in found), default=0)
     for path, before, after in (("", "before", "after"), *found) if found else ():
-        sys.stdout.write(f"{path:<{width}}  {before:<18}  {after}\n")
+        sys.stdout.write(f"{path:<{width}}  {before:<24}  {after}\n")
     sys.stdout.write(f"{len(found)} values differ\n")
     return int(bool(found))
 
