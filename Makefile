@@ -11,7 +11,7 @@ PYTEST := $(TEST_VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-
 	tests async_grpo sample-data benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original test-others lint types imports docs benchmarks guard
+.PHONY: help setup dev dev-tests quickstart test test-fast test-all test-original test-others lint types imports house docs benchmarks guard
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ types: dev ## type annotations
 
 imports: dev ## who may import whom
 	$(BIN)/lint-imports
+
+house: dev ## how large the package is, and what is over its budget (ARGS=--slivers, --arrows)
+	$(BIN)/python tools/house.py $(or $(ARGS),--check)
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: dev ## the site, in build/site; every warning is an error (ARGS=serve shows it while you write)
