@@ -4,7 +4,7 @@
     loss_it = GRPO's of A_it + γ divergence_it              Agarwal et al., GKD, arXiv 2306.13649
 
 `lp` is the policy's log-probability of a sampled token, `tea` its teacher's, sg stop-gradient. The
-divergence is that of whole distributions: `algorithms/divergence.py`. All terms share one D.
+divergence is that of whole distributions: `algorithms/distillation_loss.py`. All terms share one D.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from async_grpo.types.metrics import Metric
 from async_grpo.types.roles import TEACHER
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.head_terms import Teacher
+    from async_grpo.algorithms.distillation_loss import Teacher
     from async_grpo.model.logprobs import TokenLogprobs
     from async_grpo.types import PackedMinibatch
 
@@ -81,7 +81,7 @@ class Distillation(Grpo):
     def learn_from(self, teachers: Sequence[Teacher]) -> None:
         """What a rank knows of the teachers, in the order of `teacher_names`."""
         if self._payload is not None:
-            from async_grpo.algorithms.head_terms import head_term  # with torch
+            from async_grpo.algorithms.distillation_loss import head_term  # with torch
 
             self.terms = (
                 head_term(

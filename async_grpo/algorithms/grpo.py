@@ -1,7 +1,12 @@
-"""The GRPO family: one class over the options of `config/objective.py`.
+"""The GRPO family: one class over the options of `config/objective.py`. Pure.
 
 generated, verified ─▶ [reference, k1 only] ─▶ shaped rewards, advantages ─▶ drawn again?
                                                  └─▶ masked ─▶ [reference, KL in the loss]
+
+A reward is shaped before the baseline: length and drift from the reference are taken from it. What
+a run optimises is printed once in words, so that nobody has to guess from option names.
+
+Legend: _G members of a group, _L output tokens.
 """
 
 from __future__ import annotations
@@ -9,25 +14,31 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from async_grpo.algorithms.advantages import group_advantages, has_variance
-from async_grpo.algorithms.base import (
-    REFERENCE,
-    Algorithm,
-    LossSums,
-    Samples,
-    ScoreNeed,
-    with_advantages,
-)
-from async_grpo.algorithms.grpo_words import objective_in_words
-from async_grpo.algorithms.shaping import shaped
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from async_grpo.algorithms.base import Algorithm, LossSums, Samples, ScoreNeed, with_advantages
 from async_grpo.config.objective import check_objective
+from async_grpo.config.option import flag
+from async_grpo.config.presets import preset_options, typed_out
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import Group, Sample
+from async_grpo.types.roles import REFERENCE
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
     from async_grpo.model.logprobs import TokenLogprobs
     from async_grpo.types import PackedMinibatch
+
+DENOMINATORS = {
+    "sample-mean": "a mean over each sample's tokens, then over the samples of the step",
+    "token-mean": "a mean over all tokens of the step",
+}
+OLD_POLICY = {
+    "on_policy": "the policy itself",
+    "behaviour": "what the engine recorded",
+    "decoupled": "the policy at the start of the batch",
+}
 
 
 class Grpo(Algorithm):
@@ -90,3 +101,195 @@ class Grpo(Algorithm):
 
     def in_words(self) -> tuple[str, ...]:
         return objective_in_words(self.config)
+
+
+def group_advantages(
+    rewards_G: ArrayLike, *, method: str = "grpo", eps: float = 1e-4
+) -> NDArray[np.float64]:
+    """Advantages [G] of one group, scored and unscorable members alike.
+
+    - `grpo`: (x - mean) / (std + eps). The std is the sample one (ddof 1), and eps 1e-4: the
+      formula of DeepSeekMath leaves it open, TRL and verl both take torch's default, so learning
+      rates carry over from them; it is also the unbiased estimate for the few members of a group.
+    - `dr`: x - mean (Dr. GRPO).
+    - `rloo`: x - mean of the other members.
+
+    A group without variance is found by exact equality and is exactly 0.0.
+
+    >>> group_advantages([1, 0, 0, 1], method="rloo").round(3).tolist()
+    [0.667, -0.667, -0.667, 0.667]
+    """
+    rewards_G = np.asarray(rewards_G, dtype=np.float64)
+    if not np.isfinite(rewards_G).all():
+        raise ValueError(
+            f"rewards must be finite, got {rewards_G.tolist()}: fix the reward adapter"
+        )
+    if not has_variance(rewards_G):
+        return np.zeros_like(rewards_G)
+    centred_G = rewards_G - rewards_G.mean()
+    if method == "grpo":
+        return centred_G / (rewards_G.std(ddof=1) + eps)
+    if method == "rloo":  # x - (sum - x) / (n - 1) = (x - mean) * n / (n - 1)
+        return centred_G * (len(rewards_G) / (len(rewards_G) - 1))
+    return centred_G
+
+
+def has_variance(rewards_G: ArrayLike) -> bool:
+    """Whether any two rewards differ, by exact equality."""
+    rewards = np.asarray(rewards_G, dtype=np.float64)
+    return bool((rewards != rewards[:1]).any())
+
+
+def overlong_penalty(
+    num_tokens: int, *, max_tokens: int, buffer_tokens: int, largest: float
+) -> float:
+    """DAPO's soft punishment of an output of `num_tokens` (arXiv 2503.14476, eq. 13), not negative.
+
+    Nothing up to `max_tokens - buffer_tokens`, then linearly more, `largest` at `max_tokens`. The
+    paper's `largest` is 1; without a buffer there is no punishment.
+
+    >>> [overlong_penalty(n, max_tokens=20, buffer_tokens=4, largest=1.0) for n in (16, 17, 20)]
+    [0.0, 0.25, 1.0]
+    """
+    if not buffer_tokens:
+        return 0.0
+    excess = num_tokens - (max_tokens - buffer_tokens)
+    return largest * min(max(excess / buffer_tokens, 0.0), 1.0)
+
+
+def kl_penalty(
+    behaviour_L: NDArray[np.float32],
+    reference_L: NDArray[np.float32],
+    *,
+    loss_mask_L: NDArray[np.bool_],
+    coefficient: float,
+) -> float:
+    """`coefficient` times k1, the sum of behaviour - reference over unmasked tokens, in nats.
+
+    Either sign: only its mean over samples estimates a divergence.
+
+    >>> import numpy as np
+    >>> mask = np.array([True, True, False])
+    >>> behaviour, reference = np.array([-1.0, -2.0, 0.0]), np.array([-2.0, -2.5, -9.0])
+    >>> kl_penalty(behaviour, reference, loss_mask_L=mask, coefficient=0.1).__round__(6)
+    0.15
+    """
+    differences = behaviour_L.astype(np.float64) - reference_L.astype(np.float64)
+    return coefficient * float(differences[loss_mask_L].sum())
+
+
+def shaped(sample: Sample, config: TrainConfig) -> Sample:
+    """The sample with the penalties of the run's options; k1 in the reward needs its scores."""
+    overlong = overlong_penalty(
+        sample.episode.longest_turn,
+        max_tokens=config.max_generation_tokens,
+        buffer_tokens=config.overlong_buffer_tokens,
+        largest=config.overlong_penalty,
+    )
+    kl = 0.0
+    if config.kl_coefficient and not config.kl_in_loss and sample.num_trained_tokens:
+        kl = sum(
+            kl_penalty(
+                row.logprobs,
+                part.scores[REFERENCE],
+                loss_mask_L=row.loss_mask,
+                coefficient=config.kl_coefficient,
+            )
+            for part in sample.parts()
+            for row in part.episode.rows
+            if row.logprobs is not None
+        )
+    if not overlong and not kl:
+        return sample  # as most runs' are
+    return replace(sample, overlong_penalty=overlong, kl_penalty=kl)
+
+
+def objective_in_words(config: TrainConfig) -> tuple[str, ...]:
+    """One sentence each: preset, denominator, ratio and clip, correction, penalties, sampling."""
+    sentences = (
+        _preset(config),
+        f"loss: {_denominator(config)}; advantage {config.advantage}",
+        f"ratio: a {config.ratio_level}, against {OLD_POLICY[config.mode]}; {_clip(config)}",
+        f"engine/trainer correction: {_correction(config)}",
+        _penalties(config),
+        _rewards(config),
+    )
+    return tuple(sentence for sentence in sentences if sentence)
+
+
+def clip_is_inert(config: TrainConfig) -> bool:
+    """The ratio is exactly 1 wherever it is computed, so that no bound can cut anything."""
+    one_step = config.steps_per_batch == 1
+    return config.mode == "on_policy" or (config.mode == "decoupled" and one_step)
+
+
+def _preset(config: TrainConfig) -> str:
+    if not config.preset:
+        return ""
+    longest = config.max_generation_tokens
+    typed = typed_out(config.preset, max_generation_tokens=longest)
+    sentence = f"--preset {config.preset} stands for {typed}"
+    named = preset_options(config.preset, max_generation_tokens=longest)
+    changed = [
+        f"{flag(name)} {getattr(config, name)}"
+        for name, value in named.items()
+        if getattr(config, name) != value
+    ]
+    return f"{sentence}; changed by you: {' '.join(changed)}" if changed else sentence
+
+
+def _denominator(config: TrainConfig) -> str:
+    if config.aggregation == "constant":
+        return (
+            f"each sample's token sum by {config.constant_length_samples} tokens, then a mean over "
+            "the samples of the step"
+        )
+    return DENOMINATORS[config.aggregation]
+
+
+def _clip(config: TrainConfig) -> str:
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    if config.policy_loss == "cispo":
+        bounds = f"its value as a weight kept within [{max(low, 0):g}, {high:g}] (cispo)"
+    else:
+        bounds = f"clipped to [{low:g}, {high:g}]"
+        if config.dual_clip:
+            bounds += f", below {config.dual_clip:g} where the advantage is negative"
+    return f"{bounds}, which is inert: the ratio is always 1" if clip_is_inert(config) else bounds
+
+
+def _correction(config: TrainConfig) -> str:
+    if config.importance_correction != "none":
+        return config.correction_in_words
+    if config.mode == "behaviour":
+        return "none needed, the ratio contains it"
+    if config.max_staleness:
+        lag = config.max_staleness
+        return f"none, though samples may be of weights {lag} versions old: the gradient is biased"
+    return "none"
+
+
+def _penalties(config: TrainConfig) -> str:
+    parts = []
+    if config.kl_coefficient:
+        where = "loss" if config.kl_in_loss else "reward"
+        parts.append(f"{config.kl_coefficient:g} * KL ({config.kl_estimator}) in the {where}")
+    if config.entropy_coefficient:
+        parts.append(f"an entropy bonus of {config.entropy_coefficient:g}")
+    return f"penalties: {', '.join(parts)}" if parts else ""
+
+
+def _rewards(config: TrainConfig) -> str:
+    parts = []
+    if config.overlong_buffer_tokens:
+        parts.append(
+            f"the last {config.overlong_buffer_tokens} of {config.max_generation_tokens} tokens "
+            f"cost up to {config.overlong_penalty:g} of the reward"
+        )
+    if config.mask_truncated_samples:
+        parts.append("truncated outputs are not trained")
+    if config.dynamic_sampling:
+        parts.append(
+            f"a question without variance is replaced up to {config.dynamic_sampling} times"
+        )
+    return f"samples: {'; '.join(parts)}" if parts else ""

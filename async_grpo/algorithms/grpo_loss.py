@@ -3,8 +3,9 @@
     gradient = (1 / D) * d/dθ  Σ_i Σ_t  w_i * loss_it        (design, section 4)
     loss_it  = f(old / b) * policy_it + β * kl_it - c * entropy_it
 
-Legend: N trained tokens of a minibatch, `lp` the policy's log-probability, `b` the engine's, `old`
-the one that the policy ratio compares with, sg stop-gradient.
+Legend: N trained tokens of a minibatch, S its samples, `lp` the policy's log-probability, `b` the
+engine's, `old` the one that the policy ratio compares with, `ref` the reference's, sg
+stop-gradient.
 """
 
 from __future__ import annotations
@@ -15,17 +16,12 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums
-from async_grpo.algorithms.ratios import (
-    MAX_EXPONENT,
-    bounded,
-    correction_weights,
-    kl_penalty,
-    policy_loss,
-    policy_ratio,
-)
+from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.train import TrainConfig
 from async_grpo.types import PackedMinibatch
 from async_grpo.types.roles import REFERENCE
+
+MAX_EXPONENT = 20.0  # nats
 
 
 def grpo_loss(
@@ -112,3 +108,136 @@ def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: Trai
     if config.kl_in_loss:
         is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
     return is_far
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """What may be exponentiated: products of two such ratios stay finite in float32.
+
+    Beyond floats 0 * inf would make a NaN of a gradient that a clip has cut to 0. What is cut here
+    has no gradient either. Below, exp() goes to 0 by itself.
+    """
+    return log_ratio.clamp(max=MAX_EXPONENT)
+
+
+def over_samples(values: Tensor, packed: PackedMinibatch, *, mean: bool) -> Tensor:
+    """Each token's [N] value replaced by its sample's sum, or mean, over its trained tokens.
+
+    Every token of a sample is in the same minibatch, so that no partition can change the result.
+    """
+    num_rows = len(packed.cu_seqlens) - 1
+    totals_S = values.new_zeros(num_rows).index_add(0, packed.sample_index, values)
+    if mean:
+        counts_S = torch.bincount(packed.sample_index, minlength=num_rows)
+        totals_S = totals_S / counts_S.clamp(min=1)
+    return totals_S[packed.sample_index]
+
+
+def policy_ratio(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, *, level: str) -> Tensor:
+    """Probability under the policy by probability under `old`, [N], with gradient.
+
+    `sequence` is GSPO's length-normalised one, exp(mean_t (lp - old)), the same for all tokens of a
+    sample (arXiv 2507.18071, eq. 7).
+    """
+    log_ratio = logprobs - old
+    if level == "sequence":
+        log_ratio = over_samples(log_ratio, packed, mean=True)
+    return torch.exp(bounded(log_ratio))
+
+
+def policy_loss(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: ObjectiveConfig
+) -> tuple[Tensor, Tensor]:
+    """The surrogate of each token, [N], and where its bound cut the gradient or the weight.
+
+    `clip` is -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A). A good token's ratio counts up
+    to 1 + high, a bad token's down to 1 - low; going back is free:
+
+    >>> config = ObjectiveConfig(clip_low=0.25, clip_high=0.25)
+    >>> ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
+    >>> advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    >>> loss, clipped = policy_loss(ratio, ratio.log(), advantages, config)
+    >>> loss.tolist()
+    [-1.25, 1.5, -0.5, 0.75]
+    >>> clipped.tolist()
+    [True, False, False, True]
+
+    `dual_clip` also bounds the ratio of a bad token above (arXiv 1912.09729, eq. 5); 0 is off.
+    `cispo` is -sg(clip(ratio, 1 - low, 1 + high)) * A * lp (arXiv 2506.13585, eq. 4): no token
+    loses its gradient, only its weight is bounded.
+    """
+    limited = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    if config.policy_loss == "cispo":
+        weight = limited.detach()
+        return -weight * advantages * logprobs, weight != ratio.detach()
+    free, limited = ratio * advantages, limited * advantages
+    objective, clipped = torch.minimum(free, limited), limited < free
+    if config.dual_clip:
+        floor = torch.where(advantages < 0, config.dual_clip * advantages, -torch.inf)
+        clipped = clipped | (objective < floor)
+        objective = torch.maximum(objective, floor)
+    return -objective, clipped
+
+
+@torch.no_grad()
+def correction_weights(
+    old: Tensor, packed: PackedMinibatch, config: ObjectiveConfig
+) -> tuple[Tensor, Tensor]:
+    """w = f(exp(old - b)) [N] for what the engine sampled with other numbers, and where f cut.
+
+    `truncate` is min(., high); `mask` keeps what lies in [low, high] and makes the rest 0. At level
+    `sequence` the ratio is the whole output's, exp(sum_t (old - b)).
+    """
+    low, high = config.correction_low, config.correction_high
+    log_ratio = old - packed.behaviour_logprobs
+    if config.correction_level == "sequence":
+        log_ratio = over_samples(log_ratio, packed, mean=False)
+    ratio = torch.exp(log_ratio)
+    if config.importance_correction == "truncate":
+        return ratio.clamp(max=high), ratio > high
+    outside = (ratio < low) | (ratio > high)
+    return ratio.masked_fill(outside, 0.0), outside
+
+
+def kl_penalty(logprobs: Tensor, reference: Tensor, *, estimator: str) -> Tensor:
+    """Per-token estimate of KL(policy || reference), [N] (Schulman, "Approximating KL divergence").
+
+    `estimator` is k2; with any other name k3.
+
+    >>> lp, ref = torch.tensor([0.0, -2.0]), torch.tensor([0.0, -1.0])
+    >>> kl_penalty(lp, ref, estimator="k2").tolist()
+    [0.0, 0.5]
+    >>> [round(value, 4) for value in kl_penalty(lp, ref, estimator="k3").tolist()]  # e - 1 - 1
+    [0.0, 0.7183]
+    """
+    log_ratio = reference - logprobs
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    log_ratio = bounded(log_ratio)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+@torch.no_grad()
+def mismatch(
+    logprobs: Tensor, packed: PackedMinibatch
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """How far trainer and engine differ on what was sampled: (sums, maxima), [] each.
+
+    Of the ratio exp(lp - b): Σ of the k3 estimate of KL(behaviour || policy), Σ and Σ of squares,
+    which make the effective sample size; the largest ratio, and the largest |lp - b|.
+    """
+    difference = logprobs - packed.behaviour_logprobs
+    if packed.is_given is not None:
+        difference = difference[~packed.is_given]
+    ratio = torch.exp(difference)
+    sums = {
+        "sampled_tokens": difference.new_full((), difference.numel(), dtype=torch.float64),
+        "mismatch_kl_sum": (torch.expm1(difference) - difference).sum(),
+        "mismatch_ratio_sum": ratio.sum(),
+        "mismatch_ratio_square_sum": ratio.square().sum(),
+    }
+    none = difference.new_zeros(1)
+    maxima = {
+        "mismatch_max": torch.cat([difference.abs(), none]).max(),
+        "mismatch_ratio_max": torch.cat([ratio, none]).max(),
+    }
+    return sums, maxima

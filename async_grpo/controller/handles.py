@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.express import Meeting
-    from async_grpo.algorithms.express_round import ExpressRound
+    from async_grpo.algorithms.express_plan import ExpressRound
     from async_grpo.batching.records import BatcherPlan
     from async_grpo.types import (
         Control,

@@ -39,7 +39,7 @@ from async_grpo.util.imports import without_collection
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.express import Meeting
-    from async_grpo.algorithms.express_round import ExpressRound
+    from async_grpo.algorithms.express_plan import ExpressRound
 
 Scores = NDArray[np.float32]  # [L]
 Arrays = Mapping[str, NDArray[Any]]  # a payload: see `payloads`
@@ -101,7 +101,7 @@ class LogprobWorker:
         import torch
 
         with without_collection():
-            from async_grpo.algorithms.express_teacher import ExpressTeacher
+            from async_grpo.algorithms.express import ExpressTeacher
             from async_grpo.devices.current import device_id
             from async_grpo.model.folder import hash_model
             from async_grpo.model.scoring import Scorer

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from async_grpo.algorithms.head_terms import top_k_with_tail
+from async_grpo.algorithms.distillation_loss import top_k_with_tail
 from async_grpo.model.collate import split_by_row
 from async_grpo.model.lm_head import Head
 from async_grpo.model.scoring import CHUNK_SIZE, Scorer, TokenIds

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from async_grpo.algorithms.head_terms import Teacher
+from async_grpo.algorithms.distillation_loss import Teacher
 from async_grpo.cluster import cluster
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig

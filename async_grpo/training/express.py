@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from async_grpo.algorithms.express import ExpressGroup, Meeting, keep_in, open_meeting
-from async_grpo.algorithms.express_plan import Send
-from async_grpo.algorithms.express_round import Reading, plan_round
+from async_grpo.algorithms.express_plan import Reading, Send, plan_round
 from async_grpo.cluster import cluster
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample

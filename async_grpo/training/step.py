@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from async_grpo.algorithms.base import Algorithm, LossSums
-from async_grpo.algorithms.ratios import mismatch
+from async_grpo.algorithms.grpo_loss import mismatch
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel

@@ -218,7 +218,7 @@ class Sample(Message):
     # What other models say of its tokens, by role: [L], or [L, K].
     scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     tickets: tuple[Ticket, ...] = ()  # one a row: scores that the rank that trains it fetches
-    overlong_penalty: float = 0.0  # taken from the reward: see algorithms/shaping.py
+    overlong_penalty: float = 0.0  # taken from the reward: see algorithms/grpo.py
     kl_penalty: float = 0.0
     attempt: int = 0  # questions that its slot had drawn before this one
     contributes: bool = True  # False: its gradient is exactly zero, it is counted and not trained

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.algorithms.advantages import group_advantages
+from async_grpo.algorithms.grpo import group_advantages
 
 METHODS = ("grpo", "dr", "rloo")
 # Eighths: differences and shifts are exact in binary, so equal rewards stay equal.

@@ -5,9 +5,9 @@ import pytest
 from scripted import make_sample
 from scripted_run import make_config
 
-from async_grpo.algorithms.advantages import group_advantages
 from async_grpo.algorithms.base import LocalRules, ScoreNeed
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.algorithms.grpo import group_advantages
 from async_grpo.types import Group, WeightsVersion
 
 VERSION = WeightsVersion(0, 0)

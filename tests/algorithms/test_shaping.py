@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from scripted import make_sample
 from scripted_run import make_config
 
-from async_grpo.algorithms.shaping import kl_penalty, overlong_penalty, shaped
+from async_grpo.algorithms.grpo import kl_penalty, overlong_penalty, shaped
 from async_grpo.types import WeightsVersion
 
 VERSION = WeightsVersion(0, 0)

@@ -3,7 +3,7 @@
 import pytest
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.algorithms.grpo_words import clip_is_inert, objective_in_words
+from async_grpo.algorithms.grpo import clip_is_inert, objective_in_words
 from async_grpo.config.objective import PRESET_NAMES
 from async_grpo.config.option import flag
 from async_grpo.config.presets import preset_options

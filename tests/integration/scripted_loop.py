@@ -21,8 +21,8 @@ import ray
 import torch
 from scripted_services import TIMEOUT_S, tell
 
-from async_grpo.algorithms.advantages import group_advantages
 from async_grpo.algorithms.base import REFERENCE
+from async_grpo.algorithms.grpo import group_advantages
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.export import Exports
 from async_grpo.cluster import cluster

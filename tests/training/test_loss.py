@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_config, make_sample
 
-from async_grpo.algorithms.grpo_loss import grpo_loss
-from async_grpo.algorithms.ratios import kl_penalty, mismatch
+from async_grpo.algorithms.grpo_loss import grpo_loss, kl_penalty, mismatch
 from async_grpo.model.collate import collate
 
 PLAIN = make_config(ratio_mode="behaviour", clip_low=0.2, clip_high=0.3)

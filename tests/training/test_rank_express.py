@@ -10,8 +10,7 @@ import torch
 from oracle import make_sample
 from rollout.tiny_models import load_model, make_model
 
-from async_grpo.algorithms.express import ExpressGroup
-from async_grpo.algorithms.express_teacher import ExpressTeacher
+from async_grpo.algorithms.express import ExpressGroup, ExpressTeacher
 from async_grpo.cluster import cluster
 from async_grpo.model.scoring import Scorer
 from async_grpo.training.express import LOGITS, Express

@@ -31,7 +31,7 @@ from oracle import make_config
 from padded import assert_same, differs, ours, padded_batch
 from trl_pieces import import_trl, lifted, theirs
 
-from async_grpo.algorithms.advantages import group_advantages
+from async_grpo.algorithms.grpo import group_advantages
 
 SEEDS = range(8)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from oracle import VOCAB_SIZE, make_config, make_sample, tiny_model
 
+from async_grpo.algorithms.distillation_loss import Teacher
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.algorithms.head_terms import Teacher
 from async_grpo.model.collate import collate
 from async_grpo.model.lm_head import Head
 from async_grpo.model.policy import PolicyModel

@@ -93,7 +93,7 @@ function showProvenance(i, told, rows, [at, t]) {
     ([name, ...text]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, ...text.map(part))))));
 }
 
-/* algorithms/advantages.py with the rewards of the group. */
+/* algorithms/grpo.py with the rewards of the group. */
 function advantageInWords(i, told, own) {
   const n = (value) => number(value, 5), method = page.header.config.advantage;
   const rewards = membersOf(i).map(shaped), size = rewards.length, centre = mean(rewards);

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from trained import OPTIONS, assert_same_parameters, make_learner, make_oracle, train
 
 from async_grpo.algorithms.base import LocalRules
+from async_grpo.algorithms.distillation_loss import NAME
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.algorithms.head_terms import NAME
 from async_grpo.model.collate import collate
 from async_grpo.model.logprobs import TokenLogprobs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.algorithms.express_round import Reading, plan_round
+from async_grpo.algorithms.express_plan import Reading, plan_round
 
 
 def reading(number, num_prompt, trained):

@@ -8,9 +8,8 @@ import torch
 from members import CPU, opened
 from rollout.tiny_models import load_model, make_model
 
-from async_grpo.algorithms.express import ExpressGroup, keep_in
-from async_grpo.algorithms.express_round import Reading, plan_round
-from async_grpo.algorithms.express_teacher import ExpressTeacher
+from async_grpo.algorithms.express import ExpressGroup, ExpressTeacher, keep_in
+from async_grpo.algorithms.express_plan import Reading, plan_round
 from async_grpo.model.scoring import Scorer
 from async_grpo.util.errors import ExpressLost
 
