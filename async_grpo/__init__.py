@@ -25,7 +25,8 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                      ─▶ batching/rounds.next_round ─▶ batching/outbox.put
     every rank     training/stream.__next__ ─▶ controller/controller.next_items
                      ─▶ batching/outbox.take
-      by express   ─▶ training/express.fill ─▶ rollout/logprob_worker.serve_express of teachers
+      by express   ─▶ training/express_receiver.fill
+                     ─▶ rollout/logprob_worker.serve_express of teachers
                      ─▶ algorithms/express.exchange: a teacher's logits, straight to the ranks
     gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
                      ─▶ training/step.accumulate ─▶ algorithms/base.loss

@@ -208,11 +208,9 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
     from async_grpo.config.train import TrainConfig
     from async_grpo.model.policy import PolicyModel
     from async_grpo.model.size import model_shape
-    from async_grpo.training.billing import training_of
     from async_grpo.training.fsdp import shard
-    from async_grpo.training.learner import Learner
-    from async_grpo.training.mesh import make_mesh
-    from async_grpo.training.ranks import Ranks
+    from async_grpo.training.learner import Learner, training_of
+    from async_grpo.training.ranks import Ranks, make_mesh
 
     torch.set_num_threads(1)
     dist.init_process_group(

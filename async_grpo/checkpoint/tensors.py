@@ -35,10 +35,8 @@ from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.shards import cut_by_size
 from async_grpo.model.policy import hf_named_parameters
-from async_grpo.training.fsdp import reshard
-from async_grpo.training.host_optimizer import moments_of
+from async_grpo.training.fsdp import as_shard, moments_of, reshard
 from async_grpo.training.learner import Learner
-from async_grpo.training.mesh import as_shard
 from async_grpo.util.errors import CheckpointError
 
 FILE_BYTES = 1 << 30  # one file's worth of shards is serialised in memory at a time

@@ -27,7 +27,7 @@ from async_grpo.devices.worker_bill import (
     scorer_bill,
 )
 from async_grpo.planning.asked import Asked, Split
-from async_grpo.training.as_billed import USED, as_billed
+from async_grpo.training.billing import USED, as_billed
 from async_grpo.types.roles import JUDGE, LOGPROB
 from async_grpo.weight_sync.routes import NUM_SNAPSHOTS
 

@@ -24,7 +24,7 @@ from async_grpo.run.recorder import start_recorder
 from async_grpo.run.recruitment import recruit
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.run.witness import start_witness
-from async_grpo.training.standstill import Standstill
+from async_grpo.training.stream import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
 from async_grpo.types.roles import GENERATION
 from async_grpo.types.workers import confinement_in_words

@@ -47,7 +47,7 @@ from async_grpo.run.watcher import Watcher
 from async_grpo.run.witness import start_witness
 from async_grpo.telemetry.ray_gauges import RayGauges
 from async_grpo.training.ranks import Absent, Ranks
-from async_grpo.training.standstill import Standstill
+from async_grpo.training.stream import Standstill
 from async_grpo.types import (
     CanaryRow,
     EndOfStep,

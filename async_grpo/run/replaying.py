@@ -24,6 +24,7 @@ from async_grpo.checkpoint.reader import read_checkpoint
 from async_grpo.checkpoint.resume import PLACES, Start
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train import TrainConfig
+from async_grpo.training.audit import StepSums, Sums
 from async_grpo.training.learner import Learner
 from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
@@ -37,7 +38,6 @@ from async_grpo.training.minibatch_log import (
 )
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import StepResult
-from async_grpo.training.step_sums import StepSums, Sums
 from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch
 from async_grpo.util.errors import CheckpointError, ConfigError, DataError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER

@@ -26,7 +26,7 @@ from async_grpo.telemetry.progress import duration, number
 from async_grpo.telemetry.ray_gauges import RayGauges
 from async_grpo.telemetry.sample_dump import all_files
 from async_grpo.telemetry.trackers import Trackers
-from async_grpo.training.held_out import HeldOutLoss
+from async_grpo.training.learner import HeldOutLoss
 from async_grpo.training.minibatch_log import LOG_FOLDER
 from async_grpo.training.ranks import Absent
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult

@@ -20,7 +20,7 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.teaching import meet_teachers
-from async_grpo.training.express import Express
+from async_grpo.training.express_receiver import ExpressReceiver
 from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, local_shards
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -163,13 +163,13 @@ class SampledData(Iterator[StreamItem]):
         )
         return self._stream
 
-    def _make_express(self) -> Express | None:
+    def _make_express(self) -> ExpressReceiver | None:
         """By which this rank gets a teacher's logits without the object store, if it does."""
         mesh = self._config.express_mesh
         if mesh is None:
             return None
         role = teacher(self._config.teacher_names[0])
-        return Express(
+        return ExpressReceiver(
             self._ranks,
             teachers=mesh,
             width=self._learner.policy.model.config.vocab_size,

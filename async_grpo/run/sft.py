@@ -20,8 +20,7 @@ from async_grpo.run.loop import train
 from async_grpo.run.preparation import hash_code, hash_contents, read_attention_ratio
 from async_grpo.run.report import Report
 from async_grpo.run.stopping import until_stopped
-from async_grpo.training.held_out import HeldOutPairs
-from async_grpo.training.learner import Learner
+from async_grpo.training.learner import HeldOutPairs, Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import StreamItem, WeightsSnapshot
 

@@ -1,4 +1,4 @@
-"""Sharding the policy over the trainer ranks, and getting whole parameters back.
+"""Sharding the policy over the trainer ranks, getting whole parameters back, stepping on the host.
 
 Where gradients have which type: with `mixed_precision` off everything is the model's own float32.
 With bf16, one backward pass makes a minibatch's gradient in bf16 (the head's in float32, cast at
@@ -8,7 +8,8 @@ minibatch is reduced or whole gradients wait on their rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 
@@ -146,17 +148,13 @@ def local_shards(policy: PolicyModel) -> list[Tensor]:
     """This rank's rows of each parameter, flat, in the model's order; they share its memory."""
     reshard(policy)
     held = (parameter.detach() for _, parameter in hf_named_parameters(policy))
-    return [(p.to_local() if isinstance(p, DTensor) else p).reshape(-1) for p in held]
+    return [_local(parameter).reshape(-1) for parameter in held]
 
 
 def local_gradients(policy: PolicyModel) -> list[Tensor]:
     """This rank's part of the gradients that have been reduced so far, flat; in their memory."""
     held = (parameter.grad for _, parameter in hf_named_parameters(policy))
-    return [
-        (grad.to_local() if isinstance(grad, DTensor) else grad).reshape(-1)
-        for grad in held
-        if grad is not None
-    ]
+    return [_local(grad).reshape(-1) for grad in held if grad is not None]
 
 
 def _precision(mixed_precision: str, device: torch.device) -> MixedPrecisionPolicy:
@@ -183,3 +181,81 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 def _sharded_modules(policy: PolicyModel) -> list[FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+class HostAdamW:
+    """AdamW with its moments in the host's memory: 8 bytes a parameter less on the device.
+
+    It stands in the place of an `AdamW` over the same groups of parameters, with the same results.
+    Each step copies gradients and masters to the host, 8 bytes a parameter of this rank's shard,
+    steps there, and copies masters back, 4 bytes. The masters of the device are the ones that
+    count: what a resume or an exchange of weights writes into them is seen.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
+        groups = list(groups)
+        self.twins = {p: _on_host(p) for group in groups for p in group["params"]}
+        for parameter, twin in self.twins.items():
+            twin.requires_grad_().grad = _on_host(parameter)
+        self._adamw = AdamW(
+            [{**group, "params": [self.twins[p] for p in group["params"]]} for group in groups],
+            **options,
+        )
+        self.param_groups = self._adamw.param_groups  # of twins
+        self.state = self._adamw.state  # of twins
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the parameters by their gradients, all of which must be there."""
+        for parameter, twin in self.twins.items():
+            assert parameter.grad is not None and twin.grad is not None
+            _local(twin).copy_(_local(parameter))
+            _local(twin.grad).copy_(_local(parameter.grad))
+        self._adamw.step()
+        for parameter, twin in self.twins.items():
+            _local(parameter).copy_(_local(twin))
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Forget the gradients of the device; those here are written over."""
+        assert set_to_none
+        for parameter in self.twins:
+            parameter.grad = None
+
+
+def moments_of(optimizer: AdamW | HostAdamW, parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a trained parameter, wherever it lies."""
+    twin = optimizer.twins[parameter] if isinstance(optimizer, HostAdamW) else parameter
+    return optimizer.state[twin]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Room in this host's memory for a tensor, or for this rank's shard of one."""
+    local = _local(tensor.detach())
+    held = torch.zeros(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
+    return as_shard(held, tensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@functools.cache
+def host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The same places on hosts, for shards in their memory; its first call is collective."""
+    if mesh.device_type == "cpu":
+        return mesh
+    return init_device_mesh("cpu", tuple(mesh.shape), mesh_dim_names=mesh.mesh_dim_names)
+
+
+def as_shard(held: Tensor, tensor: Tensor) -> Tensor:
+    """`held`, in this host's memory, in the place of `tensor` or of this rank's shard of it."""
+    if not isinstance(tensor, DTensor):
+        return held
+    return DTensor.from_local(
+        held,
+        host_mesh(tensor.device_mesh),
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

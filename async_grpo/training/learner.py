@@ -1,32 +1,64 @@
-"""The model, its optimizer, and what a rank does with the items of a stream."""
+"""The model, its optimizer, what a rank does with the items of a stream, and its held-out loss."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
+from async_grpo.batching.supervised import pack_pairs
 from async_grpo.config.live import Settings, with_settings
 from async_grpo.config.train import TrainConfig
+from async_grpo.devices.bill import GIB, Training, trainer_bill, with_checkpointing_if_needed
+from async_grpo.devices.memory import free_bytes
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel
-from async_grpo.model.size import size_of, training_flops
-from async_grpo.training.audit import Audit
-from async_grpo.training.billing import shard_as_billed
-from async_grpo.training.fsdp import compute_dtype, local_gradients, local_shards
+from async_grpo.model.size import model_shape, size_of, training_flops
+from async_grpo.training.audit import Audit, weights_digest
+from async_grpo.training.billing import USED, as_billed
+from async_grpo.training.fsdp import compute_dtype, local_gradients, local_shards, reshard, shard
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import GradientStep, StepResult
-from async_grpo.training.step_sums import StepLog, weights_digest
 from async_grpo.training.suspects import Suspects
 from async_grpo.training.token_dump import TokenDump
-from async_grpo.types import EndOfStep, Minibatch
+from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, Sample, TrainingPair
 
 logger = logging.getLogger(__name__)
+PACKED_TOGETHER = 256  # pairs; packing takes longer than linear in them
+
+
+class StepLog(Protocol):
+    """Who hears of every minibatch and of every step's end; a learner has at most one."""
+
+    def keep(
+        self, minibatch: Minibatch, packed: PackedMinibatch, gradients: Sequence[Tensor]
+    ) -> None:
+        """A minibatch was back-propagated; what this rank's `gradients` are now."""
+        ...
+
+    def discard(self) -> None:
+        """The step is not finished: all of it will come again."""
+        ...
+
+    def end_step(
+        self, end: EndOfStep, result: StepResult, *, losses: Sequence[Tensor], digest: int
+    ) -> None:
+        """The step was taken, or skipped; `losses` are of its minibatches."""
+        ...
+
+    def take_lost(self) -> int:
+        """How many minibatches could not be written since the last call."""
+        ...
 
 
 class Learner:
@@ -152,3 +184,102 @@ class Learner:
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""
         return end.num_tokens if self.algorithm.aggregation == "token-mean" else end.num_samples
+
+
+def training_of(config: TrainConfig, ranks: Ranks) -> Training:
+    """How the options have this rank train, as the bill knows it; `auto` counts as off."""
+    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    return as_billed(config, shard_ranks=ranks.mesh.size(-1), compute_bytes=dtype.itemsize)
+
+
+def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
+    """Shard an outlined policy as the options say, and log what it will take; collective.
+
+    `--activation-checkpointing auto` is decided here, for all ranks by the one with the least room.
+    """
+    model, training = model_shape(policy), training_of(config, ranks)
+    free = free_bytes(ranks.device, share=config.gpus_per_rank)
+    if config.activation_checkpointing == "auto":
+        wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
+        training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
+    bill = trainer_bill(model, training)
+    logger.info(
+        "%s\nof %.1f GiB that are free; activation checkpointing (%s) is %s",
+        bill.in_words(), free / GIB, config.activation_checkpointing,
+        "on" if training.checkpointing else "off",
+    )  # fmt: skip
+    if bill.total > free:
+        logger.warning(
+            "a trainer rank needs about %.1f GiB with minibatches of --max-tokens-per-gpu %d, and "
+            "%.1f GiB are free: lower it, train on more ranks, or give --offload",
+            bill.total / GIB, training.num_tokens, free / GIB,
+        )  # fmt: skip
+    shard(
+        policy,
+        ranks.mesh,
+        mixed_precision=config.mixed_precision,
+        keep_gathered=training.keeps_gathered,
+        offload=config.offload == "parameters",
+        activation_checkpointing=training.checkpointing,
+        compile=config.use_torch_compile,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutLoss:
+    """What one pass over the held-out pairs found."""
+
+    loss_sum: float  # -log-probability of every trained token
+    num_tokens: int
+    num_pairs: int
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """A token's, in nats."""
+        return self.loss_sum / self.num_tokens
+
+
+class HeldOutPairs:
+    """The held-out pairs as each rank's share of minibatches, and the policy's loss on them.
+
+    That is one mean over all their trained tokens, by all ranks: the sum over tokens and their
+    number are added up over minibatches and ranks before the division, so that the mean depends on
+    neither.
+    """
+
+    def __init__(self, pairs: Sequence[TrainingPair], learner: Learner, ranks: Ranks) -> None:
+        self._num_pairs = len(pairs)
+        self._learner = learner
+        self._shares: list[tuple[Sample, ...]] = []  # of each round
+        for first in range(0, len(pairs), PACKED_TOGETHER):
+            rounds = pack_pairs(
+                {i: pairs[i] for i in range(first, min(first + PACKED_TOGETHER, len(pairs)))},
+                num_ranks=ranks.world_size,
+                max_tokens=learner.config.max_tokens_per_gpu,
+            )
+            self._shares += [parts[ranks.rank] for parts in rounds]
+
+    def __len__(self) -> int:
+        return self._num_pairs
+
+    @torch.no_grad()
+    def loss(self) -> HeldOutLoss:
+        """Collective; the weights of this moment, the same answer on every rank."""
+        started = time.monotonic()
+        policy, device = self._learner.policy, self._learner.device
+        sums = torch.zeros(2, dtype=torch.float64, device=device)  # Σ -lp, tokens
+        for samples in self._shares:
+            packed = collate(samples, aggregation="token-mean", share_prompts=policy.shares_prompts)
+            scored = policy(
+                to_device(packed, device),
+                temperature=1.0,
+                chunk_size=self._learner.config.chunk_size,
+            )
+            sums[0] -= scored.logprobs.double().sum()
+            sums[1] += scored.logprobs.numel()
+        reshard(policy)
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        loss_sum, num_tokens = sums.tolist()
+        return HeldOutLoss(loss_sum, int(num_tokens), len(self), time.monotonic() - started)

@@ -2,10 +2,11 @@
 
     <output_dir>/replay/rank_0.batch_0.log, rank_0.batch_12.log, … rank_1.batch_0.log, …
 
-Each rank has files of its own, of records (`training.frames`): first `run`, the options and the
-machine; then for each gradient step its minibatches, and an `end` with the step's denominators, its
-gradient norm and a digest of the parameters. A step is written when it has ended, all at once. The
-oldest file goes when there is no room, so what is there is always the newest batches.
+Each rank has files of its own, of records (`training.minibatch_codec`): first `run`, the options
+and the machine; then for each gradient step its minibatches, and an `end` with the step's
+denominators, its gradient norm and a digest of the parameters. A step is written when it has ended,
+all at once. The oldest file goes when there is no room, so what is there is always the newest
+batches.
 """
 
 from __future__ import annotations
@@ -25,11 +26,18 @@ from torch import Tensor
 
 from async_grpo import __version__
 from async_grpo.config.train import TrainConfig
-from async_grpo.training.frames import MAGIC, Frame, frame, read_frames
-from async_grpo.training.minibatch_codec import decode, encode, left_out
+from async_grpo.training.audit import StepSums, Sums
+from async_grpo.training.minibatch_codec import (
+    MAGIC,
+    Frame,
+    decode,
+    encode,
+    frame,
+    left_out,
+    read_frames,
+)
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.step import StepResult
-from async_grpo.training.step_sums import StepSums, Sums
 from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, Tally
 from async_grpo.util.errors import DataError
 from async_grpo.util.files import LineFile

@@ -1,4 +1,10 @@
-"""The trainer's ranks: started together, or one alone; they agree on errors before they work."""
+"""The trainer's ranks: started together, or one alone; they agree on errors before they work.
+
+They divide the model in one group of shards, or in several that replicate:
+
+shard       all ranks hold one copy of masters, gradients and moments between them
+replicate   ranks of the same place in their groups hold the same shards, and add up gradients
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,13 @@ from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from async_grpo.training.mesh import make_mesh
 from async_grpo.util import deadlines
-from async_grpo.util.errors import AsyncGrpoError, RankLostError
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, RankLostError
 
 T = TypeVar("T")
+SHARD, REPLICATE = "shard", "replicate"  # see `make_mesh`
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -58,7 +64,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh  # ("shard",) or ("replicate", "shard"): see training/mesh.py
+    mesh: DeviceMesh  # ("shard",) or ("replicate", "shard"): see `make_mesh`
 
     @classmethod
     def start(
@@ -164,3 +170,21 @@ def _store_of_this_attempt() -> dist.Store:
         timeout=timedelta(seconds=deadlines.RANKS_START_S),
     )
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def make_mesh(device_type: str, *, num_ranks: int, shard_ranks: int = 0) -> DeviceMesh:
+    """("shard",) over all ranks, or ("replicate", "shard") of groups of `shard_ranks`; collective.
+
+    Raises ConfigError where groups of that size do not hold all ranks.
+
+    Six ranks in groups of two: rank 3 is in (1, 1), shards with rank 2, replicates with 1 and 5.
+    """
+    if shard_ranks in (0, num_ranks):
+        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=(SHARD,))
+    if num_ranks % shard_ranks:
+        raise ConfigError(
+            f"--fsdp-shard-ranks must divide the number of trainer ranks ({num_ranks}), got "
+            f"{shard_ranks}: give a divisor; without it, the ranks of a machine share a copy"
+        )
+    shape = num_ranks // shard_ranks, shard_ranks
+    return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))

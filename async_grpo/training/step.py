@@ -21,10 +21,8 @@ from async_grpo.algorithms.grpo_loss import mismatch
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.fsdp import deferred_gradients, drop_local_gradients
-from async_grpo.training.host_optimizer import HostAdamW
+from async_grpo.training.fsdp import HostAdamW, deferred_gradients, drop_local_gradients, reshard
 from async_grpo.training.meters import Collectives, peak_memory
-from async_grpo.training.old_policy import BatchStart
 from async_grpo.training.schedule import Clocks, learning_rate_after
 from async_grpo.training.token_dump import TokenTerms
 from async_grpo.types import PackedMinibatch
@@ -285,3 +283,68 @@ def _all_gather(local: Tensor) -> Tensor:
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local)
     return torch.stack(parts)
+
+
+class BatchStart:
+    """Scores minibatches with the weights that the current batch started from.
+
+    For the mode `decoupled` with several steps, in which these log-probabilities are the ratio's
+    denominator. One more copy of this rank's shard is kept, so that samples still stream: no step
+    waits for the whole batch to be scored beforehand.
+    """
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self._policy = policy
+        self._weights: list[Tensor] = []
+        self._has_moved = False
+
+    def begin_batch(self) -> None:
+        """The policy of this moment is the one that later steps are compared with."""
+        self._has_moved = False
+
+    def before_update(self) -> None:
+        """The policy is about to move: keep what it was, unless the batch has moved it already."""
+        if self._has_moved:
+            return
+        reshard(self._policy)
+        shards = _local_shards(self._policy)
+        if not self._weights:
+            self._weights = [torch.empty_like(shard) for shard in shards]
+        torch._foreach_copy_(self._weights, shards)
+        self._has_moved = True
+
+    @torch.no_grad()
+    def logprobs(
+        self, packed: PackedMinibatch, *, temperature: float, chunk_size: int
+    ) -> Tensor | None:
+        """[N] under the batch's first weights; None while the policy still has them.
+
+        Collective like every forward: all ranks have moved, or none.
+        """
+        if not self._has_moved:
+            return None
+        self._exchange()
+        try:
+            scored = self._policy(packed, temperature=temperature, chunk_size=chunk_size)
+        finally:
+            self._exchange()
+        return scored.logprobs.clone()
+
+    def _exchange(self) -> None:
+        """The kept weights are the policy's, and the other way round."""
+        # In place, because FSDP gathers from these very tensors; what it has gathered of the
+        # other weights must not serve these.
+        reshard(self._policy)
+        for shard, kept in zip(_local_shards(self._policy), self._weights, strict=True):
+            current = shard.clone()
+            shard.copy_(kept)
+            kept.copy_(current)
+
+
+def _local_shards(policy: PolicyModel) -> list[Tensor]:
+    """This rank's part of every trained parameter."""
+    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    return [
+        parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+        for parameter in parameters
+    ]

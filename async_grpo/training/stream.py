@@ -1,34 +1,54 @@
 """A rank's end of the run's stream: fetches one answer ahead, and measures the waiting.
 
-consumes:     answers with minibatches and ends of steps, by index
-produces:     the items of these, in order, as an iterator that ends on every rank at the same item
-waits for:    the controller, as long as anything moves; else it names what was waited for
-unblocked by: a round going out, a request to stop, the controller's loss
+consumes:     answers with minibatches and ends of steps, by index; what their tickets stand for
+produces:     the items of these, in order, as an iterator that ends on every rank at the same item;
+              what teachers said is among their scores: `teacher.ids` and so on
+waits for:    the controller, as long as anything moves, else it names what was waited for; the
+              object stores of the teachers' nodes
+unblocked by: a round going out, a request to stop, the controller's loss; payloads, or their loss,
+              after which the controller has them made again
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
-from async_grpo.training.express import Express
-from async_grpo.training.payloads import fetch_payloads
-from async_grpo.training.standstill import Standstill
-from async_grpo.types import EndOfStep, Minibatch, StreamItem, StreamItems
+from async_grpo.controller.client import WHO, RunClient
+from async_grpo.training.express_receiver import ExpressReceiver
+from async_grpo.types import (
+    EndOfStep,
+    Minibatch,
+    PipelineStatus,
+    RowKey,
+    Sample,
+    StreamItem,
+    StreamItems,
+)
+from async_grpo.types.roles import TEACHER
 from async_grpo.util import deadlines
-from async_grpo.util.errors import ClusterError, ProcessLostError, RunLost
-
-if TYPE_CHECKING:
-    from async_grpo.controller.client import RunClient
+from async_grpo.util.errors import (
+    ClusterError,
+    DeadlineError,
+    ProcessLostError,
+    RunLost,
+    WorkerError,
+)
 
 POLL_INTERVAL_S = 0.5  # after which a rank that waits looks whether it is to stop
 READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next answer
+MAX_LOSSES = 5  # of payloads of one minibatch
+Arrays = Mapping[str, NDArray[Any]]  # of one row
 
 
 class RankStream(Iterator[StreamItem]):
@@ -47,7 +67,7 @@ class RankStream(Iterator[StreamItem]):
         agree: Callable[[int], int] = int,
         stop: Event | None = None,
         teachers: Sequence[str] = (),
-        express: Express | None = None,
+        express: ExpressReceiver | None = None,
     ) -> None:
         """`agree` is `Ranks.agree`; the default serves a rank that is alone.
 
@@ -157,3 +177,126 @@ class RankStream(Iterator[StreamItem]):
                 return items
             standstill.check()
         return None
+
+
+logger = logging.getLogger(__name__)
+
+
+def fetch_payloads(
+    item: Minibatch,
+    client: RunClient,
+    *,
+    rank: int,
+    index: int,
+    timeout_s: float,
+    teachers: Sequence[str],
+) -> Minibatch:
+    """Item `index` of the rank with what its tickets stand for.
+
+    Tickets that it lacks are asked for first. `teachers` are roles, in the order of
+    `teacher.index`; `timeout_s` is that of scoring again.
+    Raises `WorkerError` when payloads are lost again and again.
+    """
+    if without := [sample.key for sample in item.samples if not sample.tickets]:
+        item = _made_again(client, rank, index, without, timeout_s)
+    for _ in range(MAX_LOSSES):
+        tickets = [sample.tickets[0] for sample in item.samples]
+        references = [ticket.reference[0] for ticket in tickets]
+        found: list[Any] = cluster.fetch(
+            references, timeout_s=deadlines.PAYLOADS_FETCHED_S, owner=WHO
+        )
+        lost = [s.key for s, arrays in zip(item.samples, found, strict=True) if arrays is None]
+        if not lost:
+            return with_payloads(item, found, teachers=teachers)
+        item = _made_again(client, rank, index, lost, timeout_s)
+    raise WorkerError(
+        f"what teachers said of minibatch {index} was lost {MAX_LOSSES} times: look at the memory "
+        "of the teachers' object stores"
+    )
+
+
+def with_payloads(
+    item: Minibatch, found: Sequence[Arrays], *, teachers: Sequence[str]
+) -> Minibatch:
+    """The minibatch with the arrays of each of its samples among the scores.
+
+    Hidden states and logits of several teachers are filled up with zeros to one width, which no
+    divergence reads.
+    """
+    widest: dict[str, int] = {}
+    for arrays in found:
+        for name, array in arrays.items():
+            if array.ndim > 1:
+                widest[name] = max(widest.get(name, 0), array.shape[1])
+    samples = [
+        replace(
+            sample, tickets=(), scores={**sample.scores, **_scores(sample, own, widest, teachers)}
+        )
+        for sample, own in zip(item.samples, found, strict=True)
+    ]
+    return replace(item, samples=tuple(samples))
+
+
+def _scores(
+    sample: Sample, arrays: Arrays, widest: Mapping[str, int], teachers: Sequence[str]
+) -> dict[str, NDArray[Any]]:
+    scores = {f"{TEACHER}.{name}": _filled(a, widest.get(name)) for name, a in arrays.items()}
+    if len(teachers) > 1:
+        (row,) = sample.episode.rows
+        number = teachers.index(sample.tickets[0].teacher)
+        scores[f"{TEACHER}.index"] = np.full(len(row.token_ids), number, np.int32)
+    return scores
+
+
+def _filled(array: NDArray[Any], width: int | None) -> NDArray[Any]:
+    """[L] or [L, width]; bfloat16, which came as its bits, is float32."""
+    if array.dtype == np.uint16:
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if width is None or array.shape[1] == width:
+        return array
+    return np.pad(array, ((0, 0), (0, width - array.shape[1])))
+
+
+def _made_again(
+    client: RunClient, rank: int, index: int, lost: Sequence[RowKey], timeout_s: float
+) -> Minibatch:
+    logger.warning("the payloads of %d samples are lost, and asked for again", len(lost))
+    call = client.taught_again(rank, index, lost)
+    item: Minibatch = cluster.wait(call, timeout_s=timeout_s, who=WHO)
+    return item
+
+
+class Standstill:
+    """When a rank that waits for the controller gives up: nothing has moved, anywhere, too long.
+
+    For one wait. An output of any length moves: workers tell of its tokens while they come.
+    """
+
+    def __init__(self, client: RunClient, *, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+        self._look_at = time.monotonic() + timeout_s
+        self._before: PipelineStatus | None = None
+
+    def check(self) -> None:
+        """Raise `DeadlineError` when no answer and no token has come between two looks."""
+        if time.monotonic() < self._look_at:
+            return
+        now: PipelineStatus = cluster.wait(
+            self._client.status(), timeout_s=deadlines.STATUS_S, who="the controller"
+        )
+        if self._before is not None and now.moves == self._before.moves:
+            raise DeadlineError(
+                f"nothing has moved for --stall-timeout-s {self._timeout_s:g}: {_describe(now)}"
+            )
+        self._before, self._look_at = now, time.monotonic() + self._timeout_s
+
+
+def _describe(status: PipelineStatus) -> str:
+    if status.problem:
+        return str(status.problem)
+    return (
+        f"{status.generating} samples generating, {status.verifying} verifying, "
+        f"{status.in_reference} in reference, {status.ready} ready; workers: "
+        f"{dict(status.workers)}"
+    )

@@ -13,11 +13,9 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import Staging, restore_learner, save_tensors
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.training.fsdp import shard
-from async_grpo.training.host_optimizer import moments_of
+from async_grpo.training.fsdp import moments_of, shard
 from async_grpo.training.learner import Learner
-from async_grpo.training.mesh import make_mesh
-from async_grpo.training.ranks import Ranks
+from async_grpo.training.ranks import Ranks, make_mesh
 from async_grpo.training.schedule import Clocks
 from async_grpo.util.errors import CheckpointError
 

@@ -14,8 +14,7 @@ from async_grpo.checkpoint.manifest import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.run import replaying
 from async_grpo.run.replaying import Comparison, find_checkpoint, read_record, replay_step
-from async_grpo.training.frames import frame, read_frames
-from async_grpo.training.minibatch_codec import encode
+from async_grpo.training.minibatch_codec import encode, frame, read_frames
 from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
     MinibatchLog,

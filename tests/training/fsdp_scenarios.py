@@ -25,12 +25,9 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate, collate_pairs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.training.fsdp import iter_full_tensors, shard
-from async_grpo.training.held_out import HeldOutPairs
-from async_grpo.training.host_optimizer import HostAdamW
-from async_grpo.training.learner import Learner
-from async_grpo.training.mesh import make_mesh
-from async_grpo.training.ranks import Ranks
+from async_grpo.training.fsdp import HostAdamW, iter_full_tensors, shard
+from async_grpo.training.learner import HeldOutPairs, Learner
+from async_grpo.training.ranks import Ranks, make_mesh
 from async_grpo.training.step import GradientStep
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
 

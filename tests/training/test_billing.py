@@ -8,26 +8,26 @@ from oracle import tiny_model
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training import billing
+from async_grpo.training import learner
 
 
 @pytest.fixture
 def sharded(monkeypatch):
     """The options with which the policy would be sharded."""
     options = {}
-    monkeypatch.setattr(billing, "shard", lambda *_, **given: options.update(given))
+    monkeypatch.setattr(learner, "shard", lambda *_, **given: options.update(given))
     return options
 
 
 def shard_with(free, monkeypatch, *, others=0, **options):
-    monkeypatch.setattr(billing, "free_bytes", lambda device, share: free)
+    monkeypatch.setattr(learner, "free_bytes", lambda device, share: free)
     ranks = SimpleNamespace(
         device=torch.device("cpu"),
         mesh=SimpleNamespace(size=lambda dim: 2),
         agree=lambda mine: max(mine, others),
     )
     config = TrainConfig(model_name_or_path="m", data_path="d", max_staleness=1, **options)
-    billing.shard_as_billed(PolicyModel(tiny_model(tied=True)), config, ranks)
+    learner.shard_as_billed(PolicyModel(tiny_model(tied=True)), config, ranks)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from async_grpo.batching.supervised import supervised_stream
 from async_grpo.data.questions import LineReader
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.held_out import HeldOutPairs
+from async_grpo.training.learner import HeldOutPairs
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
 
@@ -39,7 +39,7 @@ def oracle_loss(pairs, model):
 def test_the_loss_is_a_mean_over_all_tokens_whatever_the_packing(
     tmp_path, max_tokens, chunk_size, monkeypatch
 ):
-    monkeypatch.setattr("async_grpo.training.held_out.PACKED_TOGETHER", 4)
+    monkeypatch.setattr("async_grpo.training.learner.PACKED_TOGETHER", 4)
     pairs = make_pairs(9)
     options = {"max_tokens_per_gpu": max_tokens, "max_generation_tokens": 12, "algorithm": "sft"}
     learner = make_learner(tmp_path, loss_chunksize=chunk_size, **options)

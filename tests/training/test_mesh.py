@@ -3,8 +3,8 @@
 import pytest
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.training import mesh
-from async_grpo.training.mesh import make_mesh
+from async_grpo.training import ranks
+from async_grpo.training.ranks import make_mesh
 from async_grpo.util.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ from async_grpo.util.errors import ConfigError
 def made(monkeypatch):
     """The arguments of the mesh that torch would be asked for."""
     monkeypatch.setattr(
-        mesh, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names)
+        ranks, "init_device_mesh", lambda device, shape, mesh_dim_names: (shape, mesh_dim_names)
     )
 
 

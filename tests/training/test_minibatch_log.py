@@ -13,8 +13,7 @@ from oracle import make_config, make_row, sample_of_rows
 from test_suspects import facts, samples
 
 from async_grpo.model.collate import collate
-from async_grpo.training.frames import frame, read_frames
-from async_grpo.training.minibatch_codec import decode, encode, left_out
+from async_grpo.training.minibatch_codec import decode, encode, frame, left_out, read_frames
 from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
     NUM_FILES,

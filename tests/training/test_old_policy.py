@@ -16,8 +16,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import reshard, shard
-from async_grpo.training.old_policy import BatchStart
-from async_grpo.training.step import GradientStep
+from async_grpo.training.step import BatchStart, GradientStep
 
 CONFIG = TrainConfig(
     model_name_or_path="m",

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import make_sample
 
-from async_grpo.training import payloads, stream
-from async_grpo.training.payloads import MAX_LOSSES, fetch_payloads, with_payloads
+from async_grpo.training import stream
+from async_grpo.training.stream import MAX_LOSSES, fetch_payloads, with_payloads
 from async_grpo.types import EndOfStep, Minibatch, Ticket
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ProcessLostError, RunLost, WorkerError
@@ -50,7 +50,7 @@ class Client:
         self.losses = list(losses)  # each time: which samples' payloads are lost
         self.asked, self.waits, self.fetches = [], [], []
         fakes = SimpleNamespace(fetch=self.fetch, wait=self.wait)
-        monkeypatch.setattr(payloads, "cluster", fakes)
+        monkeypatch.setattr(stream, "cluster", fakes)
 
     def fetch(self, references, *, timeout_s, owner):
         lost = self.losses.pop(0) if self.losses else ()
@@ -139,8 +139,12 @@ def test_several_teachers_have_one_width_and_each_token_says_whose_it_is():
 
 
 def rank_stream(monkeypatch, client, items, *, agree=int):
+    def wait(reference, **options):
+        is_next = isinstance(reference, tuple)  # else what was asked for again
+        return items if is_next else client.wait(reference, **options)
+
     monkeypatch.setattr(stream.ray, "wait", lambda refs, timeout: (refs, []))
-    monkeypatch.setattr(stream.cluster, "wait", lambda reference, **options: items)
+    monkeypatch.setattr(stream.cluster, "wait", wait)
     return stream.RankStream(client, rank=1, stall_timeout_s=STALL_S, agree=agree, teachers=[A])
 
 

@@ -13,7 +13,7 @@ from rollout.tiny_models import load_model, make_model
 from async_grpo.algorithms.express import ExpressGroup, ExpressTeacher
 from async_grpo.cluster import cluster
 from async_grpo.model.scoring import Scorer
-from async_grpo.training.express import LOGITS, Express
+from async_grpo.training.express_receiver import LOGITS, ExpressReceiver
 from async_grpo.types import Minibatch
 from async_grpo.util.errors import ExpressLost, WorkerError
 
@@ -113,7 +113,7 @@ def on_each(pool, ranks, do):
 
 
 def express(ranks, workers, *, teachers=(2, 1)):
-    return Express(
+    return ExpressReceiver(
         ranks,
         teachers=teachers,
         width=WIDTH,

@@ -6,7 +6,7 @@ from threading import Event
 
 import pytest
 
-from async_grpo.training import standstill, stream
+from async_grpo.training import stream
 from async_grpo.types import EndOfStep, Minibatch, PipelineStatus, Problem
 from async_grpo.util.errors import ClusterError, DeadlineError, ProcessLostError, RunLost
 
@@ -75,7 +75,7 @@ def test_a_slow_pipeline_that_moves_is_waited_for(monkeypatch):
 
 
 def test_an_output_whose_tokens_come_is_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr(standstill.time, "monotonic", itertools.count().__next__)
+    monkeypatch.setattr(stream.time, "monotonic", itertools.count().__next__)
     client = ScriptedClient(
         monkeypatch, delay=200, answers=itertools.repeat(4), tokens=itertools.count()
     )

@@ -16,7 +16,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.model.collate import collate
 from async_grpo.model.lm_head import Head
 from async_grpo.model.policy import PolicyModel
-from async_grpo.training.payloads import with_payloads
+from async_grpo.training.stream import with_payloads
 from async_grpo.types import Minibatch, Ticket
 
 NAMES = ("teacher:small", "teacher:large")

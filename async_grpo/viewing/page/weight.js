@@ -1,6 +1,6 @@
 "use strict";
-/* What each trained token of a row adds to the gradient: algorithms/grpo_loss.py and ratios.py as
- * plain numbers.
+/* What each trained token of a row adds to the gradient: algorithms/grpo_loss.py as plain
+ * numbers.
  *
  *   d loss / d lp = w * ( f * d policy / d lp + kl_coefficient * d kl / d lp )
  *   weight        = -(d loss / d lp) / D: by how much the step pushes the token's log-probability up

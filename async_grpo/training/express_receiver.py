@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 LOGITS = f"{TEACHER}.logits"
 
 
-class Express:
+class ExpressReceiver:
     """One rank's end of the groups of a run, one after another."""
 
     def __init__(
