@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.checkpoint.resume import Start
-from async_grpo.checkpoint.shards import write_shards
-from async_grpo.checkpoint.tensors import restore_learner
+from async_grpo.checkpoint.tensors import restore_learner, write_shards
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors

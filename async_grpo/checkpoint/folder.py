@@ -32,8 +32,16 @@ from itertools import chain, count
 from pathlib import Path
 
 from async_grpo.checkpoint import disk
-from async_grpo.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, to_json
-from async_grpo.checkpoint.reader import file_names, hash_files, read_checkpoint, read_manifest
+from async_grpo.checkpoint.reader import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Manifest,
+    file_names,
+    hash_files,
+    read_checkpoint,
+    read_manifest,
+    to_json,
+)
 from async_grpo.util.errors import CheckpointError
 
 __all__ = ["CheckpointFolder", "Newest", "read_checkpoint"]

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
-from async_grpo.checkpoint.manifest import MANIFEST_NAME, Manifest
+from async_grpo.checkpoint.reader import MANIFEST_NAME, Manifest
 from async_grpo.config.option import Change, flag, options_of_change, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.training.schedule import Clocks
-from async_grpo.types import ResumePoint
+from async_grpo.types import GivenPair, Question, ResumePoint, TrainingPair
 from async_grpo.util.errors import CheckpointError, ConfigError
-from async_grpo.util.run_folder import (
-    CHECKPOINTS_FOLDER,
-    METRICS_FILE,
-    PARAMETERS_FILE,
-    is_restart,
-)
+from async_grpo.util.run_folder import CHECKPOINTS_FOLDER, METRICS_FILE, PARAMETERS_FILE, is_restart
 
 logger = logging.getLogger(__name__)
 FIXED = options_of_change(TrainConfig, Change.FIXED)
 PLACES = options_of_change(TrainConfig, Change.PLACE)
 # Beside these a run that has left no checkpoint may differ from one that starts in its place.
 INCIDENTAL = options_of_change(TrainConfig, Change.INCIDENTAL)
+Record = Question | TrainingPair | GivenPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,3 +291,30 @@ def _occupied(config: TrainConfig, reason: str) -> ConfigError:
         f"--output-dir {config.output_dir} holds a run already, and {reason}: name another "
         "folder, or replace it with --overwrite"
     )
+
+
+def hash_data(records: Sequence[Record]) -> str:
+    """The sha256 of the data as loaded: over every record, in order, ids, texts and columns.
+
+    It is of what the run makes of the data, so that any change of a line shows, and another path or
+    format of the same data does not.
+    """
+    digest = hashlib.sha256()
+    for record in records:
+        for part in _parts(record):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _parts(record: Record) -> Iterable[bytes]:
+    if isinstance(record, GivenPair):
+        return *_parts(record.question), _ids(record.completion_token_ids)
+    if isinstance(record, TrainingPair):
+        return _ids(record.prompt_token_ids), _ids(record.completion_token_ids)
+    # Columns may hold what a dataset decodes to; its text tells values apart well enough.
+    text = json.dumps([record.input, record.answer, record.columns], sort_keys=True, default=str)
+    return _ids(record.input_token_ids), text.encode()
+
+
+def _ids(values: NDArray[np.int32]) -> bytes:
+    return np.asarray(values, dtype="<i4").tobytes()

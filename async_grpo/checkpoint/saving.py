@@ -6,28 +6,34 @@ waits for:    the save before this one, up to `deadlines.CHECKPOINT_S`
 unblocked by: the disk
 
 A save that fails is told loudly and counted, and the last good checkpoint stands: it ends no run.
+
+That all ranks write to one folder is shown before they do, and after they have: on machines that
+share no disk each would write happily to its own, and a resume would find a part.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.export import Exports
 from async_grpo.checkpoint.folder import CheckpointFolder
-from async_grpo.checkpoint.manifest import Manifest
-from async_grpo.checkpoint.references import save_references
-from async_grpo.checkpoint.shared import NotSharedError, check_shared, files_of_all
-from async_grpo.checkpoint.tensors import Staging, Tensors, save_tensors
+from async_grpo.checkpoint.reader import Manifest, file_names
+from async_grpo.checkpoint.tensors import Staging, Tensors, save_reference, save_tensors
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks
@@ -36,6 +42,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, CheckpointError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.util.together import in_background
+from async_grpo.weight_sync.links import device_tensors
 
 if TYPE_CHECKING:
     from async_grpo.run.report import Report
@@ -44,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 References = Callable[[int], tuple[WeightsSnapshot, ...] | None]
+TOKEN_NAME = ".token"
+POLL_INTERVAL_S = 0.1
+REMEDY = "give an --output-dir on a disk that all machines of the trainer share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +220,9 @@ class Checkpoints:
             own = save_tensors(tensors, temporary, group=self._group)
             files = files_of_all(own, temporary, self._ranks, group=self._group)
             if self._ranks.is_main:
-                save_references(cut.references, temporary)
+                for snapshot in cut.references:
+                    served = device_tensors(snapshot, torch.device("cpu"))
+                    save_reference(served, temporary, batches=snapshot.version.batches)
                 self._report.sync_files()  # the checkpoint tells their sizes
                 self._commit(cut, temporary, files)
         except Exception as error:  # the boundary of a thread: a run goes on without a checkpoint
@@ -235,3 +247,92 @@ class Checkpoints:
                 cut.batches,
                 reason,
             )
+
+
+class NotSharedError(CheckpointError):
+    """Ranks would save to different folders."""
+
+
+def check_shared(folder: Path, ranks: Ranks, *, group: dist.ProcessGroup) -> None:
+    """Raise `NotSharedError` on all ranks unless each reads in `folder` what rank 0 writes there.
+
+    Collective. `folder` is rank 0's, and there. What its disk refuses is another error.
+    """
+    token = ranks.share(lambda: _leave_token(folder), group=group)
+    sees = ranks.is_main or _is_seen(folder / TOKEN_NAME, token)
+    found = ranks.gather((socket.gethostname(), sees), group=group)
+    ranks.on_main(lambda: _take_token(folder), group=group)
+    if blind := [rank for rank, (_, sees) in enumerate(found) if not sees]:
+        hosts = [host for host, _ in found]
+        raise NotSharedError(
+            f"checkpoints must lie in one folder for all ranks, {folder} of rank 0 on {hosts[0]} "
+            f"is not that of {_in_words(blind, hosts)}: {REMEDY}"
+        )
+
+
+def files_of_all(
+    own: Mapping[str, str], folder: Path, ranks: Ranks, *, group: dist.ProcessGroup
+) -> Mapping[str, str]:
+    """Collective: the hashes of all ranks' files by name; `own` are this rank's.
+
+    Raises `CheckpointError` on all ranks when one has written nothing, or rank 0 lacks a file.
+    """
+    found = ranks.gather((socket.gethostname(), dict(own)), group=group)
+    ranks.on_main(lambda: _check_here(folder, found), group=group)
+    return {name: digest for _, files in found for name, digest in files.items()}
+
+
+def _leave_token(folder: Path) -> str:
+    token = secrets.token_hex()
+    try:
+        disk.write(folder / TOKEN_NAME, token.encode())
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be written to: {error}") from error
+    return token
+
+
+def _take_token(folder: Path) -> None:
+    try:
+        disk.remove(folder / TOKEN_NAME)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be written to: {error}") from error
+
+
+def _is_seen(path: Path, token: str) -> bool:
+    """Whether this rank reads the token, waiting for a disk that is slow to show it."""
+    given_up_at = time.monotonic() + deadlines.FILE_SEEN_S
+    while True:
+        try:
+            if disk.read(path) == token.encode():
+                return True
+        except OSError:  # it is not here, or not yet
+            pass
+        if time.monotonic() >= given_up_at:
+            return False
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _check_here(folder: Path, found: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    try:
+        here = {*file_names(folder)}
+    except OSError as error:
+        raise CheckpointError(f"{folder} must be readable: {error}") from error
+    hosts = [host for host, _ in found]
+    absent = [rank for rank, (_, files) in enumerate(found) if not files or files.keys() - here]
+    if absent:
+        raise CheckpointError(
+            f"a checkpoint must hold the shards of all {len(found)} ranks, {folder} lacks those of "
+            f"{_in_words(absent, hosts)}: {REMEDY}"
+        )
+
+
+def _in_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """
+    >>> _in_words([1, 2, 3], ["a", "a", "b", "b"])
+    'rank 1 on a, ranks 2, 3 on b'
+    """
+    parts = []
+    for host, members in groupby(ranks, key=lambda rank: hosts[rank]):
+        numbers = [str(rank) for rank in members]
+        parts.append(f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} on {host}")
+    return ", ".join(parts)

@@ -1,17 +1,18 @@
-"""What a checkpoint holds of tensors: the policy, AdamW's moments, and each rank's random state.
+"""What a checkpoint holds of tensors: policy, AdamW's moments, ranks' random states, references.
 
 Shards are safetensors files that torch.distributed.checkpoint writes and reads, so nothing is
 pickled and another number of ranks can read them. Names are Hugging Face's:
 
     policy.<name>  exp_avg.<name>  exp_avg_sq.<name>  [rank_3.random_cpu, rank_3.random_cuda]
 
-AdamW's count of updates is the run's clock of steps: every update moves every parameter.
+AdamW's count of updates is the run's clock of steps: every update moves every parameter. The
+weights of a reference that has moved are in files of their own, as they were served.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,8 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -33,7 +36,6 @@ from torch.futures import Future
 
 from async_grpo.checkpoint import disk
 from async_grpo.checkpoint.resume import Start
-from async_grpo.checkpoint.shards import cut_by_size
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.training.fsdp import as_shard, moments_of, reshard
 from async_grpo.training.learner import Learner
@@ -43,6 +45,7 @@ FILE_BYTES = 1 << 30  # one file's worth of shards is serialised in memory at a 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Tensors = dict[str, Tensor]
+REFERENCE_BYTES = 1 << 30  # of one file of a reference that has moved
 
 
 class Staging:
@@ -233,3 +236,61 @@ def _cause(error: CheckpointException) -> str:
     rank = min(error.failures)
     cause, _ = error.failures[rank]
     return f"rank {rank}: {' '.join([type(cause).__name__, *str(cause).splitlines()[:1]])}"
+
+
+def write_shards(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, *, stem: str, max_bytes: int
+) -> Iterator[tuple[Path, list[str]]]:
+    """Write `STEM_00001.safetensors` and so on; gives each file with the names of its parameters.
+
+    One file's are in memory at a time, at most `max_bytes` or a single parameter.
+    Raises `CheckpointError` when the disk refuses.
+    """
+    for number, shard in enumerate(cut_by_size(tensors, max_bytes), 1):
+        file = folder / f"{stem}_{number:05}.safetensors"
+        try:
+            save_file(shard, file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file.name} could not be written: {error}") from error
+        yield file, list(shard)
+
+
+def cut_by_size(
+    tensors: Iterable[tuple[str, Tensor]], max_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """Whole parameters in their order, cut wherever another one would exceed `max_bytes`."""
+    shard: dict[str, Tensor] = {}
+    size_bytes = 0
+    for name, tensor in tensors:
+        if shard and size_bytes + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size_bytes = {}, 0
+        shard[name] = tensor
+        size_bytes += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def save_reference(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, batches: int) -> None:
+    """Write the weights after `batches` of a reference that has moved, as they were served.
+
+    `reference_12_00001.safetensors` holds some of the parameters after batch 12, in the type in
+    which the workers got them. Raises `CheckpointError` when the disk refuses.
+    """
+    prefix = _reference_prefix(batches)
+    named = ((prefix + name, tensor) for name, tensor in tensors)
+    for _ in write_shards(named, folder, stem=prefix.rstrip("."), max_bytes=REFERENCE_BYTES):
+        pass
+
+
+def read_reference(folder: Path, batches: int) -> Iterator[tuple[str, Tensor]]:
+    """The parameters after `batches`, one at a time, under their checkpoint names."""
+    prefix = _reference_prefix(batches)
+    for file in sorted(folder.glob(f"{prefix.rstrip('.')}_*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  not a mapping
+                yield name.removeprefix(prefix), tensors.get_tensor(name)
+
+
+def _reference_prefix(batches: int) -> str:
+    return f"reference_{batches}."

@@ -30,8 +30,8 @@ import torch
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.checkpoint.references import read_reference
 from async_grpo.checkpoint.resume import Start
+from async_grpo.checkpoint.tensors import read_reference
 from async_grpo.cluster import cluster
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient

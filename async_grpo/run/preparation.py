@@ -16,8 +16,7 @@ from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.algorithms.remote import start_rules
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.checkpoint.fingerprints import hash_data
-from async_grpo.checkpoint.resume import Start, check_contents
+from async_grpo.checkpoint.resume import Start, check_contents, hash_data
 from async_grpo.cluster import cluster
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.evaluation import UNNAMED

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from oracle import tiny_model
 from torch.distributed.tensor import distribute_tensor
 
-from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.reader import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import Staging, restore_learner, save_tensors
 from async_grpo.config.train import TrainConfig

@@ -3,7 +3,7 @@
 from replaced_disk import Disk, used
 
 from async_grpo.checkpoint.folder import CheckpointFolder
-from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.reader import Manifest
 
 SHARD = "model-00001.safetensors"
 REFERENCE = "reference_1_00001.safetensors"

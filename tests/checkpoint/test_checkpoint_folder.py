@@ -9,7 +9,7 @@ from checkpoints_on_disk import REFERENCE, SHARD, a_manifest, names, newest, sav
 from replaced_disk import Disk, used
 
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
-from async_grpo.checkpoint.manifest import from_json
+from async_grpo.checkpoint.reader import from_json
 from async_grpo.util.errors import CheckpointError
 
 

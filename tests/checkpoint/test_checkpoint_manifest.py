@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_grpo import __version__
-from async_grpo.checkpoint.manifest import Manifest, from_json, to_json
+from async_grpo.checkpoint.reader import Manifest, from_json, to_json
 from async_grpo.util.errors import CheckpointError
 
 words = st.text('aé"\n\0\u2028😀', max_size=5)

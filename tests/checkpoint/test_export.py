@@ -8,7 +8,7 @@ from oracle import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from async_grpo.checkpoint import export, shards
+from async_grpo.checkpoint import export, tensors
 from async_grpo.checkpoint.export import export_hf
 from async_grpo.model.policy import PolicyModel
 
@@ -86,7 +86,7 @@ def test_an_older_export_is_replaced_only_by_a_complete_one(source, tmp_path, mo
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "save_file", full_disk)
+        patch.setattr(tensors, "save_file", full_disk)
         reason = export_hf(PolicyModel(new), source_folder=str(source), target=str(target))
     assert reason.endswith("could not be written: No space left on device")
     name = "model.embed_tokens.weight"

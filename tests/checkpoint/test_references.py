@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo.checkpoint import references
+from async_grpo.checkpoint import tensors
 from async_grpo.cluster import cluster
 from async_grpo.types import WeightsVersion
 from async_grpo.weight_sync.buckets import pack
+from async_grpo.weight_sync.links import device_tensors
 
 TENSORS = {"a": torch.arange(6.0), "b": torch.ones(2, 3), "c": torch.zeros(4)}
 
@@ -14,13 +15,14 @@ TENSORS = {"a": torch.arange(6.0), "b": torch.ones(2, 3), "c": torch.zeros(4)}
 def test_a_moved_reference_comes_back_whole_however_it_is_cut(
     max_bytes, num_files, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(references, "SHARD_BYTES", max_bytes)
+    monkeypatch.setattr(tensors, "REFERENCE_BYTES", max_bytes)
     monkeypatch.setattr(cluster, "wait", lambda data, **_: data)
     version = WeightsVersion(0, 12)
     snapshot = pack(TENSORS.items(), put=np.copy, version=version, bucket_bytes=32)
-    references.save_references([snapshot], tmp_path)
+    served = device_tensors(snapshot, torch.device("cpu"))
+    tensors.save_reference(served, tmp_path, batches=snapshot.version.batches)
     assert len(list(tmp_path.iterdir())) == num_files
-    found = dict(references.read_reference(tmp_path, 12))
+    found = dict(tensors.read_reference(tmp_path, 12))
     assert found.keys() == TENSORS.keys()
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
-    assert not list(references.read_reference(tmp_path, 1))
+    assert not list(tensors.read_reference(tmp_path, 1))

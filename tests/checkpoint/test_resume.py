@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_grpo.checkpoint.fingerprints import hash_data
 from async_grpo.checkpoint.folder import CheckpointFolder
-from async_grpo.checkpoint.manifest import Manifest
-from async_grpo.checkpoint.resume import check_contents, find_start
+from async_grpo.checkpoint.reader import Manifest
+from async_grpo.checkpoint.resume import check_contents, find_start, hash_data
 from async_grpo.config.train import TrainConfig
 from async_grpo.model.folder import hash_model
 from async_grpo.training.schedule import Clocks

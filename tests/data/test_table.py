@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 
-from async_grpo.checkpoint.fingerprints import hash_data
+from async_grpo.checkpoint.resume import hash_data
 from async_grpo.data.table import GivenTable, PairTable, QuestionTable
 from async_grpo.types import GivenPair, Question, TrainingPair
 

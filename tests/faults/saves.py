@@ -9,7 +9,7 @@ from typing import Any
 from replaced_disk import used
 
 from async_grpo.checkpoint.folder import CheckpointFolder, Newest
-from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.reader import Manifest
 from async_grpo.util.errors import CheckpointError
 
 KEEP = 2

@@ -10,7 +10,7 @@ import torch
 from learners import make_learner
 from oracle import make_config, oracle_twin, random_samples, sent, tiny_model
 
-from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.reader import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.run import replaying
 from async_grpo.run.replaying import Comparison, find_checkpoint, read_record, replay_step

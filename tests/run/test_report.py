@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.checkpoint.manifest import Manifest
+from async_grpo.checkpoint.reader import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.config.train import TrainConfig
 from async_grpo.run.data import warn_of_few
