@@ -200,10 +200,17 @@ def main() -> int:
     parser.add_argument("--run", action="append", choices=RUNS, help="only this one; may repeat")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=37)
+    parser.add_argument("--algorithm", help="path:Name: of a copy of the shipped one")
     asked = parser.parse_args()
     before = json.loads(asked.compare.read_text()) if asked.compare else {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the cluster ends with us
-    options = ("--learning-rate", asked.learning_rate, "--infinite-sampler-seed", asked.seed)
+    options: tuple[object, ...] = (
+        "--learning-rate",
+        asked.learning_rate,
+        "--infinite-sampler-seed",
+        asked.seed,
+    )
+    options += ("--algorithm", asked.algorithm) if asked.algorithm else ()
     after: dict[str, Any] = {"machine": machine(), "runs": {}}
     with tempfile.TemporaryDirectory() as folder, workers() as address:
         questions = write_questions(Path(folder))

@@ -12,7 +12,7 @@ The controller's half imports no torch: a `loss` that needs it imports it in its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from async_grpo.types import Group, Payload, Sample
 from async_grpo.types.metrics import Metric
-from async_grpo.types.roles import REFERENCE
+from async_grpo.types.roles import REFERENCE, TEACHER
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from async_grpo.config.train import TrainConfig
+    from async_grpo.model.lm_head import Head
     from async_grpo.model.logprobs import HeadTerm, TokenLogprobs
     from async_grpo.types import PackedMinibatch
 
@@ -47,6 +48,29 @@ class ScoreNeed:
     before_advantages: bool = False  # of every sample, for rewards or advantages are made of them
     of_given: bool = False  # also of samples that nobody sampled: they are 0 there otherwise
     payload: Payload | None = None  # also asked, of a teacher: fetched by the rank that trains
+    fetches_heads: bool = False  # every rank fetches its teachers' heads, once
+
+    def columns(self, *, num_teachers: int) -> dict[str, int]:
+        """{name: columns of each token} in `packed.scores`: the role's own, and of the payload.
+
+        Of hidden states and logits there are as many as the teacher has: 0 says one or more. Of
+        several teachers also which it is.
+        """
+        if self.payload is None:
+            return {self.role: self.num_columns}
+        several = {"index": 0} if num_teachers > 1 else {}
+        return {self.role: self.num_columns} | {
+            f"{self.role}.{name}": number
+            for name, number in (self.payload.columns | several).items()
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Teacher:
+    """What a rank knows of a teacher."""
+
+    width: int  # columns of its logits
+    head: Head | None = None  # of `width` columns, where a need `fetches_heads`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,13 +115,18 @@ class Algorithm:
 
     @property
     def score_columns(self) -> dict[str, int]:
-        """{role: columns} of all that it needs."""
-        return {need.role: need.num_columns for need in self.needs}
+        """{name in `packed.scores`: columns} of all that it needs."""
+        return dict(self._columns(self.needs))
 
     @property
     def scores_of_given(self) -> frozenset[str]:
-        """Roles whose scores samples need that nobody sampled."""
-        return frozenset(need.role for need in self.needs if need.of_given)
+        """Of these columns, those that samples need which nobody sampled."""
+        return frozenset(dict(self._columns(need for need in self.needs if need.of_given)))
+
+    @property
+    def teacher_need(self) -> ScoreNeed | None:
+        """What it needs of the run's teachers; None: they are not asked."""
+        return next((need for need in self.needs if need.role == TEACHER), None)
 
     @property
     def temperature(self) -> float:
@@ -133,6 +162,14 @@ class Algorithm:
         """False only where the gradient of the sample is exactly zero, whatever the policy."""
         return sample.num_trained_tokens > 0
 
+    def teacher_terms(self, teachers: Sequence[Teacher]) -> tuple[HeadTerm, ...]:
+        """Terms of the chunked head, beside `terms`, that read what the teachers send.
+
+        `teachers` are all of the run, in the order of `--teacher-for`: `packed.scores`'
+        `teacher.index` counts them. Trainer ranks ask once, when they have met their teachers.
+        """
+        return ()
+
     def loss(self, scored: TokenLogprobs, packed: PackedMinibatch) -> LossSums:
         """Plain sums over the minibatch's tokens: nothing here divides by a count of them.
 
@@ -144,6 +181,11 @@ class Algorithm:
     def in_words(self) -> tuple[str, ...]:
         """What is optimised, a sentence each."""
         return ()
+
+    def _columns(self, needs: Iterable[ScoreNeed]) -> Iterator[tuple[str, int]]:
+        num_teachers = len(self.config.teacher_names)
+        for need in needs:
+            yield from need.columns(num_teachers=num_teachers).items()
 
 
 class GroupRules(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from async_grpo.algorithms.base import LossSums, ScoreNeed
+from async_grpo.algorithms.base import LossSums, ScoreNeed, Teacher
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.config.distillation import EVERY_TYPE, check_distillation
 from async_grpo.config.train import TrainConfig
@@ -21,8 +21,7 @@ from async_grpo.types.metrics import Metric
 from async_grpo.types.roles import TEACHER
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.distillation_loss import Teacher
-    from async_grpo.model.logprobs import TokenLogprobs
+    from async_grpo.model.logprobs import HeadTerm, TokenLogprobs
     from async_grpo.types import PackedMinibatch
 
 GAP = Metric(
@@ -63,34 +62,25 @@ class Distillation(Grpo):
         check_distillation(config)
         super().__init__(config)
         self._payload = payload_of(config)
-        is_given_too = self._payload is not None
-        need = ScoreNeed(TEACHER, of_given=is_given_too, payload=self._payload)
+        need = ScoreNeed(
+            TEACHER,
+            of_given=self._payload is not None,
+            payload=self._payload,
+            fetches_heads=self._payload is not None and self._payload.kind == "hidden",
+        )
         self.needs = (*self.needs, need)
         is_cut = self._payload is not None and self._payload.kind == "topk"
         of_payload = (DIVERGENCE, BYTES, WAIT, LOST) if self._payload else ()
         self.metrics = (GAP, TOKENS, *of_payload, *([TAIL] if is_cut else ()))
 
-    @property
-    def score_columns(self) -> dict[str, int]:
-        return super().score_columns | self._payload_columns
+    def teacher_terms(self, teachers: Sequence[Teacher]) -> tuple[HeadTerm, ...]:
+        """The divergence, of the payload that they send."""
+        if self._payload is None:
+            return ()
+        from async_grpo.algorithms.distillation_loss import head_term  # with torch
 
-    @property
-    def scores_of_given(self) -> frozenset[str]:
-        return super().scores_of_given | self._payload_columns.keys()
-
-    def learn_from(self, teachers: Sequence[Teacher]) -> None:
-        """What a rank knows of the teachers, in the order of `teacher_names`."""
-        if self._payload is not None:
-            from async_grpo.algorithms.distillation_loss import head_term  # with torch
-
-            self.terms = (
-                head_term(
-                    self._payload,
-                    teachers,
-                    alpha=self.config.gkd_alpha,
-                    policy_temperature=self.config.temperature,
-                ),
-            )
+        alpha, temperature = self.config.gkd_alpha, self.config.temperature
+        return (head_term(self._payload, teachers, alpha=alpha, policy_temperature=temperature),)
 
     def contributes(self, sample: Sample) -> bool:
         """A teacher's terms have a gradient without an advantage of the sample's own."""
@@ -104,20 +94,6 @@ class Distillation(Grpo):
 
     def in_words(self) -> tuple[str, ...]:
         return (*super().in_words(), teachers_in_words(self.config))
-
-    @property
-    def _payload_columns(self) -> dict[str, int]:
-        """Of hidden states and logits there are as many as the teacher has: 0 says one or more."""
-        if self._payload is None:
-            return {}
-        top_k = self._payload.top_k
-        columns = {
-            "topk": {f"{TEACHER}.ids": top_k, f"{TEACHER}.logprobs": top_k, f"{TEACHER}.tail": 0},
-            "hidden": {f"{TEACHER}.hidden": 0},
-            "logits": {f"{TEACHER}.logits": 0},
-        }[self._payload.kind]
-        has_several = len(self.config.teacher_names) > 1
-        return columns | ({f"{TEACHER}.index": 0} if has_several else {})
 
 
 def payload_of(config: TrainConfig) -> Payload | None:

@@ -30,10 +30,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from async_grpo.algorithms.base import LossSums
+from async_grpo.algorithms.base import LossSums, Teacher
 from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.config.train import TrainConfig
-from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import LEAST_LOGPROB, TokenLogprobs
 from async_grpo.types import PackedMinibatch, Payload
 from async_grpo.types.roles import TEACHER
@@ -77,14 +76,6 @@ def distillation_loss(
 def _sampled(values: Tensor, packed: PackedMinibatch) -> Tensor:
     """Those of tokens that the policy sampled."""
     return values if packed.is_given is None else values[~packed.is_given]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Teacher:
-    """What a rank knows of a teacher."""
-
-    width: int  # columns of its logits
-    head: Head | None = None  # of `width` columns, for the payload `hidden`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

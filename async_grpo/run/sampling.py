@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from async_grpo.algorithms.distillation import Distillation
 from async_grpo.checkpoint.resume import Start
 from async_grpo.cluster import cluster
-from async_grpo.controller.client import WHO, RunClient
+from async_grpo.controller.client import WHO
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.teaching import meet_teachers
@@ -151,7 +150,9 @@ class SampledData(Iterator[StreamItem]):
     def _open(self) -> RankStream:
         client = self._ranks.share(lambda: self._main.client)
         if self._stream is None:
-            self._meet_teachers(client)
+            meet_teachers(
+                self._learner, client, lambda: self._ranks.share(lambda: self._main.teacher_widths)
+            )
         self._stream = RankStream(
             client,
             rank=self._ranks.rank,
@@ -178,12 +179,6 @@ class SampledData(Iterator[StreamItem]):
                 self._main.client.receivers(role), timeout_s=deadlines.ANSWER_S, who=WHO
             ),
         )
-
-    def _meet_teachers(self, client: RunClient) -> None:
-        algorithm = self._learner.algorithm
-        if isinstance(algorithm, Distillation):
-            widths = self._ranks.share(lambda: self._main.teacher_widths)
-            meet_teachers(algorithm, client, widths, device=self._learner.device)
 
     def _recover(self, stream: RankStream, reason: str) -> None:
         """All ranks have lost the run before the same item."""

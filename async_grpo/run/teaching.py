@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from async_grpo.algorithms.distillation_loss import Teacher
+from async_grpo.algorithms.base import Teacher
 from async_grpo.cluster import cluster
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
@@ -20,8 +20,8 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import DataError, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.distillation import Distillation
     from async_grpo.controller.handles import ControllerHandle
+    from async_grpo.training.learner import Learner
 
 
 def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, WorkerInfo]:
@@ -44,22 +44,21 @@ def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, 
 
 
 def meet_teachers(
-    algorithm: Distillation,
-    client: RunClient,
-    widths: Mapping[str, int],
-    *,
-    device: torch.device,
+    learner: Learner, client: RunClient, widths: Callable[[], Mapping[str, int]]
 ) -> None:
-    """Give a rank's algorithm what it must know of each teacher, by name its vocabulary's width.
+    """Give a rank's learner what it must know of each teacher that its algorithm asks.
 
-    Where teachers send hidden states, every rank has their heads, which never change.
+    `widths`: collective, by name its vocabulary's width. Where the algorithm needs the teachers'
+    heads, which never change, every rank fetches them.
     """
-    has_heads = algorithm.config.teacher_payload == "hidden"
-    teachers = []
-    for name in algorithm.config.teacher_names:
-        head = _head(client, name, device, algorithm.config) if has_heads else None
-        teachers.append(Teacher(widths[name], head))
-    algorithm.learn_from(teachers)
+    need, config = learner.algorithm.teacher_need, learner.config
+    if need is None:
+        return
+    width_of, teachers = widths(), []
+    for name in config.teacher_names:
+        head = _head(client, name, learner.device, config) if need.fetches_heads else None
+        teachers.append(Teacher(width_of[name], head))
+    learner.step.head_terms += learner.algorithm.teacher_terms(teachers)
 
 
 def _head(client: RunClient, name: str, device: torch.device, config: TrainConfig) -> Head:

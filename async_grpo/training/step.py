@@ -84,6 +84,7 @@ class GradientStep:
         self._policy = policy
         self._config = config
         self._algorithm = algorithm
+        self.head_terms = algorithm.terms  # with those of its teachers, once they are met
         self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
         # Of every forward of the policy.
         self._setting = {"temperature": algorithm.temperature, "chunk_size": config.chunk_size}
@@ -104,7 +105,7 @@ class GradientStep:
         old = self._batch_start.logprobs(packed, **self._setting) if self._batch_start else None
         if old is not None:
             packed = replace(packed, scores={**packed.scores, "old": old})
-        scored = self._policy(packed, **self._setting, terms=self._algorithm.terms)
+        scored = self._policy(packed, **self._setting, terms=self.head_terms)
         if self.keeps_terms:
             scored.logprobs.retain_grad()
         result = self._algorithm.loss(scored, packed)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from oracle import VOCAB_SIZE, make_config, make_sample, tiny_model
 
-from async_grpo.algorithms.distillation_loss import Teacher
+from async_grpo.algorithms.base import Teacher
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.model.collate import collate
 from async_grpo.model.lm_head import Head
@@ -38,7 +38,9 @@ def taught(numbers, kind, sizes, widths):
 
 def gradient(policy, config, samples, *, heads, kind):
     algorithm = find_algorithm(config)
-    algorithm.learn_from([Teacher(len(h.weight), h if kind == "hidden" else None) for h in heads])
+    terms = algorithm.teacher_terms(
+        [Teacher(len(h.weight), h if kind == "hidden" else None) for h in heads]
+    )
     policy.zero_grad()
     packed = collate(
         samples,
@@ -47,7 +49,7 @@ def gradient(policy, config, samples, *, heads, kind):
         scores_of_given=algorithm.scores_of_given,
         dtype=torch.float64,
     )
-    scored = policy(packed, temperature=1.0, chunk_size=4, terms=algorithm.terms)
+    scored = policy(packed, temperature=1.0, chunk_size=4, terms=terms)
     algorithm.loss(scored, packed).loss.backward()
     return torch.cat([p.grad.flatten().clone() for p in policy.parameters()])
 

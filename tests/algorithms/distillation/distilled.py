@@ -13,7 +13,8 @@ from formulas import engine_corrections, kl_term, old_logprobs, policy_ratios, p
 from formulas import token_weight as weight_of
 from oracle import VOCAB_SIZE, oracle_outputs, random_samples
 
-from async_grpo.algorithms.distillation_loss import Teacher, top_k_with_tail
+from async_grpo.algorithms.base import Teacher
+from async_grpo.algorithms.distillation_loss import top_k_with_tail
 from async_grpo.model.lm_head import Head
 
 HIDDEN = 7

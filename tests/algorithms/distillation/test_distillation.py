@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tensor_watchers import LargestTensor
 from torch.distributed.device_mesh import init_device_mesh
 from trained import OPTIONS, assert_same_parameters, make_learner, make_oracle, train
 
+from async_grpo.algorithms import distillation
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.distillation_loss import NAME
 from async_grpo.algorithms.find import find_algorithm
@@ -43,7 +45,9 @@ def test_it_trains_and_measures_as_the_oracle_does(kind):
     rng = np.random.default_rng(1)
     teachers = make_teachers(rng, WIDTHS)
     learner = make_learner(config)
-    learner.algorithm.learn_from([t.on_rank(config, torch.float64) for t in teachers])
+    learner.step.head_terms = learner.algorithm.teacher_terms(
+        [t.on_rank(config, torch.float64) for t in teachers]
+    )
     model, optimizer = make_oracle()
     for batch in range(3):
         samples, numbers, states = make_samples(
@@ -81,9 +85,11 @@ def test_a_filler_s_gradient_is_exactly_zero(kind):
     policy = PolicyModel(tiny_model(tied=True))
     algorithm = find_algorithm(config)
     teachers = make_teachers(np.random.default_rng(0), WIDTHS)
-    algorithm.learn_from([teacher.on_rank(config, torch.float32) for teacher in teachers])
+    terms = algorithm.teacher_terms(
+        [teacher.on_rank(config, torch.float32) for teacher in teachers]
+    )
     filler = collate([], aggregation="sample-mean", scores=algorithm.score_columns)
-    scored = policy(filler, temperature=1.0, chunk_size=4, terms=algorithm.terms)
+    scored = policy(filler, temperature=1.0, chunk_size=4, terms=terms)
     algorithm.loss(scored, filler).loss.backward()
     for _, parameter in hf_named_parameters(policy):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
@@ -93,7 +99,9 @@ def gradient_of_ranks(rank, *, kind):
     """The summed gradient of this rank's samples and an empty minibatch, sharded over two."""
     config, teachers, samples, *_ = scene(kind)
     algorithm = find_algorithm(config)
-    algorithm.learn_from([teacher.on_rank(config, torch.float64) for teacher in teachers])
+    terms = algorithm.teacher_terms(
+        [teacher.on_rank(config, torch.float64) for teacher in teachers]
+    )
     policy = PolicyModel(tiny_model(tied=True, dtype=torch.float64))
     shard(policy, init_device_mesh("cpu", (2,)))
     for part in (samples[:3], []) if rank else ([], samples[3:]):
@@ -104,7 +112,7 @@ def gradient_of_ranks(rank, *, kind):
             scores_of_given=algorithm.scores_of_given,
             dtype=torch.float64,
         )
-        scored = policy(packed, temperature=1.0, chunk_size=3, terms=algorithm.terms)
+        scored = policy(packed, temperature=1.0, chunk_size=3, terms=terms)
         algorithm.loss(scored, packed).loss.backward()
     return {n: p.grad.full_tensor() for n, p in hf_named_parameters(policy)}
 
@@ -164,7 +172,34 @@ def test_given_tokens_beside_sampled_ones_cost_no_copy_of_what_teachers_say(kind
 def test_a_sample_without_what_its_teacher_says_is_refused_by_name():
     config, teachers, samples, *_ = scene("topk")
     learner = make_learner(config)
-    learner.algorithm.learn_from([t.on_rank(config, torch.float64) for t in teachers])
+    learner.step.head_terms = learner.algorithm.teacher_terms(
+        [t.on_rank(config, torch.float64) for t in teachers]
+    )
     scores = {n: v for n, v in samples[0].scores.items() if n != "teacher.ids"}
     with pytest.raises(ValueError, match=r"lacks teacher\.ids"):
         train(learner, [replace(samples[0], scores=scores)], batch=0)
+
+
+@pytest.mark.parametrize("kind", ["topk", "hidden", "logits"])
+def test_a_copy_of_it_in_a_user_s_file_trains_to_the_same_bits(kind, tmp_path):
+    own = tmp_path / "own.py"
+    own.write_text(Path(distillation.__file__).read_text())
+    trained = []
+    for name in ("grpo", f"{own}:Distillation"):
+        config = make_config(**EVERYTHING, teacher_payload=kind, algorithm=name)
+        rng = np.random.default_rng(2)
+        teachers = make_teachers(rng, WIDTHS)
+        learner = make_learner(config)
+        assert learner.algorithm.teacher_need.fetches_heads == (kind == "hidden")
+        learner.step.head_terms = learner.algorithm.teacher_terms(
+            [t.on_rank(config, torch.float64) for t in teachers]
+        )
+        model, _ = make_oracle()
+        samples, *_ = make_samples(
+            rng, config, teachers, count=4, model=model, max_rows=1, share_given=0.4
+        )
+        metrics = train(learner, samples, batch=0).metrics
+        trained.append((learner, [*learner.policy.parameters()], metrics["loss_sum"]))
+    (shipped, parameters, loss), (copied, *others) = trained
+    assert type(copied.algorithm) is not type(shipped.algorithm)
+    assert all(map(torch.equal, parameters, others[0])) and loss == others[1]

@@ -61,7 +61,7 @@ def gradient_of(policy, parts, ranks, config, teachers, *, chunk_size):
     """Loss and gradient by parameter: plain sums of every rank's minibatches."""
     dtype = policy.model.dtype
     algorithm = find_algorithm(config)
-    algorithm.learn_from([teacher.on_rank(config, dtype) for teacher in teachers])
+    terms = algorithm.teacher_terms([teacher.on_rank(config, dtype) for teacher in teachers])
     policy.zero_grad()
     loss = 0.0
     for indices in (indices for minibatches in ranks for indices in minibatches):
@@ -73,9 +73,7 @@ def gradient_of(policy, parts, ranks, config, teachers, *, chunk_size):
             share_prompts=policy.shares_prompts,
             dtype=dtype,
         )
-        scored = policy(
-            packed, temperature=config.temperature, chunk_size=chunk_size, terms=algorithm.terms
-        )
+        scored = policy(packed, temperature=config.temperature, chunk_size=chunk_size, terms=terms)
         found = algorithm.loss(scored, packed).loss
         found.backward()
         loss += found.item()

@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tensor_watchers import LargestTensor
 
-from async_grpo.algorithms.distillation_loss import Teacher, head_term, top_k_with_tail
+from async_grpo.algorithms.base import Teacher
+from async_grpo.algorithms.distillation_loss import head_term, top_k_with_tail
 from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.rescaling import Rescaling
