@@ -31,7 +31,7 @@ from async_grpo.types import Turn
 from async_grpo.util.errors import ModelError, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.served import ServedEngine
+    from async_grpo.rollout.local_engines import ServedEngine
 
 logger = logging.getLogger(__name__)
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR"}
@@ -106,7 +106,7 @@ def _engine(model: str, config: ServeConfig) -> ServedEngine:
     from async_grpo.devices.current import seen_devices  # torch reads vLLM's environment later
 
     os.environ.update(worker_environment(on_cpu=not seen_devices().devices) | QUIET)
-    from async_grpo.rollout.served import ServedEngine
+    from async_grpo.rollout.local_engines import ServedEngine
 
     return ServedEngine(
         WorkerConfig(

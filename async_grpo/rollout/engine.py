@@ -26,15 +26,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.rollout.cached_tokens import cached_tokens
-from async_grpo.rollout.canary import CanaryPass
-from async_grpo.rollout.completions import read_completion
 from async_grpo.rollout.engine_args import USAGE, engine_args
-from async_grpo.rollout.fetch_ahead import Fetch, fetch_ahead
-from async_grpo.rollout.request_pulses import request_pulses
-from async_grpo.rollout.sampling import sampling_params
-from async_grpo.rollout.staging import Staging
-from async_grpo.rollout.update_delay import UpdateDelay
+from async_grpo.rollout.vllm_requests import (
+    CanaryPass,
+    read_completion,
+    request_pulses,
+    sampling_params,
+)
+from async_grpo.rollout.weights_update import (
+    Fetch,
+    StagedWeights,
+    UpdateDelay,
+    cached_tokens,
+    fetch_ahead,
+)
 from async_grpo.types import (
     GenerationRequest,
     Pulse,
@@ -83,7 +88,7 @@ class Engine:
         self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
         self._request_ids = itertools.count()
         self._running: dict[str, _Running] = {}  # by the name that vLLM knows it by
-        self._staging = Staging()
+        self._staging = StagedWeights()
         self._delay = UpdateDelay(max_num_seqs=self.max_num_seqs)
         model_config = self._llm.model_config
         self.max_model_len: int = model_config.max_model_len
@@ -220,7 +225,7 @@ class Engine:
         try:
             async with asyncio.timeout(timeout_s):
                 # The caches belong to the old weights and must not outlive them; where running
-                # sequences keep theirs (`kept_caches`), nobody else finds them.
+                # sequences keep theirs (`KeptCaches`), nobody else finds them.
                 await self._llm.pause_generation(mode="keep", clear_cache=True)
                 cached = self._cached_tokens()
                 if update_info is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from async_grpo.config.engine_options import check_known
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.devices.worker_bill import (
     CPU_BATCHED_TOKENS,
@@ -19,12 +23,12 @@ from async_grpo.devices.worker_bill import (
     longest_sequence_bytes,
 )
 from async_grpo.model.folder import longrope_positions
-from async_grpo.rollout.engine_options import set_engine_options
-from async_grpo.rollout.kept_caches import KEEP
+from async_grpo.rollout.scheduler import KEEP
+from async_grpo.util.errors import ConfigError
 
 EXTENSION = "async_grpo.weight_sync.vllm_extension.WeightsExtension"
 TRANSFER_BACKEND = "staged_file"
-SCHEDULER: str | None = "async_grpo.rollout.whole_outputs.make_scheduler"
+SCHEDULER: str | None = "async_grpo.rollout.scheduler.make_scheduler"
 # Whose defaults an engine takes on a device; its table has no row for engines without a server,
 # which would get 2048 prompt tokens a step.
 USAGE = UsageContext.OPENAI_API_SERVER
@@ -108,3 +112,28 @@ def _longest_sequence_bytes(model: ModelConfig) -> int:
     return longest_sequence_bytes(
         longest=model.max_model_len, token_bytes=per_token * model.dtype.itemsize
     )
+
+
+def set_engine_options(args: AsyncEngineArgs, options: Mapping[str, str]) -> None:
+    """Set each on `args`, parsed as on vLLM's own command line.
+
+    Raises `ConfigError` for a name that vLLM does not have, or a value that it does not take.
+    """
+    if not options:
+        return
+    check_known(options, {field.name for field in fields(args)})
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
+    for name, text in options.items():
+        word = name.replace("_", "-")
+        typed = {"true": f"--{word}", "false": f"--no-{word}"}.get(text.lower(), "")
+        if f"--{word}" not in parser._option_string_actions:
+            raise ConfigError(f"--engine-option {name} cannot be typed, got {text!r}: leave it out")
+        if typed not in parser._option_string_actions:
+            typed = f"--{word}={text}"
+        try:
+            value = getattr(parser.parse_args([typed]), name)
+        except (ArgumentError, SystemExit) as error:
+            raise ConfigError(
+                f"--engine-option {name} must be as vLLM has it, got {text!r}: {error}"
+            ) from None
+        setattr(args, name, value)

@@ -98,7 +98,7 @@ class Teacher:
         os.environ.update(worker_environment(on_cpu=on_cpu) | QUIET)
         if on_cpu:  # a process of its own costs 8 s of imports
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        from async_grpo.rollout.offline import OfflineEngine
+        from async_grpo.rollout.local_engines import OfflineEngine
 
         self._config, self._tokenizer = config, tokenizer
         self._sampling = SamplingContract(

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from async_grpo.rollout.completions import read_completion
+from async_grpo.rollout.vllm_requests import read_completion
 from async_grpo.types import VersionSpan, WeightsVersion
 from async_grpo.util.errors import WorkerError
 

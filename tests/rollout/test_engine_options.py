@@ -6,8 +6,7 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.rollout.engine_args import share_for_cache
-from async_grpo.rollout.engine_options import set_engine_options
+from async_grpo.rollout.engine_args import set_engine_options, share_for_cache
 from async_grpo.util.errors import ConfigError
 
 MODEL = str(Path(__file__).parents[2] / "sample-data" / "tiny-countdown")

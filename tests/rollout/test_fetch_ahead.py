@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from async_grpo.rollout.fetch_ahead import fetch_ahead
+from async_grpo.rollout.weights_update import fetch_ahead
 from async_grpo.types import WeightsBucket
 from async_grpo.util.errors import WeightSyncError
 

@@ -21,8 +21,8 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from async_grpo.rollout.kept_caches import KEEP
-from async_grpo.rollout.whole_outputs import (
+from async_grpo.rollout.scheduler import (
+    KEEP,
     WholeOutputsAsyncScheduler,
     WholeOutputsScheduler,
     make_scheduler,

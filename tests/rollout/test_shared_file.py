@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from async_grpo.rollout.shared_file import SharedFile
+from async_grpo.rollout.weights_update import SharedFile
 from async_grpo.util.errors import WeightSyncError
 
 READ = "import sys; f = open(sys.argv[1], 'rb'); f.seek(int(sys.argv[2])); print(f.read(3).hex())"

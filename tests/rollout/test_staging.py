@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo.rollout.staging import Staging
+from async_grpo.rollout.weights_update import StagedWeights
 from async_grpo.types import WeightsDelta, WeightsVersion
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import pack, view_tensor
@@ -69,7 +69,7 @@ def changed_bytes(snapshot):
 
 
 def test_whoever_has_the_last_version_fetches_what_changed():
-    staging = Staging()
+    staging = StagedWeights()
     assert_loads(staging, FIRST, OLD, num_bytes=FIRST.size_bytes)
     assert 0 < changed_bytes(SECOND) < FIRST.size_bytes / 100
     assert_loads(staging, SECOND, NEW, num_bytes=changed_bytes(SECOND))
@@ -77,20 +77,20 @@ def test_whoever_has_the_last_version_fetches_what_changed():
 
 
 def test_a_joiner_and_who_missed_a_version_fetch_all():
-    assert_loads(Staging(), SECOND, NEW, num_bytes=SECOND.size_bytes)
-    staging = Staging()
+    assert_loads(StagedWeights(), SECOND, NEW, num_bytes=SECOND.size_bytes)
+    staging = StagedWeights()
     load(staging, FIRST)
     assert_loads(staging, THIRD, NEWER, num_bytes=THIRD.size_bytes)
 
 
 def test_an_alias_of_the_last_version_is_as_good():
-    staging = Staging()
+    staging = StagedWeights()
     load(staging, FIRST.renamed(WeightsVersion(0, 7)))
     assert_loads(staging, SECOND, NEW, num_bytes=changed_bytes(SECOND))
 
 
 def test_a_bucket_of_which_too_much_changed_comes_whole():
-    staging = Staging()
+    staging = StagedWeights()
     load(staging, FIRST)
     first, *others = SECOND.buckets
     mixed = replace(SECOND, buckets=(replace(first, delta=None), *others))
@@ -99,7 +99,7 @@ def test_a_bucket_of_which_too_much_changed_comes_whole():
 
 
 def test_a_damaged_change_is_refused_and_all_is_fetched_the_next_time():
-    staging = Staging()
+    staging = StagedWeights()
     load(staging, FIRST)
     for bucket in SECOND.buckets:
         if bucket.delta.size_bytes:
@@ -112,7 +112,7 @@ def test_a_damaged_change_is_refused_and_all_is_fetched_the_next_time():
 
 
 def test_weights_that_nothing_will_be_based_on_are_not_kept():
-    staging = Staging()
+    staging = StagedWeights()
     load(staging, replace(FIRST, is_base=False))
     assert staging._file is None
     assert_loads(staging, SECOND, NEW, num_bytes=SECOND.size_bytes)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from async_grpo.rollout import update_delay
-from async_grpo.rollout.update_delay import UpdateDelay
+from async_grpo.rollout import weights_update
+from async_grpo.rollout.weights_update import UpdateDelay
 
 MAX_NUM_SEQS = 8
 
@@ -17,8 +17,8 @@ class Clock:
         self.now = 1000.0
         self.ends = []
         self.num_looks = 0
-        monkeypatch.setattr(update_delay.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(update_delay.asyncio, "sleep", self.sleep)
+        monkeypatch.setattr(weights_update.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(weights_update.asyncio, "sleep", self.sleep)
 
     async def sleep(self, seconds):
         self.now += seconds

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from async_grpo.rollout.whole_outputs import WholeOutputs
+from async_grpo.rollout.scheduler import WholeOutputs
 
 LAST = FinishReason.LENGTH
 

@@ -1,4 +1,4 @@
-"""A subclass of vLLM's scheduler that sends a sequence once, when it has ended.
+"""A subclass of vLLM's scheduler that sends a sequence once, and lets it keep its KV cache.
 
 consumes      the outputs of each engine step: one token of each of hundreds of sequences
 produces      whole sequences when they end; partial ones before a pause; token counts on request
@@ -15,11 +15,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.block_pool import BlockHashToBlockMap
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,8 +31,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from async_grpo.rollout.kept_caches import KeptCaches
-
+KEEP = "keep_kv_cache"  # in vLLM's `additional_config`
 # What else an output may carry belongs to its own tokens: it is not held back.
 MERGED = {"request_id", "new_token_ids", "new_logprobs", "prefill_stats", "trace_headers"}
 NO_PARTICULARS = {"finish_reason", "stop_reason", "num_nans_in_logits"}
@@ -41,41 +43,6 @@ def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler = WholeOutputsAsyncScheduler if is_async else WholeOutputsScheduler
     return scheduler(vllm_config=vllm_config, **arguments)
-
-
-@dataclass(slots=True)
-class _Held:
-    """The outputs of one sequence that were not sent yet: 12 bytes a token, and array's spare 6 %.
-
-    vLLM's own objects would be 500, and keep the whole step's arrays alive.
-    """
-
-    client: int
-    first: EngineCoreOutput
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    ranks: array[int] = field(default_factory=lambda: array("i"))
-
-    def add(self, output: EngineCoreOutput) -> None:
-        self.token_ids.extend(output.new_token_ids)
-        if output.new_logprobs is not None:
-            token_ids, logprobs, ranks, _ = output.new_logprobs
-            assert token_ids[:, 0].tolist() == output.new_token_ids  # the sampled ones come first
-            self.logprobs.extend(logprobs[:, 0].tolist())
-            self.ranks.extend(ranks.tolist())
-            output.new_logprobs = None
-
-    def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
-        """`last`, telling of all of them; it has been added."""
-        last.new_token_ids = self.token_ids.tolist()
-        if self.logprobs:
-            last.new_logprobs = LogprobsLists(
-                np.array(self.token_ids, np.int32)[:, None],
-                np.array(self.logprobs, np.float32)[:, None],
-                np.array(self.ranks, np.int32),
-            )
-        last.prefill_stats = last.prefill_stats or self.first.prefill_stats
-        return last
 
 
 class WholeOutputs:
@@ -158,6 +125,82 @@ class WholeOutputs:
             message = messages.setdefault(held.client, EngineCoreOutputs())
             message.outputs.append(held.whole(held.first))
         self._held.clear()
+
+
+@dataclass(slots=True)
+class _Held:
+    """The outputs of one sequence that were not sent yet: 12 bytes a token, and array's spare 6 %.
+
+    vLLM's own objects would be 500, and keep the whole step's arrays alive.
+    """
+
+    client: int
+    first: EngineCoreOutput
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    ranks: array[int] = field(default_factory=lambda: array("i"))
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self.token_ids.extend(output.new_token_ids)
+        if output.new_logprobs is not None:
+            token_ids, logprobs, ranks, _ = output.new_logprobs
+            assert token_ids[:, 0].tolist() == output.new_token_ids  # the sampled ones come first
+            self.logprobs.extend(logprobs[:, 0].tolist())
+            self.ranks.extend(ranks.tolist())
+            output.new_logprobs = None
+
+    def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
+        """`last`, telling of all of them; it has been added."""
+        last.new_token_ids = self.token_ids.tolist()
+        if self.logprobs:
+            last.new_logprobs = LogprobsLists(
+                np.array(self.token_ids, np.int32)[:, None],
+                np.array(self.logprobs, np.float32)[:, None],
+                np.array(self.ranks, np.int32),
+            )
+        last.prefill_stats = last.prefill_stats or self.first.prefill_stats
+        return last
+
+
+class KeptCaches:
+    """To be mixed in before a `Scheduler`: with `--keep-kv-cache` caches outlive an update.
+
+    vLLM resets its prefix cache only where no sequence runs, so before new weights it would take
+    the caches of all that run. Here what has been cached is forgotten by everybody who comes later,
+    and those that run go on with what they have.
+    """
+
+    requests: dict[str, Request]
+    kv_cache_manager: KVCacheManager
+    vllm_config: Any
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._resets = count()
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """A pause calls it before new weights; nobody who comes later finds a block of before."""
+        if not self.vllm_config.additional_config.get(KEEP):
+            did_reset: bool = super().reset_prefix_cache(  # type: ignore[misc]
+                reset_running_requests, reset_connector
+            )
+            return did_reset
+        pool = self.kv_cache_manager.block_pool
+        pool.cached_block_hash_to_block = BlockHashToBlockMap()
+        pool.cached_block_hashes_by_block.clear()
+        for block in pool.blocks:
+            block.reset_hash()
+        # What running sequences will cache stands upon old blocks: under names of its own, for a
+        # new prompt may have the same tokens.
+        salt = f"kept at reset {next(self._resets)}"
+        for request in self.requests.values():
+            if request.num_computed_tokens:
+                request.cache_salt = salt
+                request.block_hashes.clear()
+                request.update_block_hashes()
+        return True
 
 
 class WholeOutputsScheduler(WholeOutputs, KeptCaches, Scheduler):

@@ -1,0 +1,242 @@
+"""What an engine does about new weights while it still generates with the old ones.
+
+Buckets are fetched one ahead and staged in memory that the engine's processes map. What is staged
+waits for sequences that are about to end, and the tokens whose caches are lost are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
+from async_grpo.util.errors import WeightSyncError
+from async_grpo.weight_sync.buckets import check_bytes, parts
+from async_grpo.weight_sync.delta import patch
+from async_grpo.weight_sync.layout import ITEM_BYTES, laid_out_bytes
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.output_processor import RequestState
+
+Wanted = WeightsBucket | WeightsDelta
+Fetch = Callable[[Wanted], Awaitable[NDArray[np.uint8]]]
+Fetched = AsyncIterator[tuple[Wanted, NDArray[np.uint8]]]
+DELAY_SHARE = 0.5  # of the time since the last update: the longest delay
+MAX_DELAY_S = 20.0
+LOOKS_EVERY_S = 0.01
+NUM_REMEMBERED = 64  # requests, whose median duration counts
+
+
+class StagedWeights:
+    """The bytes of new weights, whole or patched with what changed; the engine maps their file.
+
+    The file of weights that may be followed by what changes alone is kept: that costs a copy of the
+    model in host memory.
+    """
+
+    def __init__(self) -> None:
+        self._file: SharedFile | None = None
+        self._holds: WeightsVersion | None = None  # all bytes of this version; None: of none
+
+    def begin(self, snapshot: WeightsSnapshot) -> Sequence[Wanted]:
+        """What must be fetched for each bucket of a snapshot."""
+        self._patches = self._holds is not None and snapshot.delta_since == self._holds
+        self._holds = None
+        if not self._patches:
+            self.drop()
+            self._file = SharedFile(laid_out_bytes(snapshot.tensors))
+        self._snapshot = snapshot
+        return [(self._patches and bucket.delta) or bucket for bucket in snapshot.buckets]
+
+    @property
+    def path(self) -> str:
+        """Of the file, for the engine's processes."""
+        assert self._file is not None, "staging has begun"
+        return self._file.path
+
+    def take(self, index: int, fetched: NDArray[np.uint8]) -> None:
+        """Lay out what was fetched for a bucket.
+
+        Raises `WeightSyncError` unless its bytes are then those that were sent.
+        """
+        assert self._file is not None, "staging has begun"
+        bucket, data = self._snapshot.buckets[index], fetched
+        if self._patches and bucket.delta is not None:
+            data = np.empty(bucket.size_bytes, dtype=np.uint8)
+            for piece, part in parts(bucket, data):
+                self._file.read(part, piece.offset_bytes)
+            patch(data, fetched, item_bytes=ITEM_BYTES[self._snapshot.tensors[0].dtype])
+        check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
+        for piece, part in parts(bucket, data):
+            self._file.write(part, piece.offset_bytes)
+
+    def end(self) -> None:
+        """The engine has loaded all of it."""
+        if self._snapshot.is_base:
+            self._holds = self._snapshot.unchanged_since or self._snapshot.version
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """Let go of the file, such as one of which only a part is new."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._holds = None, None
+
+
+class SharedFile:
+    """Bytes for the engine's processes, in memory and outside the size limit of /dev/shm.
+
+    The system frees it with its last user, so that not even SIGKILL leaves anything behind.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._descriptor = os.memfd_create("async-grpo-weights")
+        # A thread may still write when its caller has been cancelled: never into another file.
+        self._lock = threading.Lock()
+        os.truncate(self._descriptor, size_bytes)
+
+    @property
+    def path(self) -> str:
+        """Where other processes of this machine open it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def read(self, into: NDArray[np.uint8], offset_bytes: int) -> None:
+        """Fill `into` with what lies at an offset."""
+        at, remaining = offset_bytes, into.data.cast("B")
+        while remaining:
+            with self._lock:
+                count = os.preadv(self._descriptor, [remaining], at)
+            if not count:  # beyond its end
+                return
+            remaining = remaining[count:]
+            at += count
+
+    def write(self, data: NDArray[np.uint8], offset_bytes: int) -> None:
+        """Put `data` at an offset."""
+        at, remaining = offset_bytes, data.data.cast("B")
+        while remaining:  # one call moves at most 2 GiB
+            try:
+                with self._lock:
+                    written = os.pwrite(self._descriptor, remaining, at)
+            except OSError as error:
+                raise WeightSyncError(
+                    f"new weights need {data.nbytes} more bytes of memory, and the system refused "
+                    f"({error.strerror}): free memory on the worker's machine"
+                ) from error
+            remaining = remaining[written:]
+            at += written
+
+    def close(self) -> None:
+        """Let go of it; who has mapped it keeps it."""
+        with self._lock:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> SharedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@asynccontextmanager
+async def fetch_ahead(buckets: Sequence[Wanted], fetch: Fetch) -> AsyncIterator[Fetched]:
+    """The buckets in order, each with its [size_bytes] bytes; at most two are held at a time.
+
+    A fetch's error is raised where its bucket is taken. Whoever leaves early ends the fetch that
+    is under way.
+    """
+    under_way: list[asyncio.Future[NDArray[np.uint8]]] = []
+
+    async def in_order() -> Fetched:
+        under_way.extend(asyncio.ensure_future(fetch(bucket)) for bucket in buckets[:1])
+        for bucket, following in zip_longest(buckets, buckets[1:]):
+            data = await under_way.pop()
+            if following is not None:
+                under_way.append(asyncio.ensure_future(fetch(following)))
+            yield bucket, data
+
+    try:
+        yield in_order()
+    finally:
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+
+class UpdateDelay:
+    """The engine asks it before it loads new weights; it estimates from recent requests.
+
+    An update invalidates the KV cache of every running sequence, whose prefix the engine then
+    computes again. With outputs of like length, which began together and end together, that can be
+    most of a batch's tokens.
+
+    A delay costs no throughput while the engine is full, only freshness, so it is bounded. It pays
+    off if half of the requests will have ended within `DELAY_SHARE` of the time since the last
+    update, judged by the median duration of recent requests that no update interrupted. It ends
+    when half of the sequences have ended, since the batch is then half empty. While sequences are
+    queued a delay gains nothing: the next one takes the place of each that ends.
+    """
+
+    def __init__(self, *, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._seconds: deque[float] = deque(maxlen=NUM_REMEMBERED)
+        self._updated_at: float | None = None
+
+    def ended(self, *, began_at: float) -> None:
+        """The engine answered a request that arrived at `began_at` (`time.monotonic`)."""
+        if self._updated_at is None or began_at >= self._updated_at:
+            self._seconds.append(time.monotonic() - began_at)
+
+    def updated(self) -> None:
+        """The engine has just loaded weights."""
+        self._updated_at = time.monotonic()
+
+    async def wait(self, began: Collection[float], num_unfinished: Callable[[], int]) -> None:
+        """Return when the weights may be loaded.
+
+        Args:
+            began: arrival time of each running request.
+            num_unfinished: counts sequences, queued ones included.
+        """
+        num_before, now = num_unfinished(), time.monotonic()
+        if self._updated_at is None or not self._seconds or num_before > self._max_num_seqs:
+            return
+        deadline = now + min(MAX_DELAY_S, DELAY_SHARE * (now - self._updated_at))
+        typical_s = statistics.median(self._seconds)
+        if 2 * sum(began_at + typical_s <= deadline for began_at in began) < len(began):
+            return
+        while 2 * num_unfinished() > num_before and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(LOOKS_EVERY_S)
+
+
+def cached_tokens(states: Iterable[RequestState], *, shares_prompts: bool) -> int:
+    """Tokens in the KV cache of running requests, which must be recomputed when it is cleared.
+
+    A sequence that has sampled holds its prompt and its output but for the last token, which is
+    computed with the next one; a prompt that several samples share counts once. What still waits
+    for its first token holds nothing worth counting.
+    """
+    num_tokens, seen = 0, set[int]()
+    for state in states:
+        num_sampled = state.detokenizer.num_output_tokens() if state.detokenizer else 0
+        if not num_sampled:
+            continue
+        num_tokens += num_sampled - 1
+        group = id(state.parent_req or state)
+        if not shares_prompts or group not in seen:
+            num_tokens += state.prompt_len
+            seen.add(group)
+    return num_tokens
