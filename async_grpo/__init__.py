@@ -3,7 +3,7 @@
 The path of one batch. `room/file.name` is a function or method in that file; `─▶` is its call.
 Rank 0 and the other ranks, the controller and each worker are processes of their own.
 
-    new weights    run/loop.train ─▶ run/sampling.publish ─▶ weight_sync/collector.collect
+    new weights    run/loop.train ─▶ run/sampling.publish ─▶ weight_sync/publisher.collect
     (all ranks)      ─▶ weight_sync/gather.rounds, then in a thread of rank 0:
                      run/announcements.begin ─▶ controller/controller.publish ─▶
                      controller/registry.publish

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from async_grpo.types import WeightsVersion
 from async_grpo.weight_sync.buckets import pack
-from async_grpo.weight_sync.collector import LEAST_GAIN
 from async_grpo.weight_sync.delta import encode
+from async_grpo.weight_sync.publisher import LEAST_GAIN
 from benchmarks import results
 from benchmarks.results import Figure, median
 

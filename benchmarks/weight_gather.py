@@ -4,7 +4,7 @@ Two ways in turns, on gloo ranks with a Ray of their own and one receiver that f
 stages what was stored:
 
     whole tensors   rank 0 gathers whole parameters and packs, hashes and stores all of them
-    shares          each rank stores the buckets that it owns (`weight_sync/collector.py`)
+    shares          each rank stores the buckets that it owns (`weight_sync/publisher.py`)
 
 Memory is what a rank has for itself beyond what it held before, in buckets of the shares' way; the
 object store's pages, which hold the result, are not counted.
@@ -35,9 +35,8 @@ from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors, local_shards
 from async_grpo.types import WeightsSnapshot, WeightsVersion
-from async_grpo.weight_sync.collector import Collector
-from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.shards import Shards
+from async_grpo.weight_sync.gather import Shards
+from async_grpo.weight_sync.publisher import Collector, Publisher
 from benchmarks import results
 from benchmarks.alternation import alternate, ratios
 from benchmarks.results import Figure, median

@@ -49,7 +49,7 @@ from async_grpo.types import (
 )
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WeightSyncError, WorkerError
-from async_grpo.weight_sync.layout import check_whole
+from async_grpo.weight_sync.buckets import check_whole
 
 T = TypeVar("T")
 

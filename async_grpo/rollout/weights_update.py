@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 
 from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
 from async_grpo.util.errors import WeightSyncError
-from async_grpo.weight_sync.buckets import check_bytes, parts
+from async_grpo.weight_sync.buckets import ITEM_BYTES, check_bytes, laid_out_bytes, parts
 from async_grpo.weight_sync.delta import patch
-from async_grpo.weight_sync.layout import ITEM_BYTES, laid_out_bytes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState

@@ -63,9 +63,8 @@ from async_grpo.types.roles import GENERATION, REFERENCE
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, ProcessLostError
 from async_grpo.weight_sync.buckets import NamedTensors
-from async_grpo.weight_sync.collector import Collected
-from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.references import ReferenceSchedule
+from async_grpo.weight_sync.publisher import Collected, Publisher
+from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
 from async_grpo.weight_sync.transport import open_sender
 
 if TYPE_CHECKING:

@@ -54,10 +54,9 @@ from async_grpo.types import (
 )
 from async_grpo.util.together import in_background
 from async_grpo.util.user_code import UserCode
-from async_grpo.weight_sync.buckets import torch_dtype
-from async_grpo.weight_sync.layout import laid_out_bytes, lay_out
-from async_grpo.weight_sync.manifest import ExpectedWeights
+from async_grpo.weight_sync.buckets import laid_out_bytes, lay_out, torch_dtype
 from async_grpo.weight_sync.routes import published_dtype, store_complaint, stored_here
+from async_grpo.weight_sync.update_checks import ExpectedWeights
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, 
 from async_grpo.types.roles import teacher
 from async_grpo.util import deadlines
 from async_grpo.util.errors import RunLost
-from async_grpo.weight_sync.collector import Collected, Collector
+from async_grpo.weight_sync.gather import Shards
+from async_grpo.weight_sync.publisher import Collected, Collector
 from async_grpo.weight_sync.routes import OBJECT_STORE
-from async_grpo.weight_sync.shards import Shards
 
 CANARY_TEMPERATURE = 1.0  # vLLM scores prompts at no other
 

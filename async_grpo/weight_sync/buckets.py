@@ -1,10 +1,13 @@
-"""Weights as runs of bytes: buckets with a checksum each, out of parameters and back into them.
+"""Weights as one run of bytes, cut into buckets with a checksum each, and made parameters again.
 
-The trainer packs, workers unpack; neither needs Ray or vLLM for it.
+All parameters lie end to end, each at an offset that `lay_out` gives it; a bucket holds pieces of
+that run. The trainer packs, workers unpack; neither needs Ray or vLLM for it.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,10 +18,10 @@ from numpy.typing import NDArray
 
 from async_grpo.types import Piece, TensorMeta, WeightsBucket, WeightsSnapshot, WeightsVersion
 from async_grpo.util.errors import WeightSyncError
-from async_grpo.weight_sync.layout import check_whole, lay_out, owner_of, tensor_bytes
 
+ALIGNMENT_BYTES = 64  # every tensor can be viewed in place as any dtype
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BUCKET_BYTES = 256 << 20
-
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Put = Callable[[NDArray[np.uint8]], Any]
 
@@ -117,20 +120,23 @@ def parts(
         at += piece.size_bytes
 
 
-def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The [nbytes] bytes of a tensor on the CPU, which share its memory where it is contiguous."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return data
-
-
-def view_tensor(data: NDArray[np.uint8], meta: TensorMeta) -> torch.Tensor:
-    """The tensor that `meta` describes, sharing the memory of `data`."""
-    dtype, size_bytes = torch_dtype(meta.dtype), tensor_bytes(meta)
-    if size_bytes == 0:  # torch cannot view nothing as another dtype
-        return torch.empty(meta.shape, dtype=dtype)
-    flat = torch.from_numpy(data[meta.offset_bytes : meta.offset_bytes + size_bytes])
-    return flat.view(dtype).reshape(meta.shape)
+def check_whole(tensors: tuple[TensorMeta, ...], buckets: Iterable[WeightsBucket]) -> None:
+    """Raise `WeightSyncError` unless buckets hold every byte of every parameter once."""
+    end, sent = 0, [0] * len(tensors)
+    for offset, size in sorted(piece for bucket in buckets for piece in bucket.pieces):
+        index = owner_of(tensors, offset)
+        if index < 0 or offset + size > tensors[index].offset_bytes + tensor_bytes(tensors[index]):
+            raise WeightSyncError(f"bytes of weights must lie within a parameter, got {offset}")
+        if offset < end:
+            raise WeightSyncError(f"bytes of {tensors[index].name!r} must be sent once, got twice")
+        end = offset + size
+        sent[index] += size
+    missing = [m.name for m, size in zip(tensors, sent, strict=True) if size != tensor_bytes(m)]
+    if missing:
+        raise WeightSyncError(
+            f"weights must be sent whole, of {len(tensors)} parameters {len(missing)} are missing "
+            f"or incomplete, the first is {missing[0]!r}: publish the weights again"
+        )
 
 
 def check_bytes(data: NDArray[np.uint8], *, size_bytes: int, checksum: int) -> None:
@@ -150,6 +156,59 @@ def check_bytes(data: NDArray[np.uint8], *, size_bytes: int, checksum: int) -> N
 def checksum_of(data: NDArray[np.uint8]) -> int:
     """xxh3_64 of the bytes."""
     return xxhash.xxh3_64_intdigest(data.data)
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Iterator[TensorMeta]:
+    """Give each (name, dtype, shape) its place.
+
+    >>> [meta.offset_bytes for meta in lay_out([("a", "float32", (3,)), ("b", "float32", (20,))])]
+    [0, 64]
+    """
+    end = 0
+    for name, dtype, shape in tensors:
+        start = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        meta = TensorMeta(name, dtype, tuple(shape), start)
+        end = start + tensor_bytes(meta)
+        yield meta
+
+
+def laid_out_bytes(tensors: tuple[TensorMeta, ...]) -> int:
+    """The length of the run in which they lie."""
+    return max((meta.offset_bytes + tensor_bytes(meta) for meta in tensors), default=0)
+
+
+def owner_of(tensors: tuple[TensorMeta, ...], offset_bytes: int) -> int:
+    """The index of the parameter in which a byte lies; parameters are in the order of offsets."""
+    return bisect.bisect_right(tensors, offset_bytes, key=lambda meta: meta.offset_bytes) - 1
+
+
+def tensor_bytes(meta: TensorMeta) -> int:
+    """Bytes of one parameter; raises `WeightSyncError` for a dtype that is not published.
+
+    >>> tensor_bytes(TensorMeta("w", "bfloat16", (3, 5), 0))
+    30
+    """
+    if meta.dtype not in ITEM_BYTES:
+        raise WeightSyncError(
+            f"a tensor's dtype must be one of {', '.join(ITEM_BYTES)}, got {meta.dtype!r}"
+        )
+    return math.prod(meta.shape) * ITEM_BYTES[meta.dtype]
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The [nbytes] bytes of a tensor on the CPU, which share its memory where it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return data
+
+
+def view_tensor(data: NDArray[np.uint8], meta: TensorMeta) -> torch.Tensor:
+    """The tensor that `meta` describes, sharing the memory of `data`."""
+    dtype, size_bytes = torch_dtype(meta.dtype), tensor_bytes(meta)
+    if size_bytes == 0:  # torch cannot view nothing as another dtype
+        return torch.empty(meta.shape, dtype=dtype)
+    flat = torch.from_numpy(data[meta.offset_bytes : meta.offset_bytes + size_bytes])
+    return flat.view(dtype).reshape(meta.shape)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,36 +1,40 @@
 """Brings each bucket of the weights to the rank that owns it, through memory that is used again.
 
-One round is one `all_to_all_single` in which every rank receives the bucket that it owns: each
-moves as much as any other, and no rank ever holds more than buckets.
+The trainer's ranks hold each parameter by rows, `ceil(rows / ranks)` each, the last ones fewer or
+none. A bucket takes the same share of every rank's rows, so that in a round of as many buckets as
+there are ranks every rank sends and receives as much as any other:
+
+    rows of p   0 1 2 | 3 4 5 | 6 7     three ranks hold 3, 3 and 2
+    bucket 0    0       3       6       and each sends its own part of each bucket to its owner:
+    bucket 1      1       4       7     rank 0, 1, 2, 0, ...
+    bucket 2        2       5
+
+One round is one `all_to_all_single` in which every rank receives the bucket that it owns; no rank
+ever holds more than buckets.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from async_grpo.model.policy import PolicyModel, hf_named_parameters
+from async_grpo.types import Piece, TensorMeta
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError
-from async_grpo.weight_sync.buckets import torch_dtype
-from async_grpo.weight_sync.layout import GatherPlan
-from async_grpo.weight_sync.shards import Shards
+from async_grpo.weight_sync.buckets import ITEM_BYTES, tensor_bytes, torch_dtype
 
 NUM_HOST_BUFFERS = 3  # on a CPU; one beside what is sent. On a device two, which has two itself
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Received:
-    """A bucket of this rank on its way to host memory."""
-
-    bucket: int
-    data: Tensor  # flat, on the host; to be given back to `Gather.free`
-    is_finite: Callable[[], bool]  # waits until all of `data` is there
 
 
 class Gather:
@@ -123,6 +127,152 @@ class Gather:
             most = self._plan.most_elements
             self._scratch[name] = torch.empty(most, dtype=self._dtype, device=self._device)
         return self._scratch[name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Received:
+    """A bucket of this rank on its way to host memory."""
+
+    bucket: int
+    data: Tensor  # flat, on the host; to be given back to `Gather.free`
+    is_finite: Callable[[], bool]  # waits until all of `data` is there
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """What each rank sends to the owner of each bucket; the same on all ranks."""
+
+    tensors: tuple[TensorMeta, ...]  # all of one dtype
+    num_ranks: int
+    bucket_bytes: int  # at most so many
+
+    def owner(self, bucket: int) -> int:
+        """The rank that stores it."""
+        return bucket % self.num_ranks
+
+    @property
+    def num_buckets(self) -> int:
+        return self.num_rounds * self.num_ranks
+
+    @cached_property
+    def num_rounds(self) -> int:
+        return -(-self._ends[-1] * self.num_ranks * self.item_bytes // self._round_bytes)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.tensors[0].dtype] if self.tensors else 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all buckets."""
+        return sum(map(tensor_bytes, self.tensors))
+
+    @property
+    def most_elements(self) -> int:
+        """At most so many are in a bucket, and leave a rank in a round."""
+        return self._width * self.num_ranks
+
+    def slices(self, bucket: int, rank: int) -> Iterator[Slice]:
+        """What `rank` holds of a bucket, in the order in which it lies there."""
+        low, high = bucket * self._width, (bucket + 1) * self._width
+        first = bisect.bisect_right(self._ends, low) - 1
+        for index in range(max(first, 0), len(self.tensors)):
+            begin = self._ends[index]
+            if begin >= high:
+                return
+            held = self.num_held(index, rank)
+            start, stop = max(low - begin, 0), min(high - begin, held)
+            if start < stop:
+                yield Slice(index, start, stop)
+
+    def num_elements(self, bucket: int, rank: int) -> int:
+        return sum(stop - start for _, start, stop in self.slices(bucket, rank))
+
+    def pieces(self, bucket: int) -> tuple[Piece, ...]:
+        """A bucket's content: what the ranks hold of it, one after the other."""
+        return tuple(
+            Piece(
+                self.tensors[index].offset_bytes
+                + (rank * self._chunks[index] + start) * self.item_bytes,
+                (stop - start) * self.item_bytes,
+            )
+            for rank in range(self.num_ranks)
+            for index, start, stop in self.slices(bucket, rank)
+        )
+
+    def num_held(self, index: int, rank: int) -> int:
+        """Elements of a parameter on a rank, as FSDP2 shards it.
+
+        >>> plan = GatherPlan((TensorMeta("w", "float32", (5, 2), 0),), 3, 1 << 20)
+        >>> [plan.num_held(0, rank) for rank in range(3)]
+        [4, 4, 2]
+        """
+        chunk, total = self._chunks[index], math.prod(self.tensors[index].shape)
+        return min((rank + 1) * chunk, total) - min(rank * chunk, total)
+
+    @cached_property
+    def _chunks(self) -> list[int]:
+        """Elements of each parameter on the rank that holds most of it."""
+        rows = [meta.shape[0] if meta.shape else 1 for meta in self.tensors]
+        return [
+            -(-n // self.num_ranks) * math.prod(meta.shape[1:])
+            for n, meta in zip(rows, self.tensors, strict=True)
+        ]
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where parameter i begins among all that a rank holds, were none of its rows missing."""
+        ends = [0]
+        for chunk in self._chunks:
+            ends.append(ends[-1] + chunk)
+        return ends
+
+    @property
+    def _round_bytes(self) -> int:
+        return max(self.bucket_bytes, self.num_ranks * self.item_bytes) * self.num_ranks
+
+    @cached_property
+    def _width(self) -> int:
+        """Elements that each rank has for a bucket: all buckets are of one size, or nearly."""
+        return max(-(-self._ends[-1] // max(self.num_buckets, 1)), 1)
+
+
+class Slice(NamedTuple):
+    """Elements [start, stop) of what one rank holds of one parameter."""
+
+    parameter: int  # its index
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """How the policy's parameters lie: cut by rows over the `num_ranks` ranks of `group`."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # whole parameters, as checkpoints name them
+    group: dist.ProcessGroup | None  # None: this rank holds everything
+    rank: int  # in the group
+    num_ranks: int
+    is_first_replica: bool  # of several groups that hold the same, one gives its weights away
+
+    @classmethod
+    def of(cls, policy: PolicyModel) -> Shards:
+        """Those of a policy that is sharded, or whole on one rank."""
+        named = tuple(hf_named_parameters(policy))
+        shapes = tuple((name, tuple(parameter.shape)) for name, parameter in named)
+        first = next((p for _, p in named if isinstance(p, DTensor)), None)
+        if first is None:
+            return cls(shapes, None, 0, 1, is_first_replica=True)
+        mesh = first.device_mesh
+        dim = next(i for i, placement in enumerate(first.placements) if placement.is_shard())
+        others = [mesh.get_local_rank(i) for i in range(mesh.ndim) if i != dim]
+        return cls(
+            shapes,
+            mesh.get_group(dim) if mesh.size(dim) > 1 else None,
+            mesh.get_local_rank(dim),
+            mesh.size(dim),
+            is_first_replica=not any(others),
+        )
 
 
 def is_finite(tensor: Tensor) -> bool:

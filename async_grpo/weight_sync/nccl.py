@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 from async_grpo.types import WeightsSnapshot
 from async_grpo.util.ports import free_port
 from async_grpo.weight_sync.buckets import NamedTensors, torch_dtype
-from async_grpo.weight_sync.links import Members, OnFailure, Sender, WorkersClient
 from async_grpo.weight_sync.routes import check_group
+from async_grpo.weight_sync.transport import Members, OnFailure, Sender, WorkersClient
 
 
 class GatheredSource(WeightSource):

@@ -1,4 +1,4 @@
-"""How published weights reach the workers: one small protocol, a file a transport.
+"""Device transports: how weights reach the workers that are there, ahead of the object store.
 
 Every publication goes through the object store (`publisher.py`). A device transport is a faster
 path ahead of it: a worker that it does not reach, or that joins later, loads from the store. One
@@ -7,14 +7,36 @@ more for devices is a `Link` in a file of its own, named in `open_sender` and `r
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
 import ray
 import torch
+from torch import Tensor
 
+from async_grpo.cluster import cluster
 from async_grpo.devices.current import device_id
-from async_grpo.types import WorkerInfo
-from async_grpo.weight_sync.device import DeviceSender
-from async_grpo.weight_sync.links import Link, Members, Sender
+from async_grpo.types import WeightsSnapshot, WorkerInfo
+from async_grpo.types.roles import GENERATION
+from async_grpo.util import deadlines
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, WeightSyncError
+from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
+
+if TYPE_CHECKING:
+    from async_grpo.controller.client import RunClient
+    from async_grpo.controller.handles import WorkerHandle
+
+logger = logging.getLogger(__name__)
+OnFailure = Callable[[Exception], None]
+Members = Mapping[WorkerInfo, "WorkerHandle"]
+LOOK_INTERVAL_S = 0.02
 
 
 def open_sender(name: str) -> DeviceSender | None:
@@ -34,3 +56,233 @@ def open_sender(name: str) -> DeviceSender | None:
         return NcclLink(members, sender=sender)
 
     return DeviceSender(connect, check=check)
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Trainer rank 0, as links see it."""
+
+    device: torch.device
+    device_id: str  # the same in every process, unlike the index
+    address: str  # of its machine
+
+
+class Link(Protocol):
+    """The way from trainer rank 0 to all workers."""
+
+    def send(
+        self,
+        snapshot: WeightsSnapshot,
+        tensors: NamedTensors,
+        *,
+        deadline: float,
+        on_failure: OnFailure,
+    ) -> None:
+        """Have the workers serve a snapshot before `deadline`, in `time.monotonic` seconds.
+
+        Raises on any failure; the caller must then close the link. It calls `on_failure` as soon as
+        a worker refuses or dies, because `send` itself may be blocked on a device, where no
+        exception reaches it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the workers, also from another thread while `send` hangs."""
+        ...
+
+
+Check = Callable[[WorkerInfo], None]
+Connect = Callable[[Members], Link]
+
+
+class DeviceSender:
+    """One link from trainer rank 0 to all workers at once.
+
+    It is made with the first update, and made anew when a worker joins, leaves, or does not get its
+    weights: whoever is not reached loads from the object store.
+    """
+
+    def __init__(self, connect: Connect, *, check: Check) -> None:
+        """`check` raises `ConfigError` for a worker that devices do not lead to."""
+        self._connect = connect
+        self._check = check
+        self._refused: set[WorkerInfo] = set()
+        self._members: Members = {}
+        self._link: Link | None = None
+
+    def send(
+        self,
+        client: RunClient,
+        snapshot: WeightsSnapshot,
+        tensors: NamedTensors,
+        *,
+        timeout_s: float,
+    ) -> None:
+        """Have the workers serve a snapshot, whose parameters are `tensors` on this rank's device.
+
+        `tensors` is used up whatever happens, since other ranks gather them along. A transfer that
+        fails is told of and ends no run.
+        """
+        deadline = time.monotonic() + timeout_s
+        shared = _Shared(tensors)
+        try:
+            members = self._ready(client, snapshot, deadline=deadline)
+            if members.keys() != self._members.keys():
+                self._drop()
+            if members:
+                self._link = self._link or self._connect(members)
+                self._members = members
+                self._transfer(self._link, snapshot, shared, deadline=deadline)
+        except AsyncGrpoError as error:  # such as a controller that is lost: others will tell
+            logger.warning("weights %s take the object store alone: %s", snapshot.version, error)
+        finally:
+            shared.use_up()
+
+    def _ready(self, client: RunClient, snapshot: WeightsSnapshot, *, deadline: float) -> Members:
+        """Who can be reached and would take the snapshot: nothing stands still for others."""
+        receivers = cluster.wait(
+            client.receivers(GENERATION), timeout_s=deadlines.ANSWER_S, who="the controller"
+        )
+        asked: dict[WorkerInfo, tuple[WorkerHandle, Any]] = {}
+        for worker, handle in receivers:
+            if self._leads_to(worker):
+                asked[worker] = handle, handle.expect_weights.remote(snapshot)
+        until = min(deadline, time.monotonic() + deadlines.ANSWER_S)
+        ready = {}
+        for worker, (handle, answer) in asked.items():
+            who = f"{worker.role} worker {worker.worker_id}"
+            try:
+                cluster.wait(answer, timeout_s=max(until - time.monotonic(), 0.0), who=who)
+            except AsyncGrpoError as error:
+                logger.warning("%s gets no weights over its device: %s", who, error)
+            else:
+                ready[worker] = handle
+        return ready
+
+    def _leads_to(self, worker: WorkerInfo) -> bool:
+        if worker in self._refused:
+            return False
+        try:
+            self._check(worker)
+        except ConfigError as error:  # it has joined a run that began without it
+            logger.warning("weights reach it through the object store: %s", error)
+            self._refused.add(worker)
+            return False
+        return True
+
+    def _transfer(
+        self, link: Link, snapshot: WeightsSnapshot, tensors: NamedTensors, *, deadline: float
+    ) -> None:
+        """Send in a thread: a transfer may be blocked where no exception reaches it."""
+        outcome: Future[None] = Future()
+
+        def fail(error: BaseException) -> None:
+            with contextlib.suppress(InvalidStateError):  # the first end counts
+                outcome.set_exception(error)
+
+        def run() -> None:
+            try:
+                link.send(snapshot, tensors, deadline=deadline, on_failure=fail)
+                with contextlib.suppress(InvalidStateError):
+                    outcome.set_result(None)
+            except BaseException as error:  # the thread's boundary: the outcome carries it
+                fail(error)
+
+        threading.Thread(target=run, name="weights-over-devices", daemon=True).start()
+        try:
+            outcome.result(max(deadline - time.monotonic(), 0.0))
+        except Exception as error:  # of vLLM, torch, NCCL or Ray
+            logger.warning(
+                "weights %s did not reach all of %d workers over their devices: %s",
+                snapshot.version,
+                len(self._members),
+                str(error) or "its time is over",
+            )
+            self._drop()
+
+    def _drop(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link, self._members = None, {}
+
+
+class _Shared:
+    """Tensors that a transfer takes, until somebody else uses up the rest of them."""
+
+    def __init__(self, tensors: NamedTensors) -> None:
+        self._tensors = iter(tensors)
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        with self._lock:
+            if self._is_over:
+                raise WeightSyncError("the transfer was given up")
+            return next(self._tensors)
+
+    def use_up(self) -> None:
+        """Take the rest; a transfer that hangs on gets no more."""
+        with self._lock:
+            self._is_over = True
+            for _ in self._tensors:
+                pass
+
+
+class WorkersClient:
+    """vLLM's own protocol of a weight update (`VLLMWeightSyncClient`), with workers by Ray."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def prepare(self, snapshot: WeightsSnapshot, *, deadline: float, on_failure: OnFailure) -> None:
+        """What the next update brings, and until when every call of it must have been answered."""
+        self._snapshot, self._deadline, self._on_failure = snapshot, deadline, on_failure
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Each worker's processes have ranks of their own, after those of the workers before it."""
+        calls, offset, left_s = {}, init_info["rank_offset"], self._remaining_s()
+        for worker, handle in self._members.items():
+            calls[worker] = handle.open_route.remote({**init_info, "rank_offset": offset}, left_s)
+            offset += len(worker.devices)
+        self._wait(calls)
+
+    def start_weight_update(self) -> None:
+        """Nothing: `DeviceSender` has asked each worker whether it would take these weights."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Return when all workers have received all parameters, and serve them."""
+        left_s = self._remaining_s()
+        calls = {
+            worker: handle.receive_weights.remote(self._snapshot, update_info, left_s)
+            for worker, handle in self._members.items()
+        }
+        self._wait(calls)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Nothing is left to do."""
+
+    def _remaining_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+    def _wait(self, calls: Mapping[WorkerInfo, Awaitable[None]]) -> None:
+        try:
+            wait_for_all(calls, deadline=self._deadline)
+        except AsyncGrpoError as error:
+            self._on_failure(error)
+            raise
+
+
+def wait_for_all(calls: Mapping[WorkerInfo, Awaitable[None]], *, deadline: float) -> None:
+    """Until all workers have answered; raises the first failure at once, whoever still runs."""
+    waiting = dict(calls)
+    while waiting:
+        for worker in [worker for worker, call in waiting.items() if cluster.is_ready(call)]:
+            who = f"{worker.role} worker {worker.worker_id}"
+            cluster.wait(waiting.pop(worker), timeout_s=deadlines.ANSWER_S, who=who)
+        if waiting and time.monotonic() > deadline:
+            names = ", ".join(worker.worker_id for worker in waiting)
+            raise DeadlineError(f"no answer in time from worker {names}")
+        time.sleep(LOOK_INTERVAL_S if waiting else 0.0)

@@ -30,9 +30,8 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import dtype_name, view_tensor
-from async_grpo.weight_sync.manifest import ExpectedWeights
-from async_grpo.weight_sync.readback import Readback
 from async_grpo.weight_sync.routes import check_group
+from async_grpo.weight_sync.update_checks import ExpectedWeights, Readback
 
 BACKEND = "staged_file"
 # It warns of every layer that has nothing of its own to load; what was loaded is checked below.

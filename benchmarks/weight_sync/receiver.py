@@ -7,8 +7,7 @@ as `__mp_main__`, which no other process has.
 from async_grpo.cluster import cluster
 from async_grpo.rollout.weights_update import SharedFile
 from async_grpo.types import WeightsSnapshot
-from async_grpo.weight_sync.buckets import check_bytes, parts
-from async_grpo.weight_sync.layout import laid_out_bytes
+from async_grpo.weight_sync.buckets import check_bytes, laid_out_bytes, parts
 
 
 class Receiver:

@@ -25,9 +25,8 @@ from async_grpo.types import (
     WeightsVersion,
     canary_differences,
 )
-from async_grpo.weight_sync.collector import Collector
-from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.shards import Shards
+from async_grpo.weight_sync.gather import Shards
+from async_grpo.weight_sync.publisher import Collector, Publisher
 from benchmarks import procfs
 from benchmarks.cores import family
 from benchmarks.stack import Stack

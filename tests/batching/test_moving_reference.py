@@ -14,7 +14,7 @@ from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.types.roles import REFERENCE, role_of
 from async_grpo.util.errors import StaleAnswerError
-from async_grpo.weight_sync.references import ReferenceSchedule
+from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
 
 NUM_BATCHES = 9
 NOBODY_SERVES = r"within 60 s for weights 5\.[12]: 1 registered, weights published: 5\.0"

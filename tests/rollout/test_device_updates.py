@@ -24,10 +24,9 @@ from async_grpo.config.worker import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import CanaryRow, GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.util.errors import ConfigError, WeightSyncError
-from async_grpo.weight_sync.device import DeviceSender
-from async_grpo.weight_sync.links import Sender
 from async_grpo.weight_sync.publisher import Publisher
 from async_grpo.weight_sync.routes import check_route
+from async_grpo.weight_sync.transport import DeviceSender, Sender
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 

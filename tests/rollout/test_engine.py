@@ -20,8 +20,8 @@ from tiny_models import load_model, make_model, snapshot_of
 
 from async_grpo.types import VersionSpan, WeightsDelta, WeightsVersion
 from async_grpo.util.errors import WeightSyncError, WorkerError
+from async_grpo.weight_sync.buckets import owner_of
 from async_grpo.weight_sync.delta import encode
-from async_grpo.weight_sync.layout import owner_of
 
 pytestmark = pytest.mark.integration
 

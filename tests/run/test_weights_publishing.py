@@ -22,7 +22,7 @@ from async_grpo.training.schedule import Clocks
 from async_grpo.types import PublishReport, WeightsAck, canary_tokens
 from async_grpo.weight_sync.buckets import unpack
 from async_grpo.weight_sync.publisher import Publisher
-from async_grpo.weight_sync.references import ReferenceSchedule
+from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
 
 pytestmark = pytest.mark.integration
 PROMPTS = [np.arange(2, 12, dtype=np.int32), np.array([5], np.int32), np.array([9, 3], np.int32)]

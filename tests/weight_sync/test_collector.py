@@ -15,9 +15,9 @@ from async_grpo.training.fsdp import local_shards
 from async_grpo.types import WeightsVersion
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import unpack
-from async_grpo.weight_sync.collector import Collector
 from async_grpo.weight_sync.delta import patch
-from async_grpo.weight_sync.shards import Shards
+from async_grpo.weight_sync.gather import Shards
+from async_grpo.weight_sync.publisher import Collector
 
 pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")

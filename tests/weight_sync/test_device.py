@@ -10,7 +10,7 @@ from async_grpo.cluster import cluster
 from async_grpo.types import WeightsSnapshot, WeightsVersion, WorkerInfo
 from async_grpo.types.roles import GENERATION
 from async_grpo.util.errors import ConfigError, DeadlineError, ProcessLostError, WorkerError
-from async_grpo.weight_sync.device import DeviceSender
+from async_grpo.weight_sync.transport import DeviceSender
 
 FIRST, SECOND = (WeightsSnapshot(WeightsVersion(0, batch), ()) for batch in (0, 1))
 TIMEOUT_S = 1.0

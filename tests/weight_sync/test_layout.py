@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from async_grpo.types import Piece, WeightsBucket
 from async_grpo.util.errors import WeightSyncError
-from async_grpo.weight_sync.layout import GatherPlan, check_whole, laid_out_bytes, lay_out
+from async_grpo.weight_sync.buckets import check_whole, laid_out_bytes, lay_out
+from async_grpo.weight_sync.gather import GatherPlan
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=8)
 RANKS = st.integers(1, 5)

@@ -10,9 +10,9 @@ import torch
 from async_grpo.cluster import cluster
 from async_grpo.types import WeightsVersion, WorkerInfo
 from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError
-from async_grpo.weight_sync.buckets import pack
-from async_grpo.weight_sync.layout import tensor_bytes
-from async_grpo.weight_sync.links import WorkersClient, device_tensors
+from async_grpo.weight_sync.buckets import pack, tensor_bytes
+from async_grpo.weight_sync.publisher import device_tensors
+from async_grpo.weight_sync.transport import WorkersClient
 
 PENDING = object()
 NAMED = [(f"w{i}", torch.full((i + 1, 700), float(i))) for i in range(9)]

@@ -5,7 +5,7 @@ from oracle import tiny_model
 
 from async_grpo.types import TensorMeta
 from async_grpo.util.errors import WeightSyncError
-from async_grpo.weight_sync.manifest import ExpectedWeights
+from async_grpo.weight_sync.update_checks import ExpectedWeights
 
 EXPECTED = ExpectedWeights({"embed.weight": (8, 4), "norm.weight": (4,)}, dtype="float32")
 EMBEDDING = TensorMeta("embed.weight", "float32", (8, 4), 0)

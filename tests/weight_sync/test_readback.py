@@ -8,9 +8,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from async_grpo.util.errors import WeightSyncError
-from async_grpo.weight_sync import readback
-from async_grpo.weight_sync.manifest import ExpectedWeights
-from async_grpo.weight_sync.readback import NUM_READ, Readback
+from async_grpo.weight_sync import update_checks as readback
+from async_grpo.weight_sync.update_checks import NUM_READ, ExpectedWeights, Readback
 from async_grpo.weight_sync.vllm_extension import StagedFileEngine
 
 HIDDEN, VOCABULARY, PADDED = 24, 50, 64

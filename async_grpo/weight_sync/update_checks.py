@@ -1,22 +1,28 @@
-"""Reads back what a live engine computes with, and compares it with what was loaded.
+"""What a worker checks of an update: that it is sent its model's parameters, and has loaded them.
 
 At a learning rate of 1e-6 a missed update moves log-probabilities by less than bfloat16 rounds, so
-no score of fixed tokens tells it. The numbers themselves do: some rows of each parameter are read,
-or some columns where vLLM has packed it for a CPU and only products tell what is in it. Runs inside
-vLLM's engine core processes.
+no score of fixed tokens tells it. The numbers themselves do: some rows of each parameter are read
+back, or some columns where vLLM has packed it for a CPU and only products tell what is in it.
+`Readback` runs inside vLLM's engine core processes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import one_hot
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from async_grpo.types import TensorMeta
+from async_grpo.util.errors import WeightSyncError
+
+PRECISION_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
 # Rows or columns that are read of a matrix, others at each update, and numbers at the least: at a
 # learning rate of 1e-6 an update moves 1 of 400 in bfloat16, or more.
 NUM_READ = 16
@@ -24,14 +30,54 @@ LEAST_NUMBERS = 1 << 13
 ROWS, COLUMNS = 0, 1
 
 
-class _Place(NamedTuple):
-    """Rows [start, start + size) of a module's weight or bias are one published parameter."""
+@dataclass(frozen=True, slots=True)
+class ExpectedWeights:
+    """The parameters of a worker's model, under the names that the trainer publishes."""
 
-    module: Any
-    attribute: str
-    start: int
-    size: int
-    is_packed: bool  # the module multiplies by a copy in a form of its own
+    shapes: Mapping[str, tuple[int, ...]]
+    dtype: str  # of the worker's model
+
+    @classmethod
+    def read(cls, model_path: str, *, dtype: str) -> Self:
+        """What the model in a folder expects: the trainer builds it by the same class."""
+        with torch.device("meta"):  # shapes without memory
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        return cls(shapes, dtype)
+
+    def check(self, tensors: Iterable[TensorMeta]) -> None:
+        """Raise `WeightSyncError` unless these are the model's parameters, each of them once."""
+        missing = dict.fromkeys(self.shapes)
+        for meta in tensors:
+            self._check_one(meta)
+            if meta.name not in missing:
+                raise WeightSyncError(f"parameter {meta.name!r} must be sent once, got it twice")
+            del missing[meta.name]
+        if missing:
+            first = next(iter(missing))
+            raise WeightSyncError(
+                f"weights must hold all {len(self.shapes)} parameters of the worker's model, "
+                f"{len(missing)} are missing, the first is {first!r}: give worker and trainer the "
+                "same model"
+            )
+
+    def _check_one(self, meta: TensorMeta) -> None:
+        if meta.name not in self.shapes:
+            raise WeightSyncError(
+                f"weights must have the parameters of the worker's model, got {meta.name!r} "
+                "which it lacks: give worker and trainer the same model"
+            )
+        if meta.shape != self.shapes[meta.name]:
+            raise WeightSyncError(
+                f"parameter {meta.name!r} must have the shape {self.shapes[meta.name]} of the "
+                f"worker's model, got {meta.shape}: give worker and trainer the same model"
+            )
+        if PRECISION_BITS.get(meta.dtype, 0) < PRECISION_BITS.get(self.dtype, 0):
+            raise WeightSyncError(
+                f"parameter {meta.name!r} must be sent with at least the precision of the "
+                f"worker's model ({self.dtype}), got {meta.dtype}: send {self.dtype}, or start "
+                f"the worker with --dtype {meta.dtype}"
+            )
 
 
 class Readback:
@@ -96,6 +142,16 @@ class Readback:
         generator = torch.Generator().manual_seed(self._seed)
         num_read = max(NUM_READ, LEAST_NUMBERS // max(size, 1))
         return torch.randperm(num, generator=generator)[:num_read]
+
+
+class _Place(NamedTuple):
+    """Rows [start, start + size) of a module's weight or bias are one published parameter."""
+
+    module: Any
+    attribute: str
+    start: int
+    size: int
+    is_packed: bool  # the module multiplies by a copy in a form of its own
 
 
 def _places(model: Any) -> dict[str, list[_Place]]:
