@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from async_grpo.config.train import TrainConfig
-from async_grpo.model.folder import ModelFacts, WeightsSize
+from async_grpo.model.model_folder import ModelFacts, WeightsSize
 
 if TYPE_CHECKING:
     from async_grpo.check.facts import DataRead

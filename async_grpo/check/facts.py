@@ -35,7 +35,8 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.data.lines import may_be_hub_name
 from async_grpo.gateway.run_gateway import free_address
-from async_grpo.model.folder import (
+from async_grpo.model.hub import local_folder
+from async_grpo.model.model_folder import (
     ModelFacts,
     WeightsSize,
     check_model_folder,
@@ -43,7 +44,6 @@ from async_grpo.model.folder import (
     stated_facts,
     weights_size,
 )
-from async_grpo.model.hub import local_folder
 from async_grpo.run.data import Part, Purpose, parts_of
 from async_grpo.run.first_checks import check_sources
 from async_grpo.types import GivenPair, Question, TrainingPair
@@ -176,7 +176,7 @@ def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"model": model, "worker_models": others}
     reads: Known[tuple[DataRead, ...]] = ()
     if isinstance(model, ModelFacts):
-        from async_grpo.model.weights import check_weights  # imports torch
+        from async_grpo.model.weight_files import check_weights  # imports torch
 
         wrong = _sources(setup)
         reads = tried(lambda: tuple(read_data(setup, model))) if wrong is None else wrong

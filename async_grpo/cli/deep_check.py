@@ -23,7 +23,7 @@ from async_grpo.cli.local_run import LocalRun
 from async_grpo.config.option import groups_of
 from async_grpo.config.train import TrainConfig
 from async_grpo.launch.processes import Process
-from async_grpo.model.folder import ModelFacts
+from async_grpo.model.model_folder import ModelFacts
 from async_grpo.util import deadlines
 from async_grpo.util.run_folder import METRICS_FILE
 

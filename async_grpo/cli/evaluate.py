@@ -30,8 +30,8 @@ from async_grpo.devices.checks import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.launch.processes import Process
-from async_grpo.model.folder import check_files, check_tokenizer_files
 from async_grpo.model.hub import local_folder
+from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.together import in_background
 

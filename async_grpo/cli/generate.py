@@ -16,8 +16,8 @@ from async_grpo.config.generate import GenerateConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
 from async_grpo.launch import interrupts
-from async_grpo.model.folder import check_files, check_tokenizer_files
 from async_grpo.model.hub import local_folder
+from async_grpo.model.model_folder import check_files, check_tokenizer_files
 
 
 @click.command("generate", cls=OptionsCommand, context_settings=CONTEXT)

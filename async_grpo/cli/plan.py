@@ -156,7 +156,7 @@ def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
 def _prompt_of_data(run: LocalRun) -> int:
     """Mean tokens of its questions; 0 where they or the model's tokenizer are not here."""
     from async_grpo.check.facts import Setup, read_data, read_model, tried
-    from async_grpo.model.folder import ModelFacts
+    from async_grpo.model.model_folder import ModelFacts
 
     setup = Setup(train=run.train, prepare=run.prepare)
     _, model = read_model(setup)

@@ -25,7 +25,7 @@ from async_grpo.gateway.base import Ask
 from async_grpo.gateway.server import Server
 from async_grpo.gateway.session import Session
 from async_grpo.gateway.sessions import Limits, Sessions
-from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.types import Turn
 from async_grpo.util.errors import ModelError, WorkerError

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from async_grpo.model.folder import first_line
+from async_grpo.model.model_folder import first_line
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, ModelError
 

@@ -1,22 +1,42 @@
-"""Loading the policy out of a Hugging Face folder, whole or sharded."""
+"""Loads the policy out of a Hugging Face folder, whole or sharded, if it can be packed exactly.
+
+Options of a config can be listed, architectures cannot: a model whose layers carry state across
+sequences, whose windows only its masks know, or whose head does more than multiply, is found by
+asking a small one of its kind, before weights are read. So is an attention kernel that does not do
+what it is told.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from async_grpo.model.attention import PACKED
-from async_grpo.model.folder import check_files, read_config
+from async_grpo.model.attention import HALF_TYPES, PACKED
+from async_grpo.model.collate import collate_pairs, to_device
+from async_grpo.model.model_folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
-from async_grpo.model.probe import CPU, check_packing
-from async_grpo.model.slices import files_of, fill, materialise, misfit, outline
+from async_grpo.model.weight_files import files_of, fill, materialise, misfit, outline
 from async_grpo.util.errors import ModelError
 
 logger = logging.getLogger(__name__)
+CPU = torch.device("cpu")
+LENGTHS = (4, 3, 2)  # a prompt, and outputs of two of its samples
+VOCAB_SIZE = 64
+SMALL = {"intermediate_size": 64, "vocab_size_per_layer_input": 64, "sliding_window": 3}
+TOLERANCE = 1e-3  # nats in float32, where attention decides tenths
+HALF_TOLERANCE = 0.02  # in bf16 and fp16, or
+TIMES_EAGER = 4  # times as far from float32 as plain attention in that type is
+SEED = 0
+FOREIGN = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 def load_policy(
@@ -110,3 +130,111 @@ def _switch_off_dropout(config: PreTrainedConfig) -> None:
         if "drop" in name and isinstance(value, float) and value > 0:
             logger.info("%s=%s of the model's config is switched off", name, value)
             setattr(config, name, 0.0)
+
+
+@torch.no_grad()
+def check_packing(
+    config: PreTrainedConfig,
+    path: str,
+    *,
+    attention: str = PACKED,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raise ModelError unless a packed row scores as separate sequences do.
+
+    The row by `attention` on `device` in `dtype`, the sequences by transformers' plain attention,
+    both in a small random model of the config's architecture.
+    """
+    found = ""
+    try:
+        off_by, tolerance = _difference(config, attention, device, dtype)
+        if not off_by <= tolerance:
+            found = f"is off by {off_by:.2g} nats"
+    except FOREIGN as error:  # of code that is neither ours nor known
+        found = f"raises {error!r}"
+    if found:
+        raise ModelError(
+            f"a packed row must score as separate sequences do, but {attention} attention in "
+            f"{path} ({config.model_type}) {found}: this cannot be trained, use "
+            f"{'another model' if attention == PACKED else '--attention auto'}"
+        )
+
+
+def _difference(
+    config: PreTrainedConfig, attention: str, device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """How far a packed row is from separate sequences in nats, and how far it may be."""
+    model = small_model(config).to(device)
+    pairs = _pairs(VOCAB_SIZE)
+    expected = _alone(model, pairs)
+    tolerance = TOLERANCE
+    if dtype in HALF_TYPES:
+        model.to(dtype)
+        off_by = (_alone(model, pairs) - expected).abs().max().item()
+        tolerance = max(HALF_TOLERANCE, TIMES_EAGER * off_by)
+    model.set_attn_implementation(attention)
+    policy = PolicyModel(model)
+    row = to_device(collate_pairs(pairs, share_prompts=policy.shares_prompts), device)
+    packed = policy(row, temperature=1.0, chunk_size=3).logprobs
+    return (packed - expected).abs().max().item(), tolerance
+
+
+def small_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Random, of the config's architecture, in float32 with plain attention: a layer of each kind.
+
+    What packing does not depend on is small, and windows are shorter than a sequence. Global random
+    numbers are as they were.
+    """
+    small = copy.deepcopy(config)
+    kept = _layers_of_each_kind(config)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(small, name, [value[layer] for layer in kept])
+        elif name in SMALL and isinstance(value, int):
+            setattr(small, name, min(value, SMALL[name]))
+    small.num_hidden_layers = len(kept)
+    small.vocab_size = VOCAB_SIZE
+    small.pad_token_id = None  # would be a row of the embedding
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(
+            small, dtype=torch.float32, attn_implementation="eager"
+        )
+        model.requires_grad_(False)
+        for parameter in model.parameters():  # none is zero, so that each has its effect
+            spread = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.1
+            parameter.add_(torch.randn_like(parameter), alpha=spread)
+    return model.eval()
+
+
+def _layers_of_each_kind(config: PreTrainedConfig) -> list[int]:
+    """The first layer of each kind that the config's lists by layer tell apart, at least two."""
+    count = config.num_hidden_layers
+    lists = [v for v in vars(config).values() if isinstance(v, list) and len(v) == count]
+    kinds = list(zip(*lists, strict=True)) if lists else []
+    first = {repr(kind): layer for layer, kind in reversed(list(enumerate(kinds)))}
+    return sorted({*range(min(2, count)), *first.values()})
+
+
+def _pairs(vocab_size: int) -> list[Pair]:
+    """Fixed ids that differ from each other where the vocabulary allows.
+
+    The third sequence sees a leak from those before it, the second one a prompt that is not its.
+    """
+    ids = (np.arange(1, sum(LENGTHS) + 1) * 7919 % vocab_size).astype(np.int32)
+    prompt, first, second = np.split(ids, np.cumsum(LENGTHS[:-1]))
+    return [(prompt, first), (prompt, second), (second, prompt)]
+
+
+def _alone(model: torch.nn.Module, pairs: list[Pair]) -> Tensor:
+    """What the model's own forwards, head included, say of every output, one pair at a time."""
+    scores = []
+    for prompt, output in pairs:
+        ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))
+        ids = ids.to(next(model.parameters()).device)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])
+        scores.append(chosen.squeeze(-1))
+    return torch.cat(scores)

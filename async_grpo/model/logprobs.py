@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from async_grpo.model.lm_head import Head, add_product_
-from async_grpo.model.rescaling import UNCHANGED, Rescaling
+from async_grpo.model.lm_head import UNCHANGED, Head, Rescaling, add_product_
 
 # exp() of it is 0 in every type, while its products with numbers near 1 stay finite: in place of
 # -inf it makes 0 * log 0 = 0.

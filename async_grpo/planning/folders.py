@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from async_grpo.devices.bill import ModelShape
-from async_grpo.model.folder import stated_positions, weights_size
+from async_grpo.model.model_folder import stated_positions, weights_size
 from async_grpo.planning.shapes import published_config, shape_of_config, unknown_model
 from async_grpo.util.errors import ModelError
 

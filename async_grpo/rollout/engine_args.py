@@ -22,7 +22,7 @@ from async_grpo.devices.worker_bill import (
     WHOLE_SHARE,
     longest_sequence_bytes,
 )
-from async_grpo.model.folder import longrope_positions
+from async_grpo.model.model_folder import longrope_positions
 from async_grpo.rollout.scheduler import KEEP
 from async_grpo.util.errors import ConfigError
 

@@ -67,7 +67,7 @@ class GenerationWorker:
         with without_collection():
             from transformers import AutoTokenizer
 
-            from async_grpo.model.encoding import encoding_hash
+            from async_grpo.model.model_folder import encoding_hash
             from async_grpo.rollout.engine import Engine
 
         self._config = config

@@ -32,7 +32,7 @@ class JudgeWorker(GenerationWorker):
     def __init__(self, config: WorkerConfig, *, worker_id: str) -> None:
         super().__init__(config, worker_id=worker_id)
         from async_grpo.environments.chat.find import find_renderer
-        from async_grpo.model.folder import hash_model
+        from async_grpo.model.model_folder import hash_model
 
         self._role = config.role
         self._renderer = find_renderer(config.model_path)

@@ -103,8 +103,8 @@ class LogprobWorker:
         with without_collection():
             from async_grpo.algorithms.express import ExpressTeacher
             from async_grpo.devices.current import device_id
-            from async_grpo.model.folder import hash_model
-            from async_grpo.model.scoring import Scorer
+            from async_grpo.model.model_folder import hash_model
+            from async_grpo.model.scorer import Scorer
             from async_grpo.rollout.teacher_payloads import teach, to_array
             from async_grpo.weight_sync.buckets import unpack
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from async_grpo.algorithms.distillation_loss import top_k_with_tail
 from async_grpo.model.collate import split_by_row
 from async_grpo.model.lm_head import Head
-from async_grpo.model.scoring import CHUNK_SIZE, Scorer, TokenIds
+from async_grpo.model.scorer import CHUNK_SIZE, Scorer, TokenIds
 from async_grpo.types import Payload
 
 Labels = NDArray[np.float32]  # [L] log-probability of each token

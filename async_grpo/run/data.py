@@ -18,7 +18,7 @@ from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import Build, load_records
 from async_grpo.data.questions import LineReader
 from async_grpo.data.table import GivenTable, PairTable, QuestionTable
-from async_grpo.model.folder import ModelFacts
+from async_grpo.model.model_folder import ModelFacts
 from async_grpo.types import GivenPair, Question
 from async_grpo.util.errors import ConfigError, DataError
 

@@ -17,7 +17,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.table import QuestionTable
-from async_grpo.model.folder import check_model_folder
+from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run.data import load_sets
 from async_grpo.run.preparation import demand_of, plan_run
 from async_grpo.run.recorder import start_recorder

@@ -12,7 +12,7 @@ from async_grpo.config.option import flag, require
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
-from async_grpo.model.folder import check_files, check_tokenizer_files
+from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import is_restart, newest_checkpoint

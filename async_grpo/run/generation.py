@@ -28,7 +28,7 @@ from async_grpo.data.questions import LineReader
 from async_grpo.data.stream import sampling_seed
 from async_grpo.data.table import QuestionTable
 from async_grpo.data.written_pairs import PairCount, PairRules
-from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.run.reward_trial import example_output
 from async_grpo.types import (

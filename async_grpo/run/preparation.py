@@ -28,8 +28,8 @@ from async_grpo.data.table import QuestionTable
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.gateway.run_gateway import free_address, start_gateway
-from async_grpo.model.folder import ModelFacts, check_model_folder, hash_model
-from async_grpo.model.size import read_size
+from async_grpo.model.model_folder import ModelFacts, check_model_folder, hash_model
+from async_grpo.model.policy import read_size
 from async_grpo.run.control_journal import CONTROL_FILE, pending_after
 from async_grpo.run.data import (
     check_types,

@@ -21,7 +21,7 @@ from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
-from async_grpo.model.folder import ModelFacts
+from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.connection import LAUNCH_LOGS
 from async_grpo.types import SamplingContract, WorkerInfo
 from async_grpo.types.roles import (

@@ -13,7 +13,7 @@ from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.config.train import TrainConfig
 from async_grpo.data.stream import QuestionStream
 from async_grpo.data.table import PairTable
-from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.run.data import load_pairs, warn_of_few
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.loop import train

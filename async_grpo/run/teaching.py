@@ -12,8 +12,7 @@ from async_grpo.cluster import cluster
 from async_grpo.config.distillation import check_vocabulary
 from async_grpo.config.train import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.model.lm_head import Head
-from async_grpo.model.rescaling import Rescaling
+from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.types import WorkerInfo
 from async_grpo.types.roles import teacher
 from async_grpo.util import deadlines

@@ -21,8 +21,7 @@ from async_grpo.devices.memory import free_bytes
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded
-from async_grpo.model.policy import PolicyModel
-from async_grpo.model.size import model_shape, size_of, training_flops
+from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
 from async_grpo.training.audit import Audit, weights_digest
 from async_grpo.training.billing import USED, as_billed
 from async_grpo.training.fsdp import compute_dtype, local_gradients, local_shards, reshard, shard

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from async_grpo.model.scoring import Scorer, TokenIds
+from async_grpo.model.scorer import Scorer, TokenIds
 from async_grpo.rollout.teacher_payloads import teach
 from async_grpo.types import Payload
 from benchmarks.alternation import alternate

@@ -16,10 +16,9 @@ from trained import HERE, OPTIONS, assert_same_parameters, make_learner, make_or
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.model.collate import collate
-from async_grpo.model.lm_head import Head
+from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.model.rescaling import Rescaling
 from async_grpo.training.fsdp import shard
 
 CONFIG = make_config(algorithm=f"{HERE}/dense_kl.py:DenseKl", **OPTIONS)

@@ -1,6 +1,6 @@
 import pytest
 
-from async_grpo.model.folder import check_model_folder
+from async_grpo.model.model_folder import check_model_folder
 from benchmarks.stack import MODEL
 from benchmarks.staleness import figures_of
 from benchmarks.two_cores import Measured, Work, even_lengths, summarise

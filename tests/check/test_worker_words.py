@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from async_grpo.check import checks
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.model.folder import ModelFacts
+from async_grpo.model.model_folder import ModelFacts
 
 
 def test_a_reference_is_told_by_the_tokens_that_it_scores_and_not_by_an_engine_s_limit(monkeypatch):

@@ -6,7 +6,7 @@ from model_families import FAMILIES, family_config
 
 from async_grpo.model import lm_head as head
 from async_grpo.model.attention import choose_attention
-from async_grpo.model.probe import check_packing
+from async_grpo.model.loading import check_packing
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")

@@ -26,7 +26,7 @@ from async_grpo.algorithms.grpo import group_advantages
 from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.export import Exports
 from async_grpo.cluster import cluster
-from async_grpo.model.folder import check_model_folder
+from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run import sampling
 from async_grpo.run.announcements import Announcements
 from async_grpo.run.data import load_data

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from async_grpo.model.encoding import encoding_hash
+from async_grpo.model.model_folder import encoding_hash
 
 TEXTS = ["the model samples, the model learns; 12 345 é", "weights and words and wonders"] * 9
 

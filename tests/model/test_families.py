@@ -7,9 +7,9 @@ from model_families import FAMILIES, SIZES, family_config, family_model
 
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate_pairs
+from async_grpo.model.lm_head import BY_MODEL_TYPE, UNCHANGED, rescaling_of
+from async_grpo.model.loading import check_packing
 from async_grpo.model.policy import PolicyModel
-from async_grpo.model.probe import check_packing
-from async_grpo.model.rescaling import BY_MODEL_TYPE, UNCHANGED, rescaling_of
 from async_grpo.util.errors import ModelError
 
 TEMPERATURE = 0.8

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_grpo.model.folder import check_files
+from async_grpo.model.model_folder import check_files
 from async_grpo.util.errors import ModelError
 
 

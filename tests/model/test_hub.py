@@ -14,8 +14,8 @@ import pytest
 from huggingface_hub import constants
 from stand_in_hub import COMMIT, StandInHub
 
-from async_grpo.model.folder import check_model_folder
 from async_grpo.model.hub import local_folder
+from async_grpo.model.model_folder import check_model_folder
 from async_grpo.util.errors import ConfigError, ModelError
 
 TINY = Path(__file__).parents[2] / "sample-data" / "tiny-countdown"

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from async_grpo.model.folder import check_model_folder, stated_positions
 from async_grpo.model.loading import load_policy
+from async_grpo.model.model_folder import check_model_folder, stated_positions
 from async_grpo.util.errors import ModelError
 
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_watchers import LargestTensor
 
-from async_grpo.model.lm_head import Head
+from async_grpo.model.lm_head import UNCHANGED, Head, Rescaling
 from async_grpo.model.logprobs import token_logprobs
-from async_grpo.model.rescaling import UNCHANGED, Rescaling
 
 RESCALINGS = [UNCHANGED, Rescaling(factor=0.25), Rescaling(factor=1.5, softcap=2.0)]
 

@@ -6,7 +6,7 @@ from model_families import family_config
 from transformers import AttentionInterface
 
 from async_grpo.model.attention import packed_attention
-from async_grpo.model.probe import check_packing, small_model
+from async_grpo.model.loading import check_packing, small_model
 from async_grpo.util.errors import ModelError
 
 

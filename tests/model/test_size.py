@@ -11,8 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate
-from async_grpo.model.policy import PolicyModel
-from async_grpo.model.size import ModelSize, read_size, size_of, training_flops
+from async_grpo.model.policy import ModelSize, PolicyModel, read_size, size_of, training_flops
 
 LAYER = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48  # queries and output, keys and values, MLP
 NORMS = 2 * (2 * 32 + 2 * 8) + 32

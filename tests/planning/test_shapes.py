@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from async_grpo.model.policy import PolicyModel
-from async_grpo.model.size import model_shape, size_of
+from async_grpo.model.policy import PolicyModel, model_shape, size_of
 from async_grpo.planning.folders import read_positions, read_shape
 from async_grpo.planning.shapes import PUBLISHED, multiplied, published_config, shape_of_config
 from async_grpo.util.errors import ModelError

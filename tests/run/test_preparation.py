@@ -8,7 +8,7 @@ import pytest
 from scripted_run import make_config
 
 from async_grpo.checkpoint.resume import Start
-from async_grpo.model.folder import check_model_folder
+from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run import preparation
 from async_grpo.run.data import load_data, load_given
 from async_grpo.run.preparation import hash_code, hash_contents, plan_run

@@ -6,7 +6,7 @@ import pytest
 
 from async_grpo.config.train import TrainConfig
 from async_grpo.config.worker import WorkerConfig
-from async_grpo.model.folder import ModelFacts
+from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run import recruitment
 from async_grpo.run.connection import LAUNCH_LOGS
 from async_grpo.run.recruitment import Demand, check_worker, command_for, recruit

@@ -10,7 +10,7 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import Algorithm, ScoreNeed
 from async_grpo.checkpoint.resume import Start
-from async_grpo.model.rescaling import UNCHANGED, Rescaling
+from async_grpo.model.lm_head import UNCHANGED, Rescaling
 from async_grpo.run import teaching
 from async_grpo.run.data import check_types
 from async_grpo.run.preparation import with_teachers

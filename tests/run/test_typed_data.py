@@ -8,7 +8,7 @@ import pytest
 from scripted_run import make_config
 
 from async_grpo.batching.ledger import Ledger
-from async_grpo.model.folder import check_model_folder
+from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run.data import first_of_each_file, load_data, load_sets
 from async_grpo.run.first_checks import check_at_once
 from async_grpo.run.preparation import own_environments, plan_run

@@ -29,8 +29,7 @@ from test_held_out import oracle_loss
 from async_grpo.devices.bill import Training, trainer_bill
 from async_grpo.model.collate import collate
 from async_grpo.model.loading import load_policy
-from async_grpo.model.policy import PolicyModel
-from async_grpo.model.size import model_shape
+from async_grpo.model.policy import PolicyModel, model_shape
 from async_grpo.training.fsdp import compute_dtype
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE

@@ -12,7 +12,7 @@ from rollout.tiny_models import load_model, make_model
 
 from async_grpo.algorithms.express import ExpressGroup, ExpressTeacher
 from async_grpo.cluster import cluster
-from async_grpo.model.scoring import Scorer
+from async_grpo.model.scorer import Scorer
 from async_grpo.training.express_receiver import LOGITS, ExpressReceiver
 from async_grpo.types import Minibatch
 from async_grpo.util.errors import ExpressLost, WorkerError

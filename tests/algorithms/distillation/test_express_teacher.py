@@ -10,7 +10,7 @@ from rollout.tiny_models import load_model, make_model
 
 from async_grpo.algorithms.express import ExpressGroup, ExpressTeacher, keep_in
 from async_grpo.algorithms.express_plan import Reading, plan_round
-from async_grpo.model.scoring import Scorer
+from async_grpo.model.scorer import Scorer
 from async_grpo.util.errors import ExpressLost
 
 MAX_TOKENS = 30  # of a forward

@@ -10,9 +10,8 @@ from tensor_watchers import LargestTensor
 
 from async_grpo.algorithms.base import Teacher
 from async_grpo.algorithms.distillation_loss import head_term, top_k_with_tail
-from async_grpo.model.lm_head import Head
+from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.model.logprobs import token_logprobs
-from async_grpo.model.rescaling import Rescaling
 from async_grpo.types import Payload
 
 V, C, HIDDEN = 48, 6, 5

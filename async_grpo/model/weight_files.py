@@ -1,4 +1,4 @@
-"""Filling a model from its safetensors files, each rank with the slices that it holds.
+"""The safetensors files of a model: ranks fill their slices from them, `check` looks into them.
 
     outline ─▶ shard ─▶ materialise ─▶ fill
     (shapes, no memory)  (memory for this rank's shards, no values)
@@ -9,7 +9,12 @@ No process ever holds the whole model: at most its shards, and one parameter of 
 from __future__ import annotations
 
 import json
+import math
+import re
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -20,10 +25,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.util.errors import ModelError
 
 Files = dict[str, Path]  # by the name of a tensor
+MAX_VALUES = 1 << 20  # that are looked at of each tensor
+LAYER = re.compile(r"\.\d+\.")
 
 
 def outline(config: PreTrainedConfig, *, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -125,3 +133,56 @@ def _check_tie(parameter: Tensor, name: str, source: str, file: Path) -> None:
             f"config.json ties {name} to {source}, but {file.parent} holds two that differ: set "
             "tie_word_embeddings to false there, or remove one of the two"
         )
+
+
+def check_weights(path: str, *, seconds: float) -> str:
+    """A sentence on tensors that the config has no use for; empty: there are none.
+
+    Values are looked at for so many `seconds`. Raises `ModelError` for weights that are missing, of
+    another shape, of more layers than the config's, or not finite.
+    """
+    files = files_of(Path(path))
+    if not files:  # pytorch_model.bin tells nothing before it is loaded
+        return ""
+    model = outline(read_config(Path(path)), attention="eager", dtype=torch.float32)
+    wanted = {name: list(each.shape) for name, each in model.named_parameters()}
+    if wanted.keys().isdisjoint(files):  # names of older times, which transformers translates
+        return ""
+    part = f"{model.base_model_prefix}."
+    if absent := [n for n in wanted if n not in files and n.removeprefix(part) not in files]:
+        raise ModelError(
+            f"the weights in {path} must hold every parameter of its config, {len(absent)} of "
+            f"{len(wanted)} are missing, first {absent[0]}: complete the folder, or correct it"
+        )
+    known = {*wanted, *dict(model.named_buffers()), *model.all_tied_weights_keys}
+    extra = [name for name in files if name not in known]
+    layers = {LAYER.sub(".N.", name) for name in wanted}
+    if more := [name for name in extra if LAYER.sub(".N.", name) in layers]:
+        raise ModelError(
+            f"the weights in {path} must be of as many layers as its config says, {len(more)} "
+            f"tensors are of more, first {more[0]}: correct num_hidden_layers in config.json"
+        )
+    _check_values(files, wanted, until=time.monotonic() + seconds)
+    told = f"{len(extra)} tensors of {path} are of no use to its config, first"
+    return f"{told} {extra[0]}: see that config.json is that of these weights" if extra else ""
+
+
+def _check_values(files: Files, wanted: Mapping[str, list[int]], *, until: float) -> None:
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118
+                _check_tensor(name, file, content.get_slice(name), wanted.get(name), until=until)
+
+
+def _check_tensor(
+    name: str, file: Path, tensor: Any, wanted: list[int] | None, *, until: float
+) -> None:
+    shape = tensor.get_shape()
+    if wanted not in (None, shape):
+        raise ModelError(
+            f"{name} in {file} must have the shape that config.json gives it ({wanted}), it has "
+            f"{shape}: give the model its own config"
+        )
+    rows = max(1, MAX_VALUES // max(1, math.prod(shape[1:])))
+    if shape and time.monotonic() < until and not tensor[:rows].isfinite().all():
+        raise ModelError(f"{name} in {file} must be finite, it holds NaN: take other weights")

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from async_grpo.model.encoding import encoding_hash
-from async_grpo.model.rescaling import rescaling_of
 from async_grpo.util.errors import ModelError
 
 if TYPE_CHECKING:
@@ -26,6 +24,11 @@ LONGROPE = ("longrope", "su")  # its name, and that of older configs
 ORIGINAL = "original_max_position_embeddings"
 OF_SEVERAL_INPUTS = "ForConditionalGeneration"  # how transformers calls such a class
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# Shows what is done around the model: cases, accents, digits, spaces, scripts, code.
+PROBE = (
+    "Use 2 9 8 to make 15:\n  8-2+9 = 15.\n\nThe   THE the\tcafé cafe\u0301 naïve ﬁ 12345 3.14 "
+    "你好，世界 Привет こんにちは مرحبا 한국어 🙂👩\u200d🚀 \\boxed{x^2} <b>def f(x): return 1"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,17 @@ def _read_tokenizer(path: str) -> Any:
         ) from error
 
 
+def encoding_hash(tokenizer: Any) -> str:
+    """Of what a tokenizer makes of text: the same however it was saved, and by whom.
+
+    Sha256 over the vocabulary, the model (merges, scores), and the ids of a text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # none of one written in Python
+    model = json.loads(backend.to_str())["model"] if backend else None
+    parts = [tokenizer.get_vocab(), model, list(tokenizer(PROBE)["input_ids"])]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
 def first_line(error: Exception) -> str:
     """The first line of a library's message: users get one sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".: ")
@@ -183,6 +197,8 @@ def first_line(error: Exception) -> str:
 
 def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from async_grpo.model.lm_head import rescaling_of  # imports torch, as transformers does
 
     known = set(_flat(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
     architectures = config.architectures or [

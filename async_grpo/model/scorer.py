@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
-from async_grpo.model.folder import check_model_folder
 from async_grpo.model.lm_head import Head
 from async_grpo.model.loading import load_policy
 from async_grpo.model.logprobs import token_logprobs
+from async_grpo.model.model_folder import check_model_folder
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.types import PackedMinibatch
 from async_grpo.util.errors import WeightSyncError
