@@ -24,9 +24,9 @@ class WorkerInfo:
     capacity: float  # in the unit of its role
     overhead: float  # accepted beyond the capacity, same unit
     max_model_len: int
-    tokenizer_hash: str = ""  # `model.encoding`; empty: nobody knows
+    tokenizer_hash: str = ""  # `model_folder.encoding_hash`; empty: nobody knows
     temperature: float | None = None  # None: whatever the trainer asks for
-    model_hash: str = ""  # of a teacher: `model.folder.hash_model`
+    model_hash: str = ""  # of a teacher: `model_folder.hash_model`
     hidden_size: int = 0  # of a teacher, as the next one: what its payloads are made of
     item_size: int = 0  # bytes of one of its weights
     dtype: str = ""  # of weights that follow the policy; empty: it has none
