@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.algorithms.express_plan import Block, ExpressRound, Reading, Send
-from async_grpo.model.scoring import Scorer, TokenIds
+from async_grpo.model.scorer import Scorer, TokenIds
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ExpressLost
 

@@ -42,7 +42,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, CheckpointError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.util.together import in_background
-from async_grpo.weight_sync.links import device_tensors
+from async_grpo.weight_sync.publisher import device_tensors
 
 if TYPE_CHECKING:
     from async_grpo.run.report import Report

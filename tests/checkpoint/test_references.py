@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from async_grpo.weight_sync.links import device_tensors
 
 from async_grpo.checkpoint import tensors
 from async_grpo.cluster import cluster
 from async_grpo.types import WeightsVersion
 from async_grpo.weight_sync.buckets import pack
+from async_grpo.weight_sync.publisher import device_tensors
 
 TENSORS = {"a": torch.arange(6.0), "b": torch.ones(2, 3), "c": torch.zeros(4)}
 
