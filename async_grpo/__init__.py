@@ -79,8 +79,8 @@ from async_grpo.util import errors
 if TYPE_CHECKING:
     from async_grpo.api.result import Result, Step
     from async_grpo.api.running import Run, start, train
-    from async_grpo.config.train import TrainConfig
-    from async_grpo.config.worker import WorkerConfig
+    from async_grpo.config.train_config import TrainConfig
+    from async_grpo.config.worker_config import WorkerConfig
 
 sys.modules[f"{__name__}.errors"] = errors  # the name by which users know it
 __version__ = "0.1.0"
@@ -88,8 +88,8 @@ __all__ = ["Result", "Run", "Step", "TrainConfig", "WorkerConfig", "__version__"
 _PLACES = {
     **dict.fromkeys(("Result", "Step"), "api.result"),
     **dict.fromkeys(("Run", "start", "train"), "api.running"),
-    "TrainConfig": "config.train",
-    "WorkerConfig": "config.worker",
+    "TrainConfig": "config.train_config",
+    "WorkerConfig": "config.worker_config",
 }
 
 

@@ -27,7 +27,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.controller import Controller
 from async_grpo.data.stream import QuestionStream
 from async_grpo.types import (

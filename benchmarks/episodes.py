@@ -30,7 +30,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.data.stream import QuestionStream
 from async_grpo.environments.base import Environment, Policy, Services

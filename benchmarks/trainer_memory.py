@@ -205,7 +205,7 @@ def run_rank(rank: int, case: Case, model: str, store: str, pipe: Connection) ->
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from async_grpo.config.train import TrainConfig
+    from async_grpo.config.train_config import TrainConfig
     from async_grpo.model.policy import PolicyModel, model_shape
     from async_grpo.training.fsdp import shard
     from async_grpo.training.learner import Learner, training_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import async_grpo
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
 
 PACKAGE = Path(async_grpo.__file__).parent

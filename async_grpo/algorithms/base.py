@@ -26,7 +26,7 @@ from async_grpo.types.roles import REFERENCE, TEACHER
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from async_grpo.config.train import TrainConfig
+    from async_grpo.config.train_config import TrainConfig
     from async_grpo.model.lm_head import Head
     from async_grpo.model.logprobs import HeadTerm, TokenLogprobs
     from async_grpo.types import PackedMinibatch

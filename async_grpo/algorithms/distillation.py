@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 
 from async_grpo.algorithms.base import LossSums, ScoreNeed, Teacher
 from async_grpo.algorithms.grpo import Grpo
-from async_grpo.config.distillation import EVERY_TYPE, check_distillation
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.teaching import EVERY_TYPE, check_distillation
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Payload, PayloadKind, Sample
 from async_grpo.types.metrics import Metric
 from async_grpo.types.roles import TEACHER

@@ -8,8 +8,8 @@ from async_grpo.algorithms.base import Algorithm
 from async_grpo.algorithms.distillation import Distillation
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.algorithms.sft import Sft
-from async_grpo.config.distillation import check_distillation
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.teaching import check_distillation
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.user_code import UserCode
 
 # Where a process looks at strangers' files: what makes an algorithm of one without importing it.

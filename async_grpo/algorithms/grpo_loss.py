@@ -17,7 +17,7 @@ from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums
 from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import PackedMinibatch
 from async_grpo.types.roles import REFERENCE
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from async_grpo.algorithms.base import Algorithm, GroupRules, LocalRules
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Group
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError

@@ -10,7 +10,7 @@ from typing import Any
 
 from async_grpo.cli.local_run import LocalRun, values_in
 from async_grpo.cli.run_file import MAY_REPEAT, read_tables
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.launch.shared_files import here_or_shared
 from async_grpo.types.roles import ENVIRONMENT, GENERATION, LOGPROB, REFERENCE, VERIFIER
 from async_grpo.util.errors import ConfigError

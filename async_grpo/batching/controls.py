@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from async_grpo.config.live import LIVE, Settings, with_settings
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import AT_ONCE, Control
 from async_grpo.util.errors import ConfigError
 

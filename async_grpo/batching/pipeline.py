@@ -50,7 +50,7 @@ from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, N
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
     from async_grpo.batching.teachers import Teachers
-    from async_grpo.config.train import TrainConfig
+    from async_grpo.config.train_config import TrainConfig
     from async_grpo.controller.leases import Lease
     from async_grpo.controller.registry import WorkerRegistry
 

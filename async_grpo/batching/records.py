@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
-from async_grpo.config.evaluation import UNNAMED, EvaluationSet
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.evaluation_sets import UNNAMED, EvaluationSet
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import (
     Control,
     EpisodesRequest,

@@ -16,7 +16,7 @@ from async_grpo.batching.packing import (
     estimate_cost,
     pack_rounds,
 )
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import (
     EndOfStep,
     Episode,

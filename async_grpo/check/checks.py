@@ -22,8 +22,8 @@ from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
 from async_grpo.check.oddities import check_lines, check_options, check_prepare
 from async_grpo.check.trial import TRIAL_S
 from async_grpo.check.workers import as_registered, check_engine, check_same_rewards, room_in
-from async_grpo.config.distillation import check_vocabulary
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.teaching import check_vocabulary
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import check_environments
 from async_grpo.model.model_folder import ModelFacts

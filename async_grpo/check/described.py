@@ -18,7 +18,7 @@ from typing import Any
 
 from async_grpo.algorithms import find
 from async_grpo.algorithms.base import Algorithm, ScoreNeed
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode

@@ -30,9 +30,9 @@ from async_grpo.check.trial import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.source import DataSource
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.data_files import DataSource
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.lines import may_be_hub_name
 from async_grpo.gateway.run_gateway import free_address
 from async_grpo.model.hub import local_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_grpo.check.facts import Facts, Setup
 from async_grpo.check.finding import Finding
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 
 HOT = 2.0  # a sampling temperature above which outputs are close to noise
 MANY_UNKNOWN = 0.1

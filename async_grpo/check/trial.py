@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.environments.find import grades_itself
 from async_grpo.run.reward_trial import check_names, request_of
 from async_grpo.types import Question, Verdict

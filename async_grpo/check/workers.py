@@ -8,8 +8,7 @@ from pathlib import Path
 from async_grpo.check.facts import Known, Setup
 from async_grpo.check.finding import Finding
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.engine_options import check_known
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.model.model_folder import ModelFacts, engine_positions
 from async_grpo.types import WorkerInfo
 from async_grpo.types.roles import GENERATION, JUDGE, VERIFIER

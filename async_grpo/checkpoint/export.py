@@ -14,7 +14,7 @@ from torch import Tensor
 
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import restore_learner, write_shards
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import iter_full_tensors
 from async_grpo.training.learner import Learner

@@ -18,7 +18,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.folder import CheckpointFolder, read_checkpoint
 from async_grpo.checkpoint.reader import MANIFEST_NAME, Manifest
 from async_grpo.config.option import Change, flag, options_of_change, require
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import GivenPair, Question, ResumePoint, TrainingPair
 from async_grpo.util.errors import CheckpointError, ConfigError

@@ -21,7 +21,7 @@ from async_grpo.check.finding import Finding
 from async_grpo.cli.launch_file import COMMAND
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.config.option import groups_of
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.launch.processes import Process
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.util import deadlines

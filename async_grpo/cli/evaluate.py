@@ -20,10 +20,10 @@ from async_grpo.cli.launch_file import cluster_of, dispatcher_of
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cluster import cluster
+from async_grpo.config.command_options import EvaluateConfig
 from async_grpo.config.data_files import as_text
-from async_grpo.config.evaluate import EvaluateConfig
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
 from async_grpo.devices.checks import usable_devices

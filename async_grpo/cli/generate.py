@@ -12,7 +12,7 @@ import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
-from async_grpo.config.generate import GenerateConfig
+from async_grpo.config.command_options import GenerateConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
 from async_grpo.launch import interrupts

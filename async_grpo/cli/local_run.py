@@ -25,9 +25,9 @@ from async_grpo.cli.train import main as train
 from async_grpo.cli.trust import check_origin
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.data_files import split_text
-from async_grpo.config.presets import preset_options
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.objective import preset_options
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import newest_checkpoint
 

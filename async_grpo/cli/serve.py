@@ -11,7 +11,7 @@ import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
-from async_grpo.config.serve import ServeConfig
+from async_grpo.config.command_options import ServeConfig
 from async_grpo.launch import interrupts
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files

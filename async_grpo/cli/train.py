@@ -27,7 +27,7 @@ from async_grpo.cli.torchrun import (
 )
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.environment import prepare_for_devices
 from async_grpo.launch.interrupts import RankInterrupts
 from async_grpo.launch.local_ranks import run_ranks

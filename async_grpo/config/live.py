@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from async_grpo.config.option import Change, flag, options_of_change
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import ConfigError
 
 LIVE = options_of_change(TrainConfig, Change.LIVE)

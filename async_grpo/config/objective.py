@@ -1,18 +1,30 @@
 """The options that define the update, and the combinations that cannot be meant.
 
-design, section 4, has the formulas; `algorithms/` computes them.
+design, section 4, has the formulas; `algorithms/` computes them, and `training/schedule.py` the
+learning rate. Presets are published objectives as names for options, as one would type them: no
+code asks for a preset. The KL coefficient is left to the user everywhere: the papers differ in it
+by the task.
+
+- grpo: DeepSeekMath, arXiv 2402.03300
+- dr_grpo: "Understanding R1-Zero-Like Training", arXiv 2503.20783
+- dapo: arXiv 2503.14476, with the soft punishment of long outputs, not the filter that the paper
+  had before it
+- gspo: arXiv 2507.18071, with its bounds
+- cispo: MiniMax-M1, arXiv 2506.13585: no lower bound; the upper one is ScaleRL's (2510.13786)
+- rloo: "Back to Basics", arXiv 2402.14740: whole-output REINFORCE, the KL in the reward
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.option import Options, option
 
 if TYPE_CHECKING:
-    from async_grpo.config.train import TrainConfig
+    from async_grpo.config.train_config import TrainConfig
 
 MASK_MARGIN = 0.01  # of the ratio: bfloat16 was seen to move it by up to 1 %
 PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
@@ -150,3 +162,84 @@ def _check_correction(config: TrainConfig) -> None:
                 "rounding alone decides which tokens are trained",
                 f"{usual:g} is usual, or use truncate",
             )
+
+
+def check_schedule(config: TrainConfig) -> None:
+    """Raise `ConfigError` for a warm-up or an end that the schedule does not have."""
+    if config.num_warmup_samples and config.schedule_clock != "samples":
+        raise config.refusal(
+            "num_warmup_samples",
+            "goes with --schedule-clock samples",
+            "set the clock, or use --num-warmup-steps",
+        )
+    if config.num_warmup_steps and config.schedule_clock != "steps":
+        raise config.refusal(
+            "num_warmup_steps",
+            "goes with --schedule-clock steps",
+            "set the clock, or use --num-warmup-samples",
+        )
+    if config.warmup_ratio and (config.num_warmup_steps or config.num_warmup_samples):
+        raise config.refusal(
+            "warmup_ratio",
+            "must not stand beside --num-warmup-steps or --num-warmup-samples",
+            "give the share or the number",
+        )
+    if config.warmup_ratio and config.lr_scheduler == "constant":
+        raise config.refusal(
+            "warmup_ratio", "needs a --lr-scheduler that warms up", "constant_with_warmup is one"
+        )
+    if config.min_learning_rate_ratio and config.lr_scheduler not in ("linear", "cosine"):
+        raise config.refusal(
+            "min_learning_rate_ratio",
+            f"needs --lr-scheduler linear or cosine ({config.lr_scheduler} never falls)",
+            "choose one of these, or leave it out",
+        )
+    for name in ("warmup_ratio", "min_learning_rate_ratio"):
+        if getattr(config, name) > 1:
+            raise config.refusal(name, "must be in [0, 1]", "0.1 is usual")
+
+
+# `longest` and `fifth`: of --max-generation-tokens. DAPO's paper has 4096 of 20480.
+PRESETS = {
+    "grpo": "--advantage grpo --aggregation sample-mean",
+    "dr_grpo": "--advantage dr --aggregation constant --constant-length-samples {longest}",
+    "dapo": "--advantage grpo --aggregation token-mean --clip-low 0.2 --clip-high 0.28 "
+    "--overlong-buffer-tokens {fifth} --overlong-penalty 1.0 --dynamic-sampling 8",
+    "gspo": "--advantage grpo --aggregation sample-mean --ratio-level sequence "
+    "--clip-low 0.0003 --clip-high 0.0004",
+    "cispo": "--advantage grpo --aggregation token-mean --policy-loss cispo "
+    "--clip-low 1.0 --clip-high 4.0",
+    "rloo": "--advantage rloo --aggregation constant --constant-length-samples 1 --kl-estimator k1",
+}
+
+
+def typed_out(name: str, *, max_generation_tokens: int) -> str:
+    """What a preset stands for.
+
+    >>> typed_out("dr_grpo", max_generation_tokens=64)
+    '--advantage dr --aggregation constant --constant-length-samples 64'
+    """
+    return PRESETS[name].format(longest=max_generation_tokens, fifth=max_generation_tokens // 5)
+
+
+def preset_options(name: str, *, max_generation_tokens: int) -> dict[str, Any]:
+    """The options that a preset stands for; what it does not name keeps its default."""
+    if not name:
+        return {}
+    kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(ObjectiveConfig)}
+    typed = typed_out(name, max_generation_tokens=max_generation_tokens)
+    pairs = (option.split() for option in typed.removeprefix("--").split(" --"))
+    options = {option.replace("-", "_"): value for option, value in pairs}
+    return {option: kinds[option](value) for option, value in options.items()}
+
+
+def with_preset(given: Mapping[str, Any], *, max_generation_tokens: int) -> dict[str, Any]:
+    """The options given, and under them those of the preset that they name.
+
+    >>> with_preset({"preset": "gspo", "clip_low": 0.1}, max_generation_tokens=64)["clip_low"]
+    0.1
+    """
+    named = preset_options(given.get("preset", ""), max_generation_tokens=max_generation_tokens)
+    if given.get("aggregation", "constant") != "constant":
+        named.pop("constant_length_samples", None)
+    return {**named, **given}

@@ -19,7 +19,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-from async_grpo.config.source import DataSource
+from async_grpo.config.data_files import DataSource
 from async_grpo.util.errors import DataError
 
 MAX_REPORTED_ERRORS = 5

@@ -23,8 +23,8 @@ import ray
 
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
-from async_grpo.config.serve import TOKEN_VARIABLE
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.command_options import TOKEN_VARIABLE
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.environments.chat.base import ToolSpec
 from async_grpo.environments.chat.dialogue import Dialogue

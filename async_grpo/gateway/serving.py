@@ -15,8 +15,8 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from async_grpo.config.serve import TOKEN_VARIABLE, ServeConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.command_options import TOKEN_VARIABLE, ServeConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.environments.chat.base import ToolSpec
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.checks import usable_devices
 from async_grpo.devices.environment import forwarded
 from async_grpo.types.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER

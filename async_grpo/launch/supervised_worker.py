@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.restarts import RestartBudget
 from async_grpo.types.workers import confinement_in_words

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
 from async_grpo.planning.kinds import Fleet
 from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER

@@ -25,7 +25,7 @@ from vllm.inputs import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.rollout.vllm_requests import (
     CanaryPass,

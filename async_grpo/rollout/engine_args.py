@@ -13,9 +13,8 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from async_grpo.config.engine_options import check_known
-from async_grpo.config.worker import WorkerConfig
-from async_grpo.devices.worker_bill import (
+from async_grpo.config.worker_config import WorkerConfig, check_known
+from async_grpo.devices.bill import (
     CPU_BATCHED_TOKENS,
     CPU_KV_CACHE_BYTES,
     KV_BLOCK_TOKENS,

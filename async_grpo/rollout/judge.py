@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.types import (
     GenerationRequest,

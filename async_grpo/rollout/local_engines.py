@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.engine_args import USAGE, engine_args
 from async_grpo.rollout.vllm_requests import read_logprobs, sampling_params
 from async_grpo.types import GenerationRequest, Turn

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAIError
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.types import JudgeAnswer, JudgeRequest, Pulse, WorkerInfo
 from async_grpo.util.deadlines import JUDGE_ANSWER_S
 from async_grpo.util.errors import ServerAway, WorkerError

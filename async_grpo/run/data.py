@@ -9,11 +9,11 @@ from itertools import chain, islice
 from typing import Any, Literal
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.distillation import EVERY_TYPE
-from async_grpo.config.evaluation import EvaluationSet
+from async_grpo.config.data_files import DataSource
+from async_grpo.config.evaluation_sets import EvaluationSet
 from async_grpo.config.option import flag
-from async_grpo.config.source import DataSource
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.teaching import EVERY_TYPE
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import Build, load_records
 from async_grpo.data.questions import LineReader

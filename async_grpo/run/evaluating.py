@@ -13,7 +13,7 @@ import time
 
 from async_grpo.batching.ledger import Ledger
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.table import QuestionTable

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.evaluations import Row, evaluation_row, in_words
 from async_grpo.types import EvaluationResult, WeightsVersion
 

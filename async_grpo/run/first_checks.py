@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_grpo.cluster import head
 from async_grpo.config.option import flag, require
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
 from async_grpo.model.model_folder import check_files, check_tokenizer_files

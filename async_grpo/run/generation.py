@@ -20,8 +20,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from async_grpo.config.generate import GenerateConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.command_options import GenerateConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
 from async_grpo.data.questions import LineReader

@@ -19,7 +19,7 @@ from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.checkpoint.saving import Checkpoints
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.current import device_id
 from async_grpo.run.first_failure import RunRecord, first_failure_recorded
 from async_grpo.run.main_rank import MainRank, OtherRank

@@ -33,7 +33,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import read_reference
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.run.announcements import Announcements

@@ -18,9 +18,9 @@ from async_grpo.batching.packing import attention_ratio
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.resume import Start, check_contents, hash_data
 from async_grpo.cluster import cluster
-from async_grpo.config.distillation import check_vocabulary
-from async_grpo.config.evaluation import UNNAMED
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.evaluation_sets import UNNAMED
+from async_grpo.config.teaching import check_vocabulary
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.mixture import MixedOrder, TypedQuestions
 from async_grpo.data.stream import QuestionStream, sampling_seed

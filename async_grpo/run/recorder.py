@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, steps_file
 

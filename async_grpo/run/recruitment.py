@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
 from async_grpo.model.model_folder import ModelFacts

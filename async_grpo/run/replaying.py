@@ -23,7 +23,7 @@ from torch import Tensor
 from async_grpo.checkpoint.reader import read_checkpoint
 from async_grpo.checkpoint.resume import PLACES, Start
 from async_grpo.checkpoint.tensors import restore_learner
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.training.audit import StepSums, Sums
 from async_grpo.training.learner import Learner
 from async_grpo.training.minibatch_log import (

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_grpo.cluster import cluster
-from async_grpo.config.evaluation import EvaluationSet
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.evaluation_sets import EvaluationSet
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.environments.find import grades_itself
 from async_grpo.types import (
     GradingRequest,

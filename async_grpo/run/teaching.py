@@ -9,8 +9,8 @@ import torch
 
 from async_grpo.algorithms.base import Teacher
 from async_grpo.cluster import cluster
-from async_grpo.config.distillation import check_vocabulary
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.teaching import check_vocabulary
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
 from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.types import WorkerInfo

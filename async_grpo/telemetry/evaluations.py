@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.config.evaluation import EvaluationSet
+from async_grpo.config.evaluation_sets import EvaluationSet
 from async_grpo.telemetry.estimates import Floats, bootstrap_intervals, pass_at_k
 from async_grpo.telemetry.progress import in_brackets, number
 from async_grpo.types import EvaluationResult, QuestionOutcome

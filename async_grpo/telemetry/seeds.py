@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from async_grpo.config.option import Change, options_of_change
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 
 # Of a run, what makes no other experiment of it.
 NOT_COMPARED = {"output_dir", *options_of_change(TrainConfig, Change.INCIDENTAL)}

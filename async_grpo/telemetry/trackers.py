@@ -17,7 +17,7 @@ from functools import partial
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.tracker_runs import (
     TrackedRun,
     arguments,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.bill import Training
 
 USED = 0.9  # of the free memory: the rest is for allocators and libraries

@@ -15,9 +15,9 @@ from torch import Tensor
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
 from async_grpo.config.live import Settings, with_settings
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.bill import GIB, Training, trainer_bill, with_checkpointing_if_needed
-from async_grpo.devices.memory import free_bytes
+from async_grpo.devices.current import free_bytes
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from async_grpo import __version__
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.training.audit import StepSums, Sums
 from async_grpo.training.minibatch_codec import (
     MAGIC,

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 
 
 def learning_rate_factor(

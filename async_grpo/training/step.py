@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 from async_grpo.algorithms.base import Algorithm, LossSums
 from async_grpo.algorithms.grpo_loss import mismatch
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import HostAdamW, deferred_gradients, drop_local_gradients, reshard

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import split_by_row
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, tokens_file
 from async_grpo.training.ranks import Ranks

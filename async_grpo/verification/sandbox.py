@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from async_grpo.config.worker import refuse_switches
+from async_grpo.config.worker_config import refuse_switches
 from async_grpo.types import Verdict
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig

@@ -13,7 +13,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util.user_code import hash_imported, text_of
 from async_grpo.verification import graders
 from async_grpo.verification.config import VerifierConfig

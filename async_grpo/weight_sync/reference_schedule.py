@@ -10,7 +10,7 @@ every batch before that needs an older one, so v is due when v + S batches are c
 
 from __future__ import annotations
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import WeightsSnapshot
 
 

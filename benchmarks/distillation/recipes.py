@@ -17,7 +17,7 @@ from typing import Any
 
 from async_grpo.cli.local_run import planned
 from async_grpo.cli.run_file import read_tables
-from async_grpo.config.distillation import EVERY_TYPE
+from async_grpo.config.teaching import EVERY_TYPE
 from benchmarks.distillation.trl_gkd import Distilled
 from benchmarks.processes import Process
 from benchmarks.results import Figure, median

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import PACKED, choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import torch
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.training.fsdp import local_shards
 from async_grpo.types import (

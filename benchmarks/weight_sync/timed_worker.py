@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsAck, WeightsSnapshot
 

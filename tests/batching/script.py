@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 
 NUM_QUESTIONS = 7
 MAX_TRIES = 3

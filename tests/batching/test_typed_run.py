@@ -7,7 +7,7 @@ from script import Script
 from scripted import run
 from scripted_run import QUESTIONS, Run, make_config, split_steps
 
-from async_grpo.config.evaluation import SAMPLES_PER_QUESTION
+from async_grpo.config.evaluation_sets import SAMPLES_PER_QUESTION
 from async_grpo.data.mixture import TypedQuestions
 from async_grpo.data.stream import QuestionStream
 from async_grpo.telemetry.metrics import metrics_row

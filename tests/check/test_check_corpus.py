@@ -25,7 +25,7 @@ from async_grpo.cli.check import check, findings_of
 from async_grpo.cli.findings import CheckBeside
 from async_grpo.cli.local_run import as_toml, planned
 from async_grpo.cli.plan import plan
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification import confinement
 

@@ -5,8 +5,8 @@ import pytest
 from async_grpo.check.facts import Setup
 from async_grpo.check.workers import room_in
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 
 WORKERS = (
     WorkerConfig(model_path="m", num_workers=3, tensor_parallel_size=2),

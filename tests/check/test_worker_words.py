@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from async_grpo.check import checks
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.model_folder import ModelFacts
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 from async_grpo.checkpoint.reader import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import Staging, restore_learner, save_tensors
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import moments_of, shard
 from async_grpo.training.learner import Learner

@@ -12,7 +12,7 @@ from replaced_disk import Disk, used
 
 from async_grpo.checkpoint import saving as checkpoint_saving
 from async_grpo.checkpoint.saving import Checkpoints, files_of_all
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import EndOfStep
 from async_grpo.util import deadlines

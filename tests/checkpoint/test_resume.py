@@ -11,7 +11,7 @@ import pytest
 from async_grpo.checkpoint.folder import CheckpointFolder
 from async_grpo.checkpoint.reader import Manifest
 from async_grpo.checkpoint.resume import check_contents, find_start, hash_data
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.model_folder import hash_model
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import Question, TrainingPair

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.report import Report
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import METRICS_FILE, clear, cut_back

@@ -12,7 +12,7 @@ import pytest
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 
 REPOSITORY = Path(__file__).parents[2]
 SLURM = REPOSITORY / "examples" / "cluster" / "slurm.sh"

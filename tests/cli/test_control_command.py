@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.main import main
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.ports import free_port
 
 

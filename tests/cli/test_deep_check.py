@@ -14,7 +14,7 @@ from async_grpo.cli import deep_check
 from async_grpo.cli.check import check
 from async_grpo.cli.deep_check import deep_findings
 from async_grpo.cli.local_run import read_run
-from async_grpo.config.source import DataSource
+from async_grpo.config.data_files import DataSource
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.types import Question
 

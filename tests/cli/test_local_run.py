@@ -19,8 +19,8 @@ from async_grpo.cli.local_run import (
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = [

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import plot, train
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import AsyncGrpoError
 
 MODEL_AND_DATA = "--model-name-or-path m --data-path d "

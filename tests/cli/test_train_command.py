@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from async_grpo.cli import torchrun
 from async_grpo.cli.train import main, resolved
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 
 REQUIRED = ("--model-name-or-path", "model", "--data-path", "data.jsonl")
 REPOSITORY = Path(__file__).parents[2]

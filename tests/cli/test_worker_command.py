@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import worker
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch import interrupts
 from async_grpo.types.roles import role_of
 from async_grpo.util.errors import ConfigError, WorkerError
@@ -103,7 +103,7 @@ def test_a_dispatcher_imports_nothing_that_its_workers_import_at_the_same_time()
         "import sys, ray\n"
         "from async_grpo.cli import worker\n"
         "from async_grpo.launch import actors, workers\n"
-        "from async_grpo.config.worker import WorkerConfig\n"
+        "from async_grpo.config.worker_config import WorkerConfig\n"
         "from async_grpo.rollout.logprob_worker import LogprobWorker\n"
         "from async_grpo.rollout.generation_worker import GenerationWorker\n"
         "from async_grpo.controller.find import find_or_make_controller\n"

@@ -8,8 +8,8 @@ import pytest
 from async_grpo.algorithms.distillation import Distillation
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.algorithms.grpo import Grpo
-from async_grpo.config.distillation import check_vocabulary
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.teaching import check_vocabulary
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Payload
 from async_grpo.util.errors import ConfigError
 
@@ -178,7 +178,7 @@ def test_the_run_says_whom_it_learns_from():
 
 def test_a_distillation_s_rules_import_neither_torch_nor_ray():
     script = (
-        "import sys; from async_grpo.config.train import TrainConfig\n"
+        "import sys; from async_grpo.config.train_config import TrainConfig\n"
         "from async_grpo.algorithms.find import find_algorithm\n"
         f"found = find_algorithm(TrainConfig(**{REQUIRED | GKD}))\n"
         "print(type(found).__name__, {'torch', 'ray'} & set(sys.modules))"

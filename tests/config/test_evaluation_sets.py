@@ -4,9 +4,9 @@ import pytest
 from scripted_run import make_config
 
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.config.command_options import EvaluateConfig
 from async_grpo.config.data_files import as_text
-from async_grpo.config.evaluate import EvaluateConfig
-from async_grpo.config.evaluation import parse_evaluation_sets
+from async_grpo.config.evaluation_sets import parse_evaluation_sets
 from async_grpo.util.errors import ConfigError
 
 

@@ -4,10 +4,9 @@ import pytest
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.algorithms.grpo import clip_is_inert, objective_in_words
-from async_grpo.config.objective import PRESET_NAMES
+from async_grpo.config.objective import PRESET_NAMES, preset_options
 from async_grpo.config.option import flag
-from async_grpo.config.presets import preset_options
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import ConfigError
 
 REQUIRED = {"model_name_or_path": "m", "data_path": "d"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util.errors import ConfigError
 
 

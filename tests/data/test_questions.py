@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from async_grpo.config.source import DataSource
+from async_grpo.config.data_files import DataSource
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
 from async_grpo.data.questions import LineReader

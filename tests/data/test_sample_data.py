@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.config.source import DataSource
+from async_grpo.config.data_files import DataSource
 from async_grpo.data.lines import load_records
 from async_grpo.data.questions import LineReader
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import RUN_OPTIONS, planned
-from async_grpo.config.source import DataSource
+from async_grpo.config.data_files import DataSource
 from async_grpo.data.lines import load_records
 from async_grpo.data.questions import LineReader
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pages import ROOT
 
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 
 HEADER = "| TRL | its default | here | our default | beware |"
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from pages import ROOT
 
 from async_grpo.cli.main import main
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 
 SCRIPTS = {
     "trainer_core.py": "train",

@@ -16,7 +16,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.ledger import FATES
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.environments.find import users_environment
 from async_grpo.launch.actors import worker_kinds

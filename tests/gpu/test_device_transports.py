@@ -20,7 +20,7 @@ from registry_actor import RegistryClient
 from tiny_models import load_model, make_model
 
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 from async_grpo.util.errors import ConfigError

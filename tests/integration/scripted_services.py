@@ -17,7 +17,7 @@ import ray
 import ray.cloudpickle
 
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.types import Pulse, Turn, Verdict, WeightsAck, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import AsyncGrpoError, WorkerError

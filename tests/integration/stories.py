@@ -8,7 +8,7 @@ from oracle import make_sample, oracle_logprobs, oracle_twin
 from scripted_services import Story, Told
 from tiny_models import load_model, make_model
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run.data import load_data
 from async_grpo.run.preparation import plan_run

@@ -30,7 +30,7 @@ from rollouts_pages import NEEDS_NODE, Page, recomputed_weights, write
 from tiny_models import load_model
 
 from async_grpo.cluster import cluster
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion
 from async_grpo.types.roles import GENERATION, REFERENCE
 

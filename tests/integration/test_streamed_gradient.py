@@ -20,7 +20,7 @@ from private_cluster import environment
 from streamed_gradient import VERSION, Story
 
 from async_grpo.algorithms.base import REFERENCE
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Episode, Question, Sample, Turn, Verdict, VersionSpan
 
 # In `make test`, test_scripted_loop.py holds every step of whole runs to float64, and a run with a

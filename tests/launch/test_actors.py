@@ -3,7 +3,7 @@
 import pytest
 
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.launch import actors
 from async_grpo.util.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller import find
 from async_grpo.launch import workers as module
 from async_grpo.launch.actors import WorkerKind

@@ -10,7 +10,7 @@ import ray
 from local_ray import local_ray
 
 from async_grpo.cluster import cluster
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch import workers as module
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.workers import Workers

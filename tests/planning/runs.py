@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from async_grpo.config.train import TrainConfig
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.kinds import CPU, Fleet, fleet_of
 from async_grpo.planning.lengths import assumed_lengths

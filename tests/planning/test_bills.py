@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning.runs import asked, with_train
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import GIB
 from async_grpo.planning import bills
 from async_grpo.planning.asked import Split

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from tiny_models import canary_of, load_model, snapshot_of
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 TEMPERATURE = 0.7

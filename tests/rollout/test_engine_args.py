@@ -8,7 +8,7 @@ import pytest
 from vllm.engine import arg_utils
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import engine_args as module
 from async_grpo.rollout.engine_args import USAGE, engine_args
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.engine_args import set_engine_options, share_for_cache
 from async_grpo.util.errors import ConfigError
 

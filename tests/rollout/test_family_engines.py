@@ -10,7 +10,7 @@ from engine_stack import LONG_PROMPT, TEMPERATURE, fetch, make_request
 from model_families import family_model
 from tiny_models import save_tokenizer, snapshot_of
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate_pairs
 from async_grpo.model.loading import load_policy

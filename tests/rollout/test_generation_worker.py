@@ -16,7 +16,7 @@ from registry_actor import RegistryClient
 from tiny_models import canary_of, load_model
 
 from async_grpo.cluster import cluster as actors
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout.generation_worker import GenerationWorker, worker_environment
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, canary_differences
 from async_grpo.util.errors import DeadlineError, WeightSyncError, WorkerError

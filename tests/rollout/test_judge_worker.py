@@ -6,7 +6,7 @@ from families import tokenizer_of
 from local_ray import local_ray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch.actors import worker_kinds
 from async_grpo.types import JudgeRequest
 

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.rollout import remote_judge
 from async_grpo.rollout.remote_judge import RemoteJudge
 from async_grpo.types import JudgeRequest

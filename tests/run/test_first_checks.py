@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.first_checks import check_at_once
 from async_grpo.util.errors import ConfigError, ModelError
 
@@ -17,7 +17,7 @@ MODEL = str(REPOSITORY / "sample-data" / "tiny-countdown")
 TRY_ALL = """
 import json, logging, sys
 from async_grpo.cli import train
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import AsyncGrpoError
 
 def heavy():

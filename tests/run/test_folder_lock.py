@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.cli import train
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.run import folder_lock
 from async_grpo.run.folder_lock import LAUNCH, LOCK_FILE, check_free, folder_held, lock
 from async_grpo.util.errors import ConfigError

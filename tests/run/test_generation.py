@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from async_grpo.config.generate import GenerateConfig
+from async_grpo.config.command_options import GenerateConfig
 from async_grpo.run import generation
 from async_grpo.run.generation import generate_pairs
 from async_grpo.types import Question, Turn

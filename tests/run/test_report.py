@@ -9,7 +9,7 @@ import pytest
 
 from async_grpo.checkpoint.reader import Manifest
 from async_grpo.checkpoint.resume import Start
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.data import warn_of_few
 from async_grpo.run.report import Report
 from async_grpo.telemetry.alarm_log import ALARMS_FILE

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.config.option import flag
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.bottleneck import (
     NUM_AVERAGED,
     NUM_BEFORE,

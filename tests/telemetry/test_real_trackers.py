@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.trackers import Trackers
 
 ROWS = [

@@ -12,7 +12,7 @@ from accelerate.tracking import GeneralTracker
 from full_disk import no_file_beyond
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.tracker_runs import RUNS_FILE, arguments, tracked_run
 from async_grpo.telemetry.trackers import MAX_BEHIND, TRACKERS, Trackers, check_trackers
 from async_grpo.util import deadlines
@@ -227,7 +227,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy():
 
 DISTRIBUTED = """
 import sys, torch.distributed as dist
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.trackers import Trackers
 dist.init_process_group("gloo")
 group = dist.group.WORLD

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

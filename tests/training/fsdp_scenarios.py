@@ -21,7 +21,7 @@ from transformers import Qwen3ForCausalLM
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.export import export_hf
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.model.collate import collate, collate_pairs
 from async_grpo.model.policy import PolicyModel, hf_named_parameters

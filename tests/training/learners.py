@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from oracle import oracle_twin, random_samples, tiny_model
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.learner import Learner
 from async_grpo.types import Episode, Minibatch

@@ -11,7 +11,7 @@ from oracle import make_sample, sent, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import shard
 from async_grpo.training.learner import Learner

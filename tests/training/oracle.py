@@ -16,7 +16,7 @@ from formulas import Output, objective
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.types import (
     Episode,

@@ -13,7 +13,7 @@ from oracle import make_sample
 from torch import Tensor
 
 from async_grpo.algorithms.grpo_loss import grpo_loss
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-14}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import tiny_model
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training import learner
 

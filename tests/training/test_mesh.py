@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.training import ranks
 from async_grpo.training.ranks import make_mesh
 from async_grpo.util.errors import ConfigError

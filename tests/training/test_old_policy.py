@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import reshard, shard

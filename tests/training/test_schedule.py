@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.training.schedule import Clocks, learning_rate_after, learning_rate_factor
 
 SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")

@@ -10,7 +10,7 @@ from oracle import oracle_gradient, random_samples, tiny_model
 from tensor_watchers import NumbersRead
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.adapters import load_adapters
 from async_grpo.verification.config import VerifierConfig

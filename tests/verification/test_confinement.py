@@ -13,7 +13,7 @@ from no_namespaces import REFUSAL, refusing_bwrap
 from verifier_processes import REPOSITORY
 
 from async_grpo.cluster import head
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification import confinement, sources

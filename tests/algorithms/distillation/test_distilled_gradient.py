@@ -24,7 +24,7 @@ from oracle import (
 from test_gradient import CUT, partition
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.config.distillation import OPTIONS_OF_TERM
+from async_grpo.config.teaching import OPTIONS_OF_TERM
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 

@@ -13,7 +13,7 @@ from async_grpo.config.objective import ObjectiveConfig
 from async_grpo.config.option import POSITIVE, Change, flag, names_in, option
 
 if TYPE_CHECKING:
-    from async_grpo.config.train import TrainConfig
+    from async_grpo.config.train_config import TrainConfig
 
 EVERY_TYPE = ""  # the type in `teacher_routes` of a teacher that is named alone
 # {coefficient of a term: what nothing but this term reads}

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from async_grpo.config.data_files import DataFile, parse_data_files
-from async_grpo.config.evaluation import (
+from async_grpo.config.data_files import DataFile, DataSource, parse_columns, parse_data_files
+from async_grpo.config.evaluation_sets import (
     UNNAMED,
     EvaluationConfig,
     EvaluationSet,
     check_best,
 )
+from async_grpo.config.objective import check_schedule, with_preset
 from async_grpo.config.option import (
     LOG_LEVELS,
     POSITIVE,
@@ -25,9 +26,6 @@ from async_grpo.config.option import (
     require,
     required,
 )
-from async_grpo.config.presets import with_preset
-from async_grpo.config.schedule import check_schedule
-from async_grpo.config.source import DataSource, parse_columns
 from async_grpo.util import deadlines
 
 MAX_LEARNING_RATE = 1e-2

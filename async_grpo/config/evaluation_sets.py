@@ -10,13 +10,14 @@ from typing import Any
 from async_grpo.config.data_files import (
     BETWEEN_FILES,
     BETWEEN_REWARDS,
+    DataSource,
     Entry,
+    parse_columns,
     parse_entry,
     split_text,
 )
-from async_grpo.config.distillation import DistillationConfig
 from async_grpo.config.option import Change, option, require
-from async_grpo.config.source import DataSource, parse_columns
+from async_grpo.config.teaching import DistillationConfig
 from async_grpo.util.errors import ConfigError
 
 SAMPLES_PER_QUESTION = 4

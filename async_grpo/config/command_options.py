@@ -1,0 +1,225 @@
+"""Every option of `async-grpo evaluate`, `generate` and `serve`, which need no run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from async_grpo.config.data_files import DataSource, parse_columns
+from async_grpo.config.evaluation_sets import EvaluationSet, check_set
+from async_grpo.config.option import (
+    AT_LEAST_1,
+    LOG_LEVELS,
+    POSITIVE,
+    Options,
+    flag,
+    names_in,
+    option,
+    required,
+)
+
+EVALUATED_SET = "data"  # what the one set is called; no name that people see has it
+TOKEN_VARIABLE = "ASYNC_GRPO_TOKEN"  # of `serve`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig(Options):
+    """Options of an evaluation without a run."""
+
+    samples: int = option(4, must=AT_LEAST_1, group="Usual options")
+    """outputs sampled for each question: n of pass@k"""
+    k: str = option("")
+    """k of every pass@k that is told, with + between them; empty: 1 and --samples"""
+    temperature: float = option(1.0)
+    """sampling temperature; 0: the likeliest token each time"""
+    top_p: float = option(1.0)
+    """least probability that the tokens to sample from have together; 1: all tokens"""
+    max_generation_tokens: int = option(512, must=POSITIVE)
+    """longest output in tokens"""
+    reward_fns: str = option("math_verify")
+    """comma-separated reward adapters, the best verdict counts: as `async-grpo worker` has them"""
+    environment: str = option("single_turn")
+    """how questions are played: as `async-grpo train` takes it"""
+    limit: int = option(0, none=0)
+    """questions to take, from the first on; 0: all"""
+    seed: int = option(0)
+    """of the samples and of the intervals: the same seed gives the same numbers"""
+    output: str = option("", none="")
+    """JSON file of all that is measured; empty: none"""
+
+    data_split: str = option("train", group="Data and model")
+    """split of a datasets.load_dataset source"""
+    data_config: str = option("")
+    """configuration of a datasets.load_dataset source that has several, such as main"""
+    column_mapping: str = option("")
+    """our=yours pairs for other column names, such as input=question,answer=solution"""
+    columns: str = option("")
+    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
+    all else is text"""
+    renderer: str = option("auto")
+    """how environments write messages as tokens: as `async-grpo train` takes it"""
+    model_revision: str = option("", none="")
+    """branch, tag or commit of a model on a hub; empty: its main branch"""
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
+    """weights of the model"""
+    num_workers: int = option(1, must=AT_LEAST_1)
+    """engines; each takes --tensor-parallel-size devices"""
+    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
+    """devices that the model is sharded over"""
+    max_num_seqs: int = option(0)
+    """sequences decoded together; 0: 64, on devices vLLM's own"""
+    max_model_len: int = option(0)
+    """longest prompt + output in tokens; 0: the model's own limit"""
+    unconfined_rewards: bool = option(False)
+    """permit that rewards grade where they cannot be confined: as `async-grpo worker` has it"""
+    unconfined_code: bool = option(False)
+    """the same of programs that the model has written"""
+    reward_registry: str = option("reward_registry")
+    """module or file that holds REWARD_ADAPTERS"""
+    verifier_timeout_s: float = option(10.0, must=POSITIVE)
+    """seconds one verification may take"""
+    stall_timeout_s: float = option(900.0)
+    """seconds in which nothing moves, after which a request is tried again, or all is given up"""
+    logging_level: str = option("WARNING", choices=LOG_LEVELS)
+    """log detail"""
+
+    def __post_init__(self) -> None:
+        self.check_numbers()
+        if not re.fullmatch(r"(\d+(\+\d+)*)?", self.k):
+            raise self.refusal("k", "must be numbers with + between them", "1+4 is usual")
+        flags = {"max_tokens": "max_generation_tokens"}
+        check_set(self.set_of("data"), named=lambda key: flag(flags.get(key, key)))
+
+    def set_of(self, data: str) -> EvaluationSet:
+        """The questions of `data`, and how they are sampled."""
+        return EvaluationSet(
+            name=EVALUATED_SET,
+            source=DataSource(data, self.data_split, self.data_config, parse_columns(self.columns)),
+            samples=self.samples,
+            ks=tuple(sorted(map(int, filter(None, self.k.split("+"))))),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_generation_tokens,
+            environment=self.environment,
+            limit=self.limit,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig(Options):
+    """Options of sequence-level distillation's data: a teacher's own outputs as training pairs."""
+
+    model_path: str = required(group="Usual options")
+    """Hugging Face folder of the teacher, or its name on a hub"""
+    data_path: str = required()
+    """questions: JSONL file, or anything datasets.load_dataset reads"""
+    output: str = required()
+    """JSONL file of pairs to write, for --algorithm sft and --pairs-path; replaced at the end"""
+    samples_per_question: int = option(1, must=AT_LEAST_1)
+    """outputs sampled for each question"""
+    temperature: float = option(1.0)
+    """sampling temperature; 0: the likeliest token each time"""
+    max_generation_tokens: int = option(512, must=POSITIVE)
+    """longest output in tokens; those that reach it are left out"""
+    reward_fns: str = option("", none="")
+    """comma-separated reward adapters, the best verdict counts: as `async-grpo worker` takes them;
+    empty: every output is kept"""
+    min_reward: float = option(1.0, must="")
+    """least reward, with --reward-fns, of an output that is kept"""
+    limit: int = option(0, none=0)
+    """questions to take, from the first on; 0: all"""
+    seed: int = option(37, must="")
+    """the same seed gives the same outputs"""
+
+    data_split: str = option("train", group="Data and model")
+    """split of a datasets.load_dataset source"""
+    data_config: str = option("")
+    """configuration of a datasets.load_dataset source that has several, such as main"""
+    column_mapping: str = option("")
+    """our=yours pairs for other column names, such as input=question,answer=solution"""
+    columns: str = option("")
+    """column=type pairs for values to convert, such as level=int,share=float; or bool, str. In CSV
+    all else is text"""
+    token_ids: bool = option(True)
+    """write the outputs' token ids too, which training takes as they are; without them it tokenises
+    the text: for a student of another tokenizer"""
+    model_revision: str = option("", none="")
+    """branch, tag or commit of a model on a hub; empty: its main branch"""
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
+    """weights of the model"""
+    max_num_seqs: int = option(0)
+    """sequences decoded together; 0: 64, on devices vLLM's own"""
+    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
+    """devices that the model is sharded over"""
+    unconfined_rewards: bool = option(False)
+    """permit that rewards grade where they cannot be confined: as `async-grpo worker` has it"""
+    unconfined_code: bool = option(False)
+    """the same of programs that the model has written"""
+    reward_registry: str = option("reward_registry")
+    """module or file that holds REWARD_ADAPTERS"""
+    verifier_timeout_s: float = option(10.0, must=POSITIVE)
+    """seconds one verification may take"""
+    logging_level: str = option("INFO", choices=LOG_LEVELS)
+    """log detail"""
+
+    def __post_init__(self) -> None:
+        self.check_numbers()
+        if self.samples_per_question > 1 and not self.temperature:
+            raise self.refusal(
+                "samples_per_question",
+                "must be 1 at --temperature 0, where every output is the same",
+                "raise the temperature, 1.0 is usual",
+            )
+        if self.output == self.data_path:
+            raise self.refusal(
+                "output", "must be another file than --data-path", "name another file"
+            )
+
+    @property
+    def data(self) -> DataSource:
+        """The questions."""
+        return DataSource(
+            self.data_path, self.data_split, self.data_config, parse_columns(self.columns)
+        )
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The adapters that grade every output."""
+        return names_in(self.reward_fns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(Options):
+    """Options of a gateway on one model."""
+
+    host: str = option("127.0.0.1", group="Usual options")
+    """address that it listens at; 0.0.0.0: every one of this machine, for whoever has the token"""
+    port: int = option(8000)
+    """port that it listens at; 0: any that is free"""
+    renderer: str = option("auto")
+    """how messages are written as tokens: auto; template, by the model's chat template; or a family
+    of models of the package renderers"""
+    model_revision: str = option("", none="")
+    """branch, tag or commit of a model on a hub; empty: its main branch"""
+    max_model_len: int = option(0)
+    """longest prompt + output in tokens; 0: the model's own limit"""
+    max_num_seqs: int = option(0)
+    """sequences decoded together; 0: 64, on devices vLLM's own"""
+    max_requests: int = option(256, must=AT_LEAST_1)
+    """requests taken at a time; more are refused with 429"""
+    max_sessions: int = option(256, must=AT_LEAST_1)
+    """paths /s/NAME kept at a time; more are refused with 429"""
+    dtype: str = option("auto", choices=("auto", "float32", "bfloat16"))
+    """weights of the model"""
+    kv_cache_gib: float = option(0.0)
+    """KV cache in GiB; 0: 0.25 on CPU, vLLM's choice on GPU"""
+    tensor_parallel_size: int = option(1, must=AT_LEAST_1)
+    """devices that the model is sharded over"""
+    logging_level: str = option("INFO", choices=LOG_LEVELS)
+    """log detail"""
+
+    def __post_init__(self) -> None:
+        self.check_numbers()
+        if self.port > 65535:
+            raise self.refusal("port", "must be at most 65535", "8000 is usual")
