@@ -51,7 +51,7 @@ find_device() {
     fi
 }
 
-check_gpu() { # what the builds for devices need: async_grpo/devices/checks.py asks again at start
+check_gpu() { # what the builds for devices need: async_grpo/devices/inventory.py asks again at start
     local driver include glibc
     [ "$(uname -m)" = x86_64 ] || fail "requirements/gpu.txt is for x86_64, this is $(uname -m)" \
         "see docs/cluster.md"

@@ -22,7 +22,7 @@ from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.train import QUIET
 from async_grpo.cli.trust import check_origin, trust_option
-from async_grpo.devices.checks import usable_devices
+from async_grpo.devices.inventory import usable_devices
 from async_grpo.util.errors import AsyncGrpoError
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
-from async_grpo.devices.checks import usable_devices
+from async_grpo.devices.inventory import usable_devices
 from async_grpo.environments.find import SHIPPED
 from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.launch.processes import Process

@@ -43,7 +43,7 @@ from async_grpo.cli.summary import conclusion, finished, how_to_go_on
 from async_grpo.cli.train import main as train
 from async_grpo.cli.trust import trust_option
 from async_grpo.cluster import head
-from async_grpo.devices.checks import usable_devices
+from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option
 from async_grpo.launch.processes import Process, Watched
 from async_grpo.launch.remote_process import RemoteProcess

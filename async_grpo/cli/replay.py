@@ -20,7 +20,7 @@ from async_grpo.cli.torchrun import (
     rank0_only_errors,
 )
 from async_grpo.cluster.reservation import rank_device
-from async_grpo.devices.environment import prepare_for_devices
+from async_grpo.devices.inventory import prepare_for_devices
 from async_grpo.launch.local_ranks import run_ranks
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ReplayError

@@ -28,7 +28,7 @@ from async_grpo.cli.torchrun import (
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.environment import prepare_for_devices
+from async_grpo.devices.inventory import prepare_for_devices
 from async_grpo.launch.interrupts import RankInterrupts
 from async_grpo.launch.local_ranks import run_ranks
 from async_grpo.model.hub import local_folder

@@ -1,11 +1,13 @@
-"""The NVIDIA device that this process uses, as torch sees it."""
+"""What this process computes on, as torch sees it: its NVIDIA device, and the memory free there."""
 
 from __future__ import annotations
 
+import os
+
+import psutil
 import torch
 
-from async_grpo.devices.checks import check_seen, usable_devices
-from async_grpo.devices.inventory import Inventory
+from async_grpo.devices.inventory import Inventory, check_seen, usable_devices
 
 
 def device_id() -> str:
@@ -25,3 +27,12 @@ def seen_devices() -> Inventory:
         is_available = torch.cuda.is_available()
         check_seen(inventory, num_seen=torch.cuda.device_count() if is_available else 0)
     return inventory
+
+
+def free_bytes(device: torch.device, *, share: float = 1.0) -> int:
+    """Of the device, of which `share` may be taken; on CPUs this rank's part of its machine's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(min(free, share * total))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(psutil.virtual_memory().available) // ranks_here

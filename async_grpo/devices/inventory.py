@@ -1,24 +1,40 @@
 """The NVIDIA devices of this machine that this process may use, as `nvidia-smi` tells of them.
 
-Dispatchers, `launch` and trainer ranks ask once, when they start; nothing here imports torch.
+Dispatchers, `launch` and trainer ranks ask once, when they start, and hear with the remedy what the
+machine lacks for them: it is never found later. Nothing here imports torch, for variables of the
+environment that decide how it uses devices must be set before.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+import sysconfig
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 QUERY = "--query-gpu=index,uuid,name,memory.total,driver_version"
 DEVICE_FILES = "/dev/nvidia[0-9]*"  # a container may be given any of them
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 HIDES_ALL = ("-1", "NoDevFiles")  # as CUDA and Slurm write it
+LEAST_DRIVER = 580  # of CUDA 13, for which requirements/gpu.txt is built; tools/setup_env.sh too
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_BYTES = 1 << 30  # NCCL and engines of several devices meet there; Docker gives 64 MB
+# A number must mean the same device to torch as to the driver and to Ray.
+DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # two names of one setting
+FORWARDED = re.compile(r"(NCCL|VLLM|TORCH|PYTORCH|HF|CUDA_DEVICE)_")
+SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +159,101 @@ def visible(devices: Iterable[Device], names: str | None) -> tuple[Device, ...]:
             break
         found.append(meant)
     return tuple(found)
+
+
+def usable_devices() -> Inventory:
+    """The devices of this machine, on which everything that a run needs has been found.
+
+    Raises `ConfigError` for what is missing; says when devices are not used.
+    """
+    inventory = read_inventory()
+    if inventory.num_unused:
+        logger.warning(
+            "%d NVIDIA device(s) are here and not used, for torch is installed for CPUs: "
+            "`DEVICE=gpu make setup` installs it for them",
+            inventory.num_unused,
+        )
+    if inventory.devices:
+        check_driver(inventory)
+        check_headers()
+        check_shared_memory()
+    return inventory
+
+
+def check_driver(inventory: Inventory) -> None:
+    """Raise `ConfigError` for a driver that is older than the installed CUDA needs."""
+    major = inventory.driver.partition(".")[0]
+    if not major.isdigit() or int(major) < LEAST_DRIVER:
+        raise ConfigError(
+            f"the NVIDIA driver must be {LEAST_DRIVER} or newer for CUDA 13, got "
+            f"{inventory.driver or 'none'}: update it, or train on the CPU with "
+            "`DEVICE=cpu make setup`"
+        )
+
+
+def check_headers(
+    include: str = sysconfig.get_paths()["include"], compiler: str = os.environ.get("CC", "cc")
+) -> None:
+    """Raise `ConfigError` unless Triton, which engines need, can compile against this Python."""
+    if not (Path(include) / "Python.h").exists():
+        raise ConfigError(
+            f"Triton needs the headers of this Python, {include} has no Python.h: install them "
+            "(Debian and Ubuntu: python3-dev)"
+        )
+    if not any(map(shutil.which, (compiler, "gcc", "clang"))):
+        raise ConfigError(
+            f"Triton needs a C compiler, there is no {compiler}: install gcc, or name one in CC"
+        )
+
+
+def check_shared_memory(folder: Path = SHARED_MEMORY, *, least: int = LEAST_SHARED_BYTES) -> None:
+    """Raise `ConfigError` for a folder of shared memory that is too small for any run."""
+    if not folder.exists():
+        return
+    size = os.statvfs(folder).f_blocks * os.statvfs(folder).f_frsize
+    if size < least:
+        raise ConfigError(
+            f"{folder} must hold {least >> 20} MiB at least, for NCCL and Ray's store, got "
+            f"{size >> 20} MiB: start the container with --shm-size 32g, or more for a large model"
+        )
+
+
+def check_seen(inventory: Inventory, *, num_seen: int) -> None:
+    """Raise `ConfigError` when torch, which is imported by now, does not see every device."""
+    if num_seen < len(inventory.devices):
+        raise ConfigError(
+            f"torch must see the {inventory} of this machine, got {num_seen}: see what "
+            '`python -c "import torch; torch.cuda.init()"` says, or hide the devices with '
+            f"{VISIBLE}= to train on the CPU"
+        )
+
+
+def prepare_for_devices(environ: MutableMapping[str, str]) -> None:
+    """Set what is not set yet, before torch first meets a device, in a trainer rank.
+
+    Rows of ever different lengths would leave its memory in pieces.
+
+    >>> environ = {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}
+    >>> prepare_for_devices(environ)
+    >>> sorted(environ)
+    ['CUDA_DEVICE_ORDER', 'PYTORCH_ALLOC_CONF']
+    """
+    for name, value in DEVICE_ORDER.items():
+        environ.setdefault(name, value)
+    if not any(name in environ for name in ALLOCATOR):
+        environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a dispatcher passes on to its workers, which inherit the environment of `ray start`.
+
+    Secrets stay behind, for Ray writes the environment of its actors into logs.
+
+    >>> forwarded({"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_1", "HOME": "/root"})
+    {'CUDA_DEVICE_ORDER': 'PCI_BUS_ID', 'NCCL_DEBUG': 'INFO'}
+    """
+    return DEVICE_ORDER | {
+        name: value
+        for name, value in environ.items()
+        if FORWARDED.match(name) and not SECRET.search(name)
+    }

@@ -6,25 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from async_grpo.devices.bill import (
-    GIB,
-    MIB,
-    Bill,
-    Line,
-    Training,
-    trainer_bill,
-    with_checkpointing_if_needed,
-)
-from async_grpo.devices.worker_bill import (
     CPU_BATCHED_TOKENS,
     CPU_KV_CACHE_BYTES,
+    GIB,
+    MIB,
     OUTPUT_BYTES,
     WHOLE_SHARE,
+    Bill,
     Engine,
+    Line,
     Scoring,
+    Training,
     cached_token_bytes,
     engine_bill,
     longest_sequence_bytes,
     scorer_bill,
+    trainer_bill,
+    with_checkpointing_if_needed,
 )
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.training.billing import USED, as_billed

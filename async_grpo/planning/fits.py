@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from async_grpo.devices.bill import GIB
-from async_grpo.devices.worker_bill import missing_bytes
+from async_grpo.devices.bill import GIB, missing_bytes
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.bills import (
     RoleBill,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from async_grpo.devices.worker_bill import cached_tokens
+from async_grpo.devices.bill import cached_tokens
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.planning.bills import engine_of
 from async_grpo.planning.engine import EngineRates

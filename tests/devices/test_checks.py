@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_grpo.devices import checks
+from async_grpo.devices import inventory
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.util.errors import ConfigError
 
@@ -15,49 +15,49 @@ def make_inventory(driver="580.95.05", num_devices=1):
 @pytest.mark.parametrize("driver", ["535.183.06", "570.86.10", "", "N/A"])
 def test_a_driver_older_than_the_wheels_is_refused(driver):
     with pytest.raises(ConfigError, match=r"must be 580 or newer for CUDA 13, got .*: update it"):
-        checks.check_driver(make_inventory(driver))
+        inventory.check_driver(make_inventory(driver))
 
 
 def test_a_driver_of_the_wheels_and_newer_ones_pass():
     for driver in ("580.65.06", "595.1"):
-        checks.check_driver(make_inventory(driver))
+        inventory.check_driver(make_inventory(driver))
 
 
 def test_headers_and_a_compiler_are_needed(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"has no Python.h: install them .*python3-dev"):
-        checks.check_headers(str(tmp_path))
+        inventory.check_headers(str(tmp_path))
     (tmp_path / "Python.h").touch()
-    checks.check_headers(str(tmp_path), "sh")
+    inventory.check_headers(str(tmp_path), "sh")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="there is no my-cc: install gcc, or name one in CC"):
-        checks.check_headers(str(tmp_path), "my-cc")
+        inventory.check_headers(str(tmp_path), "my-cc")
 
 
 def test_a_small_folder_of_shared_memory_is_refused(tmp_path):
-    checks.check_shared_memory(tmp_path, least=1)
-    checks.check_shared_memory(tmp_path / "none", least=1)
+    inventory.check_shared_memory(tmp_path, least=1)
+    inventory.check_shared_memory(tmp_path / "none", least=1)
     with pytest.raises(ConfigError, match=r"got \d+ MiB: start the container with --shm-size"):
-        checks.check_shared_memory(tmp_path, least=1 << 60)
+        inventory.check_shared_memory(tmp_path, least=1 << 60)
 
 
 def test_devices_that_torch_does_not_see_are_an_error_and_no_cpu_run():
-    checks.check_seen(make_inventory(num_devices=2), num_seen=2)
-    checks.check_seen(Inventory(), num_seen=0)
+    inventory.check_seen(make_inventory(num_devices=2), num_seen=2)
+    inventory.check_seen(Inventory(), num_seen=0)
     with pytest.raises(ConfigError, match=r"must see the 2 x NVIDIA H200 \(144 GB\) .*, got 0: "):
-        checks.check_seen(make_inventory(num_devices=2), num_seen=0)
+        inventory.check_seen(make_inventory(num_devices=2), num_seen=0)
 
 
 def test_unused_devices_are_told_of_and_nothing_else_is_asked(monkeypatch, caplog):
-    monkeypatch.setattr(checks, "read_inventory", lambda: Inventory(num_unused=2))
-    monkeypatch.setattr(checks, "check_driver", None)
-    assert not checks.usable_devices().devices
+    monkeypatch.setattr(inventory, "read_inventory", lambda: Inventory(num_unused=2))
+    monkeypatch.setattr(inventory, "check_driver", None)
+    assert not inventory.usable_devices().devices
     assert "2 NVIDIA device(s) are here and not used" in caplog.text
 
 
 def test_everything_is_checked_where_there_is_a_device(monkeypatch):
     asked = []
-    monkeypatch.setattr(checks, "read_inventory", make_inventory)
+    monkeypatch.setattr(inventory, "read_inventory", make_inventory)
     for name in ("driver", "headers", "shared_memory"):
-        monkeypatch.setattr(checks, f"check_{name}", lambda *_, name=name: asked.append(name))
-    assert len(checks.usable_devices().devices) == 1
+        monkeypatch.setattr(inventory, f"check_{name}", lambda *_, name=name: asked.append(name))
+    assert len(inventory.usable_devices().devices) == 1
     assert asked == ["driver", "headers", "shared_memory"]

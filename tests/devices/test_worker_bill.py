@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.devices.bill import GIB
-from async_grpo.devices.worker_bill import (
+from async_grpo.devices.bill import (
     CPU_KV_CACHE_BYTES,
+    GIB,
     GRAPHS_BYTES,
     Engine,
     Scoring,

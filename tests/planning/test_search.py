@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning.runs import asked, with_train, work
 
-from async_grpo.devices.worker_bill import cached_tokens
+from async_grpo.devices.bill import cached_tokens
 from async_grpo.planning import search as search_module
 from async_grpo.planning.asked import Split
 from async_grpo.planning.bills import bills_of, engine_of
