@@ -33,7 +33,7 @@ from async_grpo.cluster import cluster
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.find import code_hash
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import QuestionStream
 from async_grpo.environments.find import users_environment
 from async_grpo.launch.actors import worker_kinds
 from async_grpo.types import (

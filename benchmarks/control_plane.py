@@ -29,7 +29,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.controller import Controller
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import QuestionStream
 from async_grpo.types import (
     EndOfStep,
     GenerationRequest,

@@ -32,7 +32,7 @@ from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import QuestionStream
 from async_grpo.environments.base import Environment, Policy, Services
 from async_grpo.environments.play import GroupPlay
 from async_grpo.planning import clock

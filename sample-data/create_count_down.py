@@ -161,7 +161,7 @@ def rows_of(
     tasks: Sequence[CountDownTask], *, style: str, operators: str, tokenizer: Any = None
 ) -> Iterator[dict[str, Any]]:
     """Lines for the data file; with a tokenizer they carry token ids."""
-    from async_grpo.data.tokenisation import prompt_token_ids
+    from async_grpo.data.questions import prompt_token_ids
 
     for task in tasks:
         text = prompt_of(task, style=style, operators=operators)

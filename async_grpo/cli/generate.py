@@ -41,7 +41,7 @@ def main(**options: Any) -> None:
     folder = local_folder(config.model_path, revision=config.model_revision)
     config = replace(config, model_path=folder)
     _check_at_once(config)
-    from async_grpo.run.generation import generate_pairs  # seconds, as all that needs torch
+    from async_grpo.run.written_pairs import generate_pairs  # seconds, as all that needs torch
 
     count = generate_pairs(config, say=lambda sentence: click.echo(sentence, err=True))
     click.echo(f"wrote {config.output}: {count.in_words()}")

@@ -1,4 +1,7 @@
-"""Questions and training pairs of the user's lines, tokenised and checked before a run starts."""
+"""Questions and training pairs of the user's lines, tokenised and checked before a run starts.
+
+It is the only time text is tokenised: with the chat template where there is one.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,8 @@ import numpy as np
 
 from async_grpo.data.columns import Columns
 from async_grpo.data.lines import MalformedLine
-from async_grpo.data.tokenisation import (
-    chat_token_ids,
-    completion_token_ids,
-    prompt_token_ids,
-    text_token_ids,
-)
 from async_grpo.types import GivenPair, Question, TrainingPair
-from async_grpo.util.errors import DataError
+from async_grpo.util.errors import DataError, ModelError
 
 PROMPTS = ("input_token_ids", "input", "messages")
 WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt
@@ -27,7 +24,7 @@ WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line withou
 class LineReader:
     """Makes a record of a line; raises `MalformedLine` that names a column and what it expects."""
 
-    tokenizer: Any  # see tokenisation.py
+    tokenizer: Any  # Hugging Face's, or with the few members of theirs used here
     vocab_size: int
     max_tokens: int  # of a prompt that fits beside the longest answer, or of a whole pair
     mapping: Mapping[str, str] = field(default_factory=dict)  # our column names to the user's
@@ -171,3 +168,43 @@ def _whole_text(columns: Columns) -> str:
             return name
     others = (*PROMPTS, *WHOLE_TEXTS[1:])
     return "text" if columns.has("text") and not any(map(columns.has, others)) else ""
+
+
+def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:
+    """Token ids of a user's prompt, ready for the model to answer."""
+    if tokenizer.chat_template:
+        return chat_token_ids(tokenizer, messages=[{"role": "user", "content": text}])
+    ids = list(tokenizer(text)["input_ids"])
+    # Some tokenizers close every text: an answer to a closed text is what nobody trains.
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()
+    return ids
+
+
+def chat_token_ids(tokenizer: Any, *, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation, up to where the assistant's next words begin."""
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # a template is a program of the model's: it may raise anything
+        said = f"{type(error).__name__}: {error}"
+        if type(error).__name__ != "TemplateSyntaxError":
+            expected = "messages that the model's chat template takes"
+            raise MalformedLine("", expected=expected, got=said) from error
+        raise ModelError(
+            f"the chat template of {tokenizer.name_or_path} must be one that Jinja reads, but: "
+            f"{said}: correct its chat_template"
+        ) from error
+    return list(ids)
+
+
+def completion_token_ids(tokenizer: Any, *, text: str) -> list[int]:
+    """Token ids of a demonstrated answer, closed by the end token."""
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+def text_token_ids(tokenizer: Any, *, text: str) -> list[int]:
+    """Token ids of a whole text, begun as the tokenizer begins texts, closed by the end token."""
+    ids = list(tokenizer(text)["input_ids"])
+    return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]

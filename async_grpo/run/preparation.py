@@ -22,8 +22,7 @@ from async_grpo.config.evaluation_sets import UNNAMED
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.data.mixture import MixedOrder, TypedQuestions
-from async_grpo.data.stream import QuestionStream, sampling_seed
+from async_grpo.data.order import MixedOrder, QuestionStream, TypedQuestions, sampling_seed
 from async_grpo.data.table import QuestionTable
 from async_grpo.environments.chat.find import AUTO, find_renderer
 from async_grpo.environments.find import hash_files, users_environment

@@ -11,7 +11,7 @@ from async_grpo.batching.supervised import supervised_stream
 from async_grpo.checkpoint.export import export_finished
 from async_grpo.checkpoint.resume import Start, find_start
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import QuestionStream
 from async_grpo.data.table import PairTable
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.run.data import load_pairs, warn_of_few

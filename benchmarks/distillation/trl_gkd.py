@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import QuestionStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import QuestionStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from async_grpo.algorithms.base import LocalRules, ScoreNeed
 from async_grpo.algorithms.grpo import Grpo
 from async_grpo.batching.hopeless import MAX_SEQUENTIAL_FAILURES
 from async_grpo.batching.ledger import Ledger
-from async_grpo.data.mixture import MixedOrder
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import MixedOrder, QuestionStream
 from async_grpo.telemetry.metrics import metrics_row
 from async_grpo.types import GivenPair, Minibatch, Question
 from async_grpo.types.roles import teacher

@@ -6,7 +6,7 @@ from scripted_run import make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.data.stream import QuestionStream, sampling_seed
+from async_grpo.data.order import QuestionStream, sampling_seed
 from async_grpo.types import SamplingContract
 
 

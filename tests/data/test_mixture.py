@@ -5,8 +5,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.data.mixture import MixedOrder
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import MixedOrder, QuestionStream
 
 shares = st.one_of(
     st.floats(0.0, 1.0),

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_grpo.data.stream import QuestionStream, _permutation, sampling_seed
+from async_grpo.data.order import QuestionStream, _permutation, sampling_seed
 
 sizes = st.integers(1, 50)
 seeds = st.integers(-5, 2**63)

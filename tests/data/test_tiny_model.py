@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_grpo.data.tokenisation import completion_token_ids, prompt_token_ids
+from async_grpo.data.questions import completion_token_ids, prompt_token_ids
 from async_grpo.verification.graders.countdown import grade_countdown
 
 SAMPLE_DATA = Path(__file__).parents[2] / "sample-data"

@@ -9,8 +9,7 @@ from math import ceil, floor
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from async_grpo.data.mixture import MixedOrder, TypedQuestions
-from async_grpo.data.stream import QuestionStream
+from async_grpo.data.order import MixedOrder, QuestionStream, TypedQuestions
 
 weights_of_types = st.lists(
     st.one_of(st.integers(1, 9), st.integers(1, 400).map(lambda n: n / 100)), min_size=2, max_size=6

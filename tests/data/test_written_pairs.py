@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_questions import LetterTokenizer
 
 from async_grpo.data.questions import LineReader
-from async_grpo.data.written_pairs import PairCount, PairRules
+from async_grpo.run.written_pairs import PairCount, PairRules
 from async_grpo.types import Question, Turn, Verdict
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from async_grpo.config.command_options import GenerateConfig
-from async_grpo.run import generation
-from async_grpo.run.generation import generate_pairs
+from async_grpo.run import written_pairs as generation
+from async_grpo.run.written_pairs import generate_pairs
 from async_grpo.types import Question, Turn
 from async_grpo.util.errors import ConfigError, DataError, WorkerError
 

@@ -9,11 +9,13 @@ unblocked by: the chunk's last output, and its last verdict
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,9 @@ from async_grpo.config.command_options import GenerateConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.columns import parse_column_mapping
 from async_grpo.data.lines import load_records
+from async_grpo.data.order import sampling_seed
 from async_grpo.data.questions import LineReader
-from async_grpo.data.stream import sampling_seed
 from async_grpo.data.table import QuestionTable
-from async_grpo.data.written_pairs import PairCount, PairRules
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.run.reward_trial import example_output
@@ -39,7 +40,7 @@ from async_grpo.types import (
     Verdict,
     VerificationRequest,
 )
-from async_grpo.types.workers import confinement_in_words
+from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util.errors import ConfigError, DataError
 from async_grpo.util.files import replacing
 from async_grpo.verification.config import VerifierConfig
@@ -221,3 +222,73 @@ async def _grade(sandbox: Sandbox, outputs: Outputs, *, num_samples: int) -> lis
     size = num_samples if sandbox.groupwise else len(samples)
     groups = [samples[first : first + size] for first in range(0, len(samples), size)]
     return list(chain(*await asyncio.gather(*map(sandbox.grade, groups))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRules:
+    """What becomes of each output."""
+
+    min_reward: float
+    has_token_ids: bool
+    mapping: Mapping[str, str] = field(default_factory=dict)  # our column names to the user's
+
+    def why_rejected(self, turn: Turn, verdict: Verdict | None) -> str:
+        """A short fixed phrase, or nothing for an output that is kept; None: nobody graded it."""
+        if turn.finish_reason != "stop":
+            return "cut at --max-generation-tokens"  # without its end, nobody would learn to end
+        if not turn.text.strip():
+            return "empty"
+        if verdict is None:
+            return ""
+        if verdict.status == "error":
+            return "not graded, for the reward failed"
+        return "" if verdict.reward >= self.min_reward else f"reward below {self.min_reward:g}"
+
+    def line(self, question: Question, turn: Turn, verdict: Verdict | None) -> bytes:
+        """The user's line with the output as its completion, and its reward if it was graded.
+
+        >>> import numpy as np
+        >>> question = Question(np.array([5]), "2+2=", "4", {"q": "2+2=", "level": 1})
+        >>> turn = Turn(np.array([6, 1]), np.zeros(2), (), "stop", "4")
+        >>> PairRules(min_reward=1, has_token_ids=True).line(question, turn, None).decode()
+        '{"q": "2+2=", "level": 1, "completion": "4", "completion_token_ids": [6, 1]}\\n'
+        """
+        text, ids = (self.mapping.get(n, n) for n in ("completion", "completion_token_ids"))
+        written: dict[str, Any] = {**question.columns, text: turn.text}
+        written.pop(ids, None)  # of a line that had a demonstration
+        if self.has_token_ids:
+            written[ids] = turn.token_ids.tolist()
+        if verdict is not None:
+            written["reward"] = verdict.reward
+        # Columns may hold what no JSON has, as dates; a lone surrogate of a text has no UTF-8.
+        content = json.dumps(written, ensure_ascii=False, default=str)
+        return content.encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+@dataclass(slots=True)
+class PairCount:
+    """What has become of the outputs so far."""
+
+    num_kept: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)  # outputs by why
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_kept + self.rejected.total()
+
+    def see(self, why_rejected: str) -> bool:
+        """Count an output; whether it is kept."""
+        if why_rejected:
+            self.rejected[why_rejected] += 1
+        else:
+            self.num_kept += 1
+        return not why_rejected
+
+    def in_words(self) -> str:
+        """
+        >>> count = PairCount(61, Counter({"reward below 1": 2, "empty": 1}))
+        >>> count.in_words()
+        '61 pairs of 64 outputs; rejected: 2 reward below 1, 1 empty'
+        """
+        why = ", ".join(f"{number} {reason}" for reason, number in self.rejected.most_common())
+        return f"{self.num_kept} pairs of {self.num_outputs} outputs; rejected: {why or 'none'}"
