@@ -34,7 +34,7 @@ from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.types.roles import GENERATION, JUDGE
-from async_grpo.types.workers import confinement_in_words
+from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util.errors import AsyncGrpoError
 from async_grpo.weight_sync.routes import store_complaint
 

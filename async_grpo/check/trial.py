@@ -38,7 +38,7 @@ class Tried:
     """What all rewards said, and how they ran."""
 
     trials: tuple[Trial, ...] = ()
-    confinement: Mapping[str, str] = field(default_factory=dict)  # see `types.workers`
+    confinement: Mapping[str, str] = field(default_factory=dict)  # see `types.worker_info`
     unseen: tuple[str, ...] = ()  # sentences on rewards that were not imported
 
 

@@ -20,7 +20,7 @@ from async_grpo.cluster import cluster
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.restarts import RestartBudget
-from async_grpo.types.workers import confinement_in_words
+from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     AsyncGrpoError,

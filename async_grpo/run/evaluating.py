@@ -27,7 +27,7 @@ from async_grpo.run.witness import start_witness
 from async_grpo.training.stream import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
 from async_grpo.types.roles import GENERATION
-from async_grpo.types.workers import confinement_in_words
+from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError
 

@@ -32,7 +32,7 @@ from async_grpo.training.ranks import Absent
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
 from async_grpo.training.suspects import SUSPECTS_FOLDER
 from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus, WorkerInfo
-from async_grpo.types.workers import confinement_in_words
+from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util import files
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import (

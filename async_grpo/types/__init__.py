@@ -3,15 +3,6 @@
 A file a subject; everybody imports them from here.
 """
 
-from async_grpo.types.audit import RowKey, Tally, digest_of, tally, token_weight
-from async_grpo.types.canary import (
-    CanaryRow,
-    canary_complaint,
-    canary_differences,
-    canary_tokens,
-)
-from async_grpo.types.control import AT_ONCE, Control, ControlAction, RunStatus
-from async_grpo.types.evaluation import EvaluationResult, QuestionOutcome
 from async_grpo.types.requests import (
     EpisodesRequest,
     GenerationRequest,
@@ -21,11 +12,20 @@ from async_grpo.types.requests import (
     JudgeRequest,
     LogprobRequest,
     OutageRequest,
+    Payload,
+    PayloadKind,
     PlayedGroup,
     VerificationRequest,
 )
-from async_grpo.types.rewards import Rewards, share_out
-from async_grpo.types.runs import RunId
+from async_grpo.types.runs import (
+    AT_ONCE,
+    Control,
+    ControlAction,
+    PipelineStatus,
+    Problem,
+    RunId,
+    RunStatus,
+)
 from async_grpo.types.samples import (
     Episode,
     FailureCause,
@@ -36,22 +36,15 @@ from async_grpo.types.samples import (
     Row,
     Sample,
     SamplingContract,
+    Ticket,
     TrainingPair,
     Turn,
     Verdict,
     VerdictStatus,
     without_texts,
 )
-from async_grpo.types.teaching import Payload, PayloadKind, Ticket
-from async_grpo.types.training import (
-    EndOfStep,
-    Minibatch,
-    PackedMinibatch,
-    ResumePoint,
-    StreamItem,
-    StreamItems,
-)
-from async_grpo.types.weights import (
+from async_grpo.types.snapshots import (
+    CanaryRow,
     Piece,
     PublishReport,
     TensorMeta,
@@ -61,12 +54,26 @@ from async_grpo.types.weights import (
     WeightsDelta,
     WeightsSnapshot,
     WeightsVersion,
+    canary_complaint,
+    canary_differences,
+    canary_tokens,
 )
-from async_grpo.types.workers import (
-    PipelineStatus,
-    Problem,
+from async_grpo.types.tally import RowKey, Tally, digest_of, tally, token_weight
+from async_grpo.types.training import (
+    EndOfStep,
+    EvaluationResult,
+    Minibatch,
+    PackedMinibatch,
+    QuestionOutcome,
+    ResumePoint,
+    StreamItem,
+    StreamItems,
+)
+from async_grpo.types.worker_info import (
     Pulse,
     RequestPulse,
+    Rewards,
     Standing,
     WorkerInfo,
+    share_out,
 )

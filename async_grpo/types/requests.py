@@ -1,13 +1,13 @@
 """What workers and verifiers are asked.
 
-Legend: P prompt tokens, L output tokens.
+Legend: P prompt tokens, L output tokens, K tokens of the vocabulary, V all of them, d hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from async_grpo.types.message import Message, Parcel
 from async_grpo.types.runs import RunId
 from async_grpo.types.samples import Episode, Question, SamplingContract, Turn, Verdict
-from async_grpo.types.teaching import Payload
-from async_grpo.types.weights import WeightsVersion
+from async_grpo.types.snapshots import WeightsVersion
 from async_grpo.util.user_code import UserCode
+
+PayloadKind = Literal["topk", "hidden", "logits"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +52,28 @@ class GradingRequest(Parcel):
     outputs: tuple[VerificationRequest, ...]
     lease_id: int = 0  # by which the pool's pulse tells of it
     rewards: tuple[str, ...] = ()  # adapters that grade them; none: all that the pool has
+
+
+@dataclass(frozen=True, slots=True)
+class Payload(Message):
+    """What a teacher's distribution over each token travels as.
+
+    `topk`: the K likeliest ids [L, K], their log-probabilities and the log of the rest's mass [L];
+    `hidden`: the last hidden states [L, d]; `logits`: all logits [L, V].
+    """
+
+    kind: PayloadKind
+    top_k: int  # K; 0 unless the kind is topk
+    temperature: float  # of the distribution, for topk
+
+    def bytes_per_token(self, *, hidden: int, logits: int) -> int:
+        """What travels of one token, of a teacher whose states and logits have so many bytes.
+
+        >>> Payload("topk", 64, 1.0).bytes_per_token(hidden=1152, logits=98_304)
+        516
+        """
+        of_top_k = 8 * self.top_k + 4  # ids, log-probabilities, tail
+        return {"topk": of_top_k, "hidden": hidden, "logits": logits}[self.kind]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

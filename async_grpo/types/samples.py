@@ -12,10 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types.audit import RowKey
 from async_grpo.types.message import Message
-from async_grpo.types.teaching import Ticket
-from async_grpo.types.weights import VersionSpan
+from async_grpo.types.snapshots import VersionSpan
+from async_grpo.types.tally import RowKey
 
 # length: at the run's longest output; max_tokens: at a shorter one that an environment asked for.
 FinishReason = Literal["stop", "length", "max_tokens", "abort"]
@@ -200,6 +199,18 @@ class Verdict(Message):
     def without_texts(self) -> Verdict:
         """The same without the words for people."""
         return replace(self, reason="", place="") if self.reason or self.place else self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ticket(Message):
+    """Where the payload of one row lies: in an object store, until the last ticket is dropped.
+
+    The controller owns it, so that it survives the teacher's process, though not its node.
+    """
+
+    reference: tuple[Any]  # Ray resolves a reference on its way, unless something holds it
+    teacher: str  # its role's name
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -87,7 +87,7 @@ def allow_unconfined() -> dict[str, str]:
 
 
 def confinement() -> dict[str, str]:
-    """Why code is not confined, empty: it is; see `types.workers.confinement_in_words`."""
+    """Why code is not confined, empty: it is; see `types.worker_info.confinement_in_words`."""
     return {GENERATED_CODE: what_is_missing()}
 
 

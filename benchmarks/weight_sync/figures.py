@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.types.canary import BOUNDS
+from async_grpo.types.snapshots import BOUNDS
 from async_grpo.weight_sync.buckets import BUCKET_BYTES
 from benchmarks import results
 from benchmarks.alternation import ratios

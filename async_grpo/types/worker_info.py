@@ -1,0 +1,138 @@
+"""What a worker says of itself: when it registers, in its pulse, and of how it grades.
+
+Verifier pools on several nodes grade the samples of one run, so all of them must grade alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from async_grpo.util.deadlines import LEASE_S
+from async_grpo.util.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """What a worker says of itself when it registers."""
+
+    worker_id: str
+    role: str  # its name, see `roles`
+    node_id: str
+    pid: int
+    model_path: str
+    vocab_size: int
+    capacity: float  # in the unit of its role
+    overhead: float  # accepted beyond the capacity, same unit
+    max_model_len: int
+    tokenizer_hash: str = ""  # `model_folder.encoding_hash`; empty: nobody knows
+    temperature: float | None = None  # None: whatever the trainer asks for
+    model_hash: str = ""  # of a teacher: `model_folder.hash_model`
+    hidden_size: int = 0  # of a teacher, as the next one: what its payloads are made of
+    item_size: int = 0  # bytes of one of its weights
+    dtype: str = ""  # of weights that follow the policy; empty: it has none
+    devices: tuple[str, ...] = ()  # identities of its NVIDIA devices; empty on a CPU
+    lease_s: float = LEASE_S  # silent for so long, it counts as lost
+    startup: tuple[tuple[str, float], ...] = ()  # what it did before it was ready, and seconds
+    rewards: Rewards | None = None  # of a verifier pool
+    # See `confinement_in_words`.
+    confinement: Mapping[str, str] = field(default_factory=dict, hash=False)
+    owner: str = ""  # its dispatcher, for whoever must be stopped
+
+
+def confinement_in_words(confinement: Mapping[str, str]) -> str:
+    """Of each kind of what runs; the texts say why it is not confined, empty: it is.
+
+    >>> confinement_in_words({"shipped rewards": "", "programs of the model": ""})
+    'shipped rewards run confined; programs of the model run confined'
+    """
+    return "; ".join(
+        f"{what} run UNCONFINED, within limits but with all the rights of your user, for {why} "
+        "(docs/verification.md)"
+        if why
+        else f"{what} run confined"
+        for what, why in confinement.items()
+    )
+
+
+class RequestPulse(NamedTuple):
+    """How far a worker is with the request of one lease."""
+
+    num_tokens: int  # that its unfinished sequences have
+    is_waiting: bool  # none of them runs, and some stand in the worker's line
+
+
+class Pulse(NamedTuple):
+    """What a worker answers a ping."""
+
+    serves: str  # the version of its weights, or "none"
+    num_tokens: int = 0  # that it has made since it began
+    requests: Mapping[int, RequestPulse] | None = None  # by lease; None: it cannot tell now
+
+
+class Standing(NamedTuple):
+    """How a registry sees a worker."""
+
+    is_member: bool
+    num_leases: int
+    excluded: str  # why it was fenced; empty when it was not, or when nobody knows
+    run: int = 0  # incarnation of the run that the registry serves; 0: none
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """What a verifier pool states about its grading when it registers."""
+
+    names: tuple[str, ...]
+    registry: str
+    # sha256 of each loaded text, by file or module as options name it, and of what it imports out
+    # of its own folder
+    hashes: Mapping[str, str]
+    num_verifiers: int  # processes wanted of all pools together
+    num_cores: int  # of the pool's node
+    groupwise: tuple[str, ...] = ()  # of the names: these grade a question alone
+
+    def __str__(self) -> str:
+        return f"--reward-fns {','.join(self.names)} of {self.registry}"
+
+    def require_equal(self, admitted: Rewards, *, users: str) -> None:
+        """Raise `ConfigError` unless these grade as the `admitted` ones of `users` do."""
+        remedy = "stop these first, or use another --namespace"
+        if (self.names, self.registry) != (admitted.names, admitted.registry):
+            raise ConfigError(
+                "--reward-fns and --reward-registry must be those of the verifiers that run, got "
+                f"{self} while {admitted} is used by {users}: {remedy}"
+            )
+        edited = [
+            f"{name} ({admitted.hashes.get(name, 'absent')[:12]}, now {own[:12]})"
+            for name, own in self.hashes.items()
+            if own != admitted.hashes.get(name)
+        ]
+        if edited:
+            raise ConfigError(
+                f"a reward must stay as it is while it is used, but {', '.join(edited)} was edited "
+                f"since {users} began to use {admitted}: {remedy}"
+            )
+
+
+def share_out(pools: Mapping[str, tuple[str, Rewards]]) -> dict[str, int]:
+    """Processes of each pool, given its node and rewards: never more on a node than it has cores.
+
+    >>> def pool(node, num_verifiers=50):
+    ...     return node, Rewards(("math",), "registry", {}, num_verifiers, num_cores=16)
+    >>> share_out({"a": pool("n1"), "b": pool("n1"), "c": pool("n2")})
+    {'a': 8, 'b': 8, 'c': 16}
+    >>> share_out({"a": pool("n1", 9), "b": pool("n2", 9)}), share_out({"b": pool("n2", 9)})
+    ({'a': 4, 'b': 5}, {'b': 9})
+    """
+    nodes = [node for node, _ in pools.values()]
+    cores = {name: rewards.num_cores / nodes.count(node) for name, (node, rewards) in pools.items()}
+    wanted = max((rewards.num_verifiers for _, rewards in pools.values()), default=0)
+    part = min(1.0, wanted / max(1.0, sum(cores.values())))
+    shares, before = {}, 0.0
+    for name, its_cores in cores.items():  # rounding the running sum, so that the total is right
+        after = before + its_cores * part
+        shares[name] = max(1, round(after) - round(before))
+        before = after
+    return shares
