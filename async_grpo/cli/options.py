@@ -13,8 +13,7 @@ from click.shell_completion import CompletionItem
 
 from async_grpo.cli.run_file import OF_TRL, table_of
 from async_grpo.config.data_files import split_text
-from async_grpo.config.option import flag, groups_of
-from async_grpo.util.docstrings import attribute_docs
+from async_grpo.config.option import attribute_docs, flag, groups_of
 
 Config = TypeVar("Config")
 CONTEXT = {

@@ -1,12 +1,18 @@
-"""How an option is declared: a typed dataclass field, and below it a string that is its help."""
+"""How an option is declared: a typed dataclass field, and below it a string that is its help.
+
+Python parses such strings and does not keep them; metrics are explained by them too.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, field, fields
 from enum import Flag, auto
+from itertools import pairwise
+from textwrap import dedent
 from typing import Any
 
 from async_grpo.util.errors import ConfigError
@@ -122,3 +128,19 @@ class Options:
     def refusal(self, name: str, rule: str, remedy: str) -> ConfigError:
         """The error of an option that breaks a rule."""
         return ConfigError(f"{flag(name)} {rule}, got {getattr(self, name)!r}: {remedy}")
+
+
+def attribute_docs(owner: type) -> dict[str, str]:
+    """{attribute: the string below it}, of a class and of those it inherits from."""
+    docs: dict[str, str] = {}
+    for each in reversed(owner.__mro__[:-1]):  # all but `object`
+        [tree] = ast.parse(dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for pair in pairwise(tree.body):
+            match pair:
+                case (
+                    ast.Assign(targets=[name]) | ast.AnnAssign(target=name),
+                    ast.Expr(ast.Constant(str(text))),
+                ):
+                    docs[ast.unparse(name)] = " ".join(text.split())
+    return docs

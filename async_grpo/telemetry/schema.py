@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from async_grpo.config.option import attribute_docs
 from async_grpo.types.metrics import Metric, Unit, Window
-from async_grpo.util.docstrings import attribute_docs
 
 
 def fact(unit: Unit, label: str, *, window: Window = "step") -> Metric:

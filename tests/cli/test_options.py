@@ -11,10 +11,9 @@ from click.testing import CliRunner
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.option import flag, option, required
+from async_grpo.config.option import attribute_docs, flag, option, required
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.util.docstrings import attribute_docs
 
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = ("torch", "ray", "vllm", "transformers", "datasets", "accelerate", "numpy")
