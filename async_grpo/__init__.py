@@ -3,9 +3,9 @@
 The path of one batch. `room/file.name` is a function or method in that file; `─▶` is its call.
 Rank 0 and the other ranks, the controller and each worker are processes of their own.
 
-    new weights    run/loop.train ─▶ run/sampling.publish ─▶ weight_sync/publisher.collect
+    new weights    run/loop.train ─▶ run/sampled_data.publish ─▶ weight_sync/publisher.collect
     (all ranks)      ─▶ weight_sync/gather.rounds, then in a thread of rank 0:
-                     run/announcements.begin ─▶ controller/controller.publish ─▶
+                     run/main_rank.begin ─▶ controller/controller.publish ─▶
                      controller/registry.publish
                      ─▶ rollout/generation_worker.load_weights of every worker
     may be used    controller/controller.published ─▶ batching/batcher.published
@@ -37,7 +37,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
     its record     training/minibatch_log.end_step; async-grpo replay: run/replaying.replay
     a request      ─▶ controller/controller.control ─▶ batching/controls.ask, beside all this
       its batch ends ─▶ batching/controls.take ─▶ run/loop.train_steps ─▶ training/learner.set
-    batch          ─▶ run/sampling.publish, checkpoint/saving.batch_ended: from the top
+    batch          ─▶ run/sampled_data.publish, checkpoint/saving.batch_ended: from the top
 
 Every loop of it, what it waits for, and what unblocks it:
 
@@ -52,7 +52,7 @@ Every loop of it, what it waits for, and what unblocks it:
     batching/scoring.with_scores    a reference that is due    controller/controller.published
     training/stream.__next__        its next item              batching/outbox.put, or Ctrl-C
     algorithms/express.exchange   the next chunk's end       sends in the plan's order; a loss
-    run/sampling.publish            the announcement before    the workers' acknowledgements
+    run/sampled_data.publish            the announcement before    the workers' acknowledgements
     run/recruitment.recruit         a worker of each role      controller/controller.register
     launch/workers.check        nothing: once a second     its workers' deaths, the controller's
 

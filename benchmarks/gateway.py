@@ -35,7 +35,7 @@ from async_grpo.controller.find import find_or_make_controller
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.gateway.run_gateway import ADDRESS_FILE, free_address, start_gateway
-from async_grpo.run.witness import start_witness
+from async_grpo.run.companions import start_witness
 from async_grpo.types import (
     GenerationRequest,
     Pulse,

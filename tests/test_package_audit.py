@@ -14,7 +14,7 @@ MAY_EXECUTE = {
     "data/table.py": "a question's other columns, which rank 0 packed, in the run's own processes",
     "batching/sample_log.py": "packs a group's lines for the recorder; nothing is unpacked here",
     "types/message.py": "messages between the run's own processes, which Ray pickles anyway",
-    "run/recorder.py": "what the controller packed: Ray, which carries it, pickles every call",
+    "run/companions.py": "what the controller packed: Ray, which carries it, pickles every call",
     "verification/jail.py": "the program under test, in the process that was confined for it",
     "verification/jail_calls.py": "the same, function by function",
 }

@@ -29,7 +29,7 @@ from async_grpo.cli.train import main as train_command
 from async_grpo.cli.trust import TRUST, check_origin
 from async_grpo.launch.processes import Process
 from async_grpo.run.first_checks import check_overwrite
-from async_grpo.run.folder_lock import check_free
+from async_grpo.run.output_folder import check_free
 from async_grpo.telemetry.rows import NewRows
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, RunFailed

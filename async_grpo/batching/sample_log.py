@@ -1,7 +1,7 @@
 """Finished samples on their way to the run's recorder: what the model wrote, what became of it.
 
 consumes:     groups whose samples have a fate; which rank was sent what, in which round
-produces:     lines for the dump (`run.recorder` writes them), one call under way at a time
+produces:     lines for the dump (`run.companions` writes them), one call under way at a time
 waits for:    the recorder, in a task of its own; a step's end waits a little for the queue
 unblocked by: the recorder's answer, or its deadline
 """

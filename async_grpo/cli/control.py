@@ -55,7 +55,7 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     if control is not None:  # what the options refuse is refused before anybody is asked
         with_settings(_config(options), control.settings)
     from async_grpo.cluster import cluster
-    from async_grpo.run.connection import way_to
+    from async_grpo.run.output_folder import way_to
     from async_grpo.util import deadlines
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")

@@ -47,9 +47,8 @@ from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option
 from async_grpo.launch.processes import Process, Watched
 from async_grpo.launch.remote_process import RemoteProcess
-from async_grpo.run.connection import CONNECTION_FILE, LAUNCH_LOGS
 from async_grpo.run.first_checks import check_overwrite
-from async_grpo.run.folder_lock import LAUNCH, check_free, lock
+from async_grpo.run.output_folder import CONNECTION_FILE, LAUNCH, LAUNCH_LOGS, check_free, lock
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.util.files import replacing

@@ -172,13 +172,13 @@ def _check_started(num_ranks: int) -> None:
 
 def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
     from async_grpo.algorithms.find import find_algorithm
-    from async_grpo.run.folder_lock import folder_held
+    from async_grpo.run.output_folder import folder_held
 
     with folder_held(Path(config.output_dir), ranks):
         with without_collection():
-            from async_grpo.run import loop, sft
+            from async_grpo.run.loop import train_grpo, train_sft
         from_pairs = find_algorithm(config).learns_from_pairs
-        (sft.train_sft if from_pairs else loop.train_grpo)(config, ranks, stop=stop)
+        (train_sft if from_pairs else train_grpo)(config, ranks, stop=stop)
     if stop and stop.is_set():
         ranks.agree(0)  # the others are ended as soon as one has left
     ranks.stop()

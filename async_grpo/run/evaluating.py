@@ -18,12 +18,11 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.data.table import QuestionTable
 from async_grpo.model.model_folder import check_model_folder
+from async_grpo.run.companions import start_recorder, start_witness
 from async_grpo.run.data import load_sets
 from async_grpo.run.preparation import demand_of, plan_run
-from async_grpo.run.recorder import start_recorder
 from async_grpo.run.recruitment import recruit
 from async_grpo.run.reward_trial import try_rewards
-from async_grpo.run.witness import start_witness
 from async_grpo.training.stream import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
 from async_grpo.types.roles import GENERATION

@@ -29,7 +29,6 @@ from async_grpo.environments.find import hash_files, users_environment
 from async_grpo.gateway.run_gateway import free_address, start_gateway
 from async_grpo.model.model_folder import ModelFacts, check_model_folder, hash_model
 from async_grpo.model.policy import read_size
-from async_grpo.run.control_journal import CONTROL_FILE, pending_after
 from async_grpo.run.data import (
     check_types,
     first_of_each_file,
@@ -38,11 +37,11 @@ from async_grpo.run.data import (
     load_sets,
     warn_of_few,
 )
-from async_grpo.run.first_failure import RunRecord
+from async_grpo.run.journals import CONTROL_FILE, pending_after
 from async_grpo.run.main_rank import MainRank
-from async_grpo.run.recruitment import Demand, SetDemand, recruit
+from async_grpo.run.recruitment import Demand, SetDemand, recruit, teachers_of
 from async_grpo.run.reward_trial import try_rewards
-from async_grpo.run.teaching import teachers_of
+from async_grpo.run.watch import RunRecord
 from async_grpo.types import (
     GivenPair,
     Question,

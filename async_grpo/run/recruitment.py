@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.cluster import cluster
+from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.client import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
 from async_grpo.model.model_folder import ModelFacts
-from async_grpo.run.connection import LAUNCH_LOGS
+from async_grpo.run.output_folder import LAUNCH_LOGS
 from async_grpo.types import SamplingContract, WorkerInfo
 from async_grpo.types.roles import (
     ENVIRONMENT,
@@ -33,9 +34,10 @@ from async_grpo.types.roles import (
     judge,
     named,
     role_of,
+    teacher,
 )
 from async_grpo.util import deadlines
-from async_grpo.util.errors import ConfigError, DeadlineError
+from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.weight_sync.routes import check_route
 
 if TYPE_CHECKING:
@@ -81,6 +83,25 @@ def recruit(controller: ControllerHandle, demand: Demand) -> list[WorkerInfo]:
     """
     needed = needed_roles(demand.config)
     return [it for role, why in needed.items() for it in _find(controller, role, demand, why)]
+
+
+def teachers_of(controller: ControllerHandle, config: TrainConfig) -> dict[str, WorkerInfo]:
+    """{name: a worker that serves the teacher}; all workers of a name serve the same model.
+
+    Raises `ConfigError` where a teacher has fewer tokens than it is asked for.
+    """
+    found: dict[str, WorkerInfo] = {}
+    for name in config.teacher_names:
+        call = controller.members.remote(teacher(name))
+        members = cluster.wait(call, timeout_s=deadlines.ANSWER_S, who=WHO)
+        if not members:
+            raise WorkerError(
+                f"the last worker of teacher {name} has ended while the run began: look at its "
+                "dispatcher's terminal, and start both again"
+            )
+        check_vocabulary(config, members[0].vocab_size)
+        found[name] = members[0]
+    return found
 
 
 def needed_roles(config: TrainConfig) -> dict[str, str]:

@@ -15,8 +15,7 @@ from typing import Any, Self
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.resume import Start, changed_options
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.run.control_journal import CONTROL_FILE
-from async_grpo.run.evaluation_record import EvaluationRecord
+from async_grpo.run.journals import CONTROL_FILE, EvaluationRecord
 from async_grpo.telemetry.alarm_log import ALARMS_FILE, AlarmLog
 from async_grpo.telemetry.charts import as_charts
 from async_grpo.telemetry.console import Console

@@ -73,7 +73,7 @@ def run(stack: Stack, size: Size, *, repeats: int, report: Callable[[str], None]
 
 
 class _Trainer:
-    """Rank 0 as `run.sampling` has it, with a worker in the place of its registry."""
+    """Rank 0 as `run.sampled_data` has it, with a worker in the place of its registry."""
 
     def __init__(self, policy: Policy, worker: Any, watch: MemoryWatch) -> None:
         self._policy = policy

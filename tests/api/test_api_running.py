@@ -173,7 +173,7 @@ def test_overwrite_as_an_argument_is_typed_to_the_launch(overwrite, config):
 
 
 def test_a_second_run_in_a_folder_in_use_leaves_the_first_one_s_log(config):
-    script("from async_grpo.run.folder_lock import lock\nheld = lock(folder)\naccepted()\n"
+    script("from async_grpo.run.output_folder import lock\nheld = lock(folder)\naccepted()\n"
            "print('of the first', flush=True)\nPath('held').touch()\ntime.sleep(60)")  # fmt: skip
     with async_grpo.start(config) as first:
         wait_for("held")

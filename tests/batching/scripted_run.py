@@ -15,7 +15,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.run.recorder import RunRecorder
+from async_grpo.run.companions import RunRecorder
 from async_grpo.types import (
     EndOfStep,
     Episode,

@@ -11,8 +11,8 @@ from scripted_run import make_config
 from async_grpo.batching import sample_log
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.environments.episode import EpisodePolicy
-from async_grpo.run import recorder
-from async_grpo.run.recorder import RunRecorder
+from async_grpo.run import companions
+from async_grpo.run.companions import RunRecorder
 from async_grpo.types import (
     EndOfStep,
     Group,
@@ -225,7 +225,7 @@ def test_an_episode_of_many_turns_is_told_turn_by_turn(tmp_path, monkeypatch):
     class Numbers:
         decode = staticmethod(lambda ids: " ".join(map(str, ids)))
 
-    monkeypatch.setattr(recorder, "find_tokenizer", lambda model: Numbers)
+    monkeypatch.setattr(companions, "find_tokenizer", lambda model: Numbers)
     answers = iter([[7, 8], [9], [3]])
 
     async def generate(history, sampling, prefer):
@@ -237,7 +237,7 @@ def test_an_episode_of_many_turns_is_told_turn_by_turn(tmp_path, monkeypatch):
         await policy.sample([5, 6, 7, 8, 60, 61])
         await policy.sample([6, 6])  # its history is rewritten
         sample = replace(make_sample(VERSION, ordinal=8), episode=policy.episode())
-        log = SampleLog(Handle(recorder.RunRecorder(str(tmp_path / "samples.jsonl"))))
+        log = SampleLog(Handle(companions.RunRecorder(str(tmp_path / "samples.jsonl"))))
         log.write(Group(8, 0, (sample,)), batch=4, fates=("trained",))
         await log.flush()
 

@@ -46,7 +46,7 @@ max_staleness = 0
 HOLDER = """
 import sys, time
 from pathlib import Path
-from async_grpo.run.folder_lock import lock
+from async_grpo.run.output_folder import lock
 file = lock(Path(sys.argv[1]))
 print(flush=True)
 time.sleep(60)

@@ -21,8 +21,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.run.recorder import start_recorder
-from async_grpo.run.witness import start_witness
+from async_grpo.run.companions import start_recorder, start_witness
 from async_grpo.types import (
     Pulse,
     RunId,

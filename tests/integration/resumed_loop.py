@@ -28,7 +28,7 @@ from scripted_services import TIMEOUT_S, Story
 
 from async_grpo.cli.control import main as control
 from async_grpo.cli.replay import main as replay
-from async_grpo.run.sft import train_sft
+from async_grpo.run.loop import train_sft
 from async_grpo.training.ranks import Ranks
 from async_grpo.util.errors import AsyncGrpoError
 from async_grpo.util.ports import free_port

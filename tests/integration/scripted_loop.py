@@ -27,14 +27,13 @@ from async_grpo.batching.packing import Item, estimate_cost, pack_rounds
 from async_grpo.checkpoint.export import Exports
 from async_grpo.cluster import cluster
 from async_grpo.model.model_folder import check_model_folder
-from async_grpo.run import sampling
-from async_grpo.run.announcements import Announcements
+from async_grpo.run import sampled_data as sampling
 from async_grpo.run.data import load_data
 from async_grpo.run.loop import train_grpo, train_steps
-from async_grpo.run.main_rank import MainRank
+from async_grpo.run.main_rank import Announcements, MainRank
 from async_grpo.run.preparation import plan_run
 from async_grpo.run.report import Report
-from async_grpo.run.sampling import SampledData
+from async_grpo.run.sampled_data import SampledData
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.stream import RankStream

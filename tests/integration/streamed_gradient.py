@@ -23,7 +23,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.client import RunClient
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.model.policy import hf_named_parameters
-from async_grpo.run.witness import start_witness
+from async_grpo.run.companions import start_witness
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream

@@ -10,7 +10,7 @@ import pytest
 from commands import dispatcher, trainer
 from private_cluster import PrivateCluster, environment
 
-from async_grpo.run.folder_lock import LOCK_FILE
+from async_grpo.run.output_folder import LOCK_FILE
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 180  # an error takes seconds, but not on a busy machine

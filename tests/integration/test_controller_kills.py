@@ -54,11 +54,11 @@ MOMENTS = {
     ),
     "between-step-and-publication": (
         ("publish", 1),
-        Death("async_grpo.run.sampling:SampledData.publish", 2),
+        Death("async_grpo.run.sampled_data:SampledData.publish", 2),
     ),
     "half-of-the-workers-loaded": (
         ("announce", 1),
-        Death("async_grpo.run.announcements:Announcements.begin", 2, after_s=1.0),
+        Death("async_grpo.run.main_rank:Announcements.begin", 2, after_s=1.0),
     ),
     "in-an-evaluation": (
         ("evaluate", 1),

@@ -65,7 +65,7 @@ CONTROLLED = LAGGING | {
 ASKED = pytest.mark.skipif(not FULL, reason="four more lives: make test-all has them")
 STEP = "async_grpo.training.learner:Learner.update"
 MINIBATCH = "async_grpo.training.learner:Learner.accumulate"
-PUBLISH = "async_grpo.run.sampling:SampledData.publish"
+PUBLISH = "async_grpo.run.sampled_data:SampledData.publish"
 SHARDS = "async_grpo.checkpoint.saving:save_tensors"
 RENAME = "async_grpo.checkpoint.disk:rename"
 WRITE_SHARD = "torch.distributed.checkpoint.filesystem:FileSystem.create_stream"

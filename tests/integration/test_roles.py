@@ -20,7 +20,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.model.scorer import Scorer
-from async_grpo.run.witness import start_witness
+from async_grpo.run.companions import start_witness
 from async_grpo.types import (
     EndOfStep,
     LogprobRequest,

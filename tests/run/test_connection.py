@@ -11,15 +11,15 @@ import pytest
 from test_folder_lock import another_trainer
 
 from async_grpo.cluster import cluster
-from async_grpo.run.connection import CONNECTION_FILE, way_to
+from async_grpo.run.output_folder import CONNECTION_FILE, way_to
 from async_grpo.util.errors import ClusterError
 
 TRAINER = """
 import sys, time
 from pathlib import Path
 from async_grpo.cluster import cluster
-from async_grpo.run.connection import leave_connection
-from async_grpo.run.folder_lock import lock
+from async_grpo.run.output_folder import leave_connection
+from async_grpo.run.output_folder import lock
 
 cluster.head_address, cluster.metrics_url = lambda: "127.0.0.1:7", lambda: "http://127.0.0.1:8/metrics"
 file = lock(Path("run"))

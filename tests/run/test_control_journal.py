@@ -2,7 +2,7 @@
 
 import json
 
-from async_grpo.run.control_journal import CONTROL_FILE, ControlJournal, pending_after
+from async_grpo.run.journals import CONTROL_FILE, ControlJournal, pending_after
 from async_grpo.types import Control
 
 

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from async_grpo.run import first_failure
-from async_grpo.run.first_failure import RunRecord, first_failure_recorded
+from async_grpo.run import watch
+from async_grpo.run.watch import RunRecord, first_failure_recorded
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import DeadlineError, RankLostError, WorkerError
 
@@ -31,10 +31,10 @@ def one_worker_lost(monkeypatch, tmp_path):
         incidents.see_members("generation", [lost], {}, now_s=10.0)
         incidents.see_members("generation", [], {"generation-a": "worker a died"}, now_s=20.0)
 
-    monkeypatch.setattr(first_failure, "see_members", see_members)
-    monkeypatch.setattr(first_failure.cluster, "find_actor", lambda name: "controller")
-    monkeypatch.setattr(first_failure.cluster, "is_here", lambda node: node == "here")
-    monkeypatch.setattr(first_failure.cluster, "logs_folder", lambda: tmp_path)
+    monkeypatch.setattr(watch, "see_members", see_members)
+    monkeypatch.setattr(watch.cluster, "find_actor", lambda name: "controller")
+    monkeypatch.setattr(watch.cluster, "is_here", lambda node: node == "here")
+    monkeypatch.setattr(watch.cluster, "logs_folder", lambda: tmp_path)
 
 
 def die(folder, error, ranks=Main):

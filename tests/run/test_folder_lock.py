@@ -12,14 +12,14 @@ import pytest
 
 from async_grpo.cli import train
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.run import folder_lock
-from async_grpo.run.folder_lock import LAUNCH, LOCK_FILE, check_free, folder_held, lock
+from async_grpo.run import output_folder
+from async_grpo.run.output_folder import LAUNCH, LOCK_FILE, check_free, folder_held, lock
 from async_grpo.util.errors import ConfigError
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from async_grpo.run.folder_lock import lock
+from async_grpo.run.output_folder import lock
 
 file = lock(Path(sys.argv[1]))
 child = os.fork()
@@ -111,8 +111,8 @@ def test_a_lock_whose_file_a_refused_run_removed_is_taken_again(tmp_path, monkey
             (folder / LOCK_FILE).unlink()
         return file
 
-    locked = folder_lock._locked
-    monkeypatch.setattr(folder_lock, "_locked", take)
+    locked = output_folder._locked
+    monkeypatch.setattr(output_folder, "_locked", take)
     with lock(tmp_path) as file:
         assert os.path.samestat(os.fstat(file.fileno()), (tmp_path / LOCK_FILE).stat())
     assert len(taken) == 2
@@ -129,8 +129,8 @@ def in_another_process(code, folder):
 PRELUDE = """
 import sys
 from pathlib import Path
-from async_grpo.run.folder_lock import *
-from async_grpo.run.folder_lock import LAUNCH
+from async_grpo.run.output_folder import *
+from async_grpo.run.output_folder import LAUNCH
 folder = Path(sys.argv[1])
 """
 

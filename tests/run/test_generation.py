@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from async_grpo.config.command_options import GenerateConfig
-from async_grpo.run import written_pairs as generation
+from async_grpo.run import written_pairs
 from async_grpo.run.written_pairs import generate_pairs
 from async_grpo.types import Question, Turn
 from async_grpo.util.errors import ConfigError, DataError, WorkerError
@@ -24,8 +24,8 @@ def config_of(tmp_path, monkeypatch):
         for n in range(1, NUM_QUESTIONS + 1)
     ]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    monkeypatch.setattr(generation, "Teacher", Scripted)
-    monkeypatch.setattr(generation, "CHUNK", 2)
+    monkeypatch.setattr(written_pairs, "Teacher", Scripted)
+    monkeypatch.setattr(written_pairs, "CHUNK", 2)
 
     def config_of(**options):
         return GenerateConfig(
@@ -101,13 +101,13 @@ def test_a_teacher_of_whom_nothing_is_kept_writes_nothing_and_says_why(config_of
     def nothing_is_right(config, first):
         yield lambda outputs: [verdict(0.0) for _ in outputs]
 
-    monkeypatch.setattr(generation, "_grading", nothing_is_right)
+    monkeypatch.setattr(written_pairs, "_grading", nothing_is_right)
     with pytest.raises(DataError, match=r"got 0 pairs of 5 outputs; rejected: 4 reward below 1, 1"):
         generate_pairs(config_of(), say=str)
 
 
 def verdict(reward):
-    return generation.Verdict("scored", reward, None, "scripted", "", 0.0)
+    return written_pairs.Verdict("scored", reward, None, "scripted", "", 0.0)
 
 
 def test_a_prompt_without_room_for_its_answer_is_refused_with_its_line(config_of):
@@ -138,5 +138,5 @@ def test_a_groupwise_reward_is_given_the_outputs_of_one_question_at_a_time(is_gr
     turns = [Turn(ids, np.zeros(2, np.float32), (), "stop", str(n)) for n in range(6)]
     questions = [Question(ids, f"question {n}", None, {}) for n in range(3)]
     outputs = [(questions[n // 2], turn) for n, turn in enumerate(turns)]
-    verdicts = asyncio.run(generation._grade(Box(), outputs, num_samples=2))
+    verdicts = asyncio.run(written_pairs._grade(Box(), outputs, num_samples=2))
     assert [each.reward for each in verdicts] == [float(n) for n in range(6)]

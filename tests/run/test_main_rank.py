@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.run import main_rank, sampling
+from async_grpo.run import main_rank, sampled_data
 from async_grpo.run.main_rank import MAX_RECOVERIES, MainRank
-from async_grpo.run.sampling import SampledData
+from async_grpo.run.sampled_data import SampledData
 from async_grpo.types import EndOfStep, Minibatch, ResumePoint
 from async_grpo.util.errors import ClusterError, ProcessLostError, RunLost
 
@@ -50,7 +50,7 @@ class World:
         monkeypatch.setattr(
             main_rank, "recruit", lambda controller, demand: self.told.append("recruited")
         )
-        monkeypatch.setattr(sampling, "RankStream", self.stream)
+        monkeypatch.setattr(sampled_data, "RankStream", self.stream)
         ranks = SimpleNamespace(
             rank=0, agree=int, on_main=lambda work: work(), share=lambda work: work()
         )

@@ -3,7 +3,7 @@ import json
 import pickle
 import sys
 
-from async_grpo.run.recorder import RunRecorder
+from async_grpo.run.companions import RunRecorder
 
 
 def group(*ordinals):

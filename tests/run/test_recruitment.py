@@ -3,12 +3,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from async_grpo.run.output_folder import LAUNCH_LOGS
 
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run import recruitment
+from async_grpo.run.output_folder import LAUNCH_LOGS
 from async_grpo.run.recruitment import Demand, check_worker, command_for, recruit
 from async_grpo.types import WorkerInfo
 from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from async_grpo.run import watcher
-from async_grpo.run.watcher import Watcher
+from async_grpo.run import watch
+from async_grpo.run.watch import Watcher
 from async_grpo.telemetry.incidents import Incidents
 from async_grpo.types import PipelineStatus
 
@@ -38,13 +38,13 @@ class Client:
 
 @pytest.fixture(autouse=True)
 def answers_at_once(monkeypatch):
-    monkeypatch.setattr(watcher.cluster, "is_ready", lambda call: True)
-    monkeypatch.setattr(watcher.cluster, "wait", lambda call, **_: call)
-    monkeypatch.setattr(watcher, "see_members", lambda *_: None)
+    monkeypatch.setattr(watch.cluster, "is_ready", lambda call: True)
+    monkeypatch.setattr(watch.cluster, "wait", lambda call, **_: call)
+    monkeypatch.setattr(watch, "see_members", lambda *_: None)
 
 
 def test_each_warning_is_said_once_and_the_last_ones_at_the_end(monkeypatch, caplog):
-    monkeypatch.setattr(watcher, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(watch, "INTERVAL_S", 0.01)
     client = Client(status("first"), status("first"), status("first", "last"))
     watching = Watcher(lambda: client, Incidents())
     assert client.is_asked_last.wait(10.0)
@@ -53,15 +53,15 @@ def test_each_warning_is_said_once_and_the_last_ones_at_the_end(monkeypatch, cap
 
 
 def test_a_run_that_ends_at_once_has_said_its_warnings(monkeypatch, caplog):
-    monkeypatch.setattr(watcher, "INTERVAL_S", 1000.0)
+    monkeypatch.setattr(watch, "INTERVAL_S", 1000.0)
     client = Client(status("only"))
     Watcher(lambda: client, Incidents()).close()
     assert caplog.messages == ["only"]
 
 
 def test_an_answer_that_does_not_come_holds_up_no_sign_of_life(monkeypatch):
-    monkeypatch.setattr(watcher, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(watcher.cluster, "is_ready", lambda call: False)
+    monkeypatch.setattr(watch, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(watch.cluster, "is_ready", lambda call: False)
     client = Client(status(), status())
     watching = Watcher(lambda: client, Incidents())
     deadline = time.monotonic() + 10.0

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from async_grpo.cluster import cluster
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.run.announcements import Announcements
-from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.run.sampling import SampledData
+from async_grpo.run.main_rank import Announcements, MainRank, OtherRank
+from async_grpo.run.sampled_data import SampledData
 from async_grpo.training.fsdp import shard
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.schedule import Clocks

@@ -23,7 +23,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "transformers.models.qwen3.modeling_qwen3",
-    "async_grpo.run.sampling",
+    "async_grpo.run.sampled_data",
     "async_grpo.training.learner",
 )
 

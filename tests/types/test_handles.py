@@ -16,8 +16,7 @@ from async_grpo.rollout.generation_worker import GenerationWorker
 from async_grpo.rollout.judge import JudgeWorker
 from async_grpo.rollout.logprob_worker import LogprobWorker
 from async_grpo.rollout.remote_judge import RemoteJudge
-from async_grpo.run.recorder import RunRecorder
-from async_grpo.run.witness import Witness
+from async_grpo.run.companions import RunRecorder, Witness
 from async_grpo.verification.pool import VerifierPool
 
 EVERY_WORKER = {"info", "ping", "abort_all"}

@@ -13,7 +13,7 @@ from scripted import Handle, run
 from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.model.collate import collate
-from async_grpo.run.recorder import RunRecorder
+from async_grpo.run.companions import RunRecorder
 from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.types import EndOfStep, Group, Minibatch
 from async_grpo.viewing.page import build
@@ -114,7 +114,7 @@ def trained_run(folder, *, again=False, **options):
         await log.end_step(end, learner.config)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("async_grpo.run.recorder.find_tokenizer", lambda model: Numbers)
+        patch.setattr("async_grpo.run.companions.find_tokenizer", lambda model: Numbers)
         run(dump())
     learner.update(end)
     return samples

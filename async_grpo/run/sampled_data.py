@@ -1,4 +1,5 @@
-"""A sampled run on every rank: its minibatches, over all losses of the controller, and its weights.
+"""A sampled run on every rank: its minibatches, over all losses of the controller, its weights, and
+what it must know of teachers.
 
 All ranks collect weights; rank 0 announces them.
 """
@@ -6,20 +7,23 @@ All ranks collect weights; rank 0 announces them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from threading import Event
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from async_grpo.algorithms.distillation import Distillation
+from async_grpo.algorithms.distillation_loss import Teacher
 from async_grpo.checkpoint.resume import Start
 from async_grpo.cluster import cluster
-from async_grpo.controller.client import WHO
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.controller.client import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
+from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.run.teaching import meet_teachers
-from async_grpo.training.express_receiver import ExpressReceiver
+from async_grpo.training.express_receiver import Express
 from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, local_shards
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -27,7 +31,7 @@ from async_grpo.training.stream import RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
 from async_grpo.types.roles import teacher
 from async_grpo.util import deadlines
-from async_grpo.util.errors import RunLost
+from async_grpo.util.errors import DataError, RunLost
 from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collected, Collector
 from async_grpo.weight_sync.routes import OBJECT_STORE
@@ -150,9 +154,7 @@ class SampledData(Iterator[StreamItem]):
     def _open(self) -> RankStream:
         client = self._ranks.share(lambda: self._main.client)
         if self._stream is None:
-            meet_teachers(
-                self._learner, client, lambda: self._ranks.share(lambda: self._main.teacher_widths)
-            )
+            self._meet_teachers(client)
         self._stream = RankStream(
             client,
             rank=self._ranks.rank,
@@ -164,13 +166,13 @@ class SampledData(Iterator[StreamItem]):
         )
         return self._stream
 
-    def _make_express(self) -> ExpressReceiver | None:
+    def _make_express(self) -> Express | None:
         """By which this rank gets a teacher's logits without the object store, if it does."""
         mesh = self._config.express_mesh
         if mesh is None:
             return None
         role = teacher(self._config.teacher_names[0])
-        return ExpressReceiver(
+        return Express(
             self._ranks,
             teachers=mesh,
             width=self._learner.policy.model.config.vocab_size,
@@ -180,11 +182,53 @@ class SampledData(Iterator[StreamItem]):
             ),
         )
 
+    def _meet_teachers(self, client: RunClient) -> None:
+        algorithm = self._learner.algorithm
+        if isinstance(algorithm, Distillation):
+            widths = self._ranks.share(lambda: self._main.teacher_widths)
+            meet_teachers(algorithm, client, widths, device=self._learner.device)
+
     def _recover(self, stream: RankStream, reason: str) -> None:
         """All ranks have lost the run before the same item."""
         self._learner.discard()
         self._ranks.on_main(lambda: self._main.recover(stream.client, reason))
         self._stream = None
+
+
+def meet_teachers(
+    algorithm: Distillation,
+    client: RunClient,
+    widths: Mapping[str, int],
+    *,
+    device: torch.device,
+) -> None:
+    """Give a rank's algorithm what it must know of each teacher, by name its vocabulary's width.
+
+    Where teachers send hidden states, every rank has their heads, which never change.
+    """
+    has_heads = algorithm.config.teacher_payload == "hidden"
+    teachers = []
+    for name in algorithm.config.teacher_names:
+        head = _head(client, name, device, algorithm.config) if has_heads else None
+        teachers.append(Teacher(widths[name], head))
+    algorithm.learn_from(teachers)
+
+
+def _head(client: RunClient, name: str, device: torch.device, config: TrainConfig) -> Head:
+    call = client.teacher_head(teacher(name))
+    # The controller itself may wait so long for a teacher to be free.
+    limit_s = config.stall_timeout_s + deadlines.ANSWER_S
+    references = cluster.wait(call, timeout_s=limit_s, who=WHO)
+    (arrays,) = cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
+    if arrays is None:
+        raise DataError(f"the head of teacher {name} did not come: look at its worker's node")
+    tensors = {key: torch.from_numpy(array.copy()) for key, array in arrays.items()}
+    factor, softcap = tensors.pop("rescaling").tolist()
+    on_device = {
+        key: (t.view(torch.bfloat16) if t.dtype == torch.uint16 else t).to(device)
+        for key, t in tensors.items()
+    }
+    return Head(**on_device, rescaling=Rescaling(factor, softcap or None))
 
 
 @torch.no_grad()

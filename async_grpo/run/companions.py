@@ -1,16 +1,27 @@
-"""Writes what a run leaves behind sample by sample, beside rank 0, so that the controller need not.
+"""The two actors beside rank 0: one writes, so that the controller need not; one only lives.
+
+The recorder writes what a run leaves behind sample by sample.
 
 consumes:     lines of samples, from the run's batcher
 produces:     the dump of samples, and of what each gradient step was made of
 waits for:    nothing: each call is written before the next one begins
 unblocked by: –
 
-It ends with the trainer's process. Ray starts one that dies by itself again; what it had been sent
-and had not written is lost, and counted by whoever has sent it.
+Of the witness the end alone is of interest: it tells the controller of the trainer's.
+
+consumes:     nothing
+produces:     nothing
+waits for:    the end of the trainer's process, with which Ray ends it
+unblocked by: –
+
+Both end with the trainer's process. Ray starts one that dies by itself again. What a recorder had
+been sent and had not written is lost, and counted by whoever has sent it. A witness's death accuses
+nobody: a run ends when its witness is gone and rank 0 no longer says that it lives.
 """
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +33,7 @@ from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, steps_file
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import RecorderHandle
+    from async_grpo.controller.handles import RecorderHandle, WitnessHandle
 
 
 class RunRecorder:
@@ -84,3 +95,24 @@ def start_recorder(config: TrainConfig) -> RecorderHandle | None:
     )
     max_bytes = config.dump_max_gib * 2**30 or UNLIMITED
     return options.remote(str(path), max_bytes=max_bytes, model=config.model_name_or_path)
+
+
+class Witness:
+    """Whoever has begun a run owns one."""
+
+    async def until_death(self) -> None:
+        """Never return: whoever waits for it hears of the process' death as Ray's error."""
+        await asyncio.Event().wait()
+
+
+def start_witness() -> WitnessHandle:
+    """The handle of a new witness, owned by this process and on its node."""
+    import ray
+
+    options = ray.remote(Witness).options(
+        num_cpus=0,
+        max_restarts=-1,
+        enable_task_events=False,
+        scheduling_strategy=cluster.on_this_node(),
+    )
+    return options.remote()

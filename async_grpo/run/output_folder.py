@@ -1,6 +1,8 @@
-"""One trainer an output folder: rank 0 locks a file in it, from before the run until its end.
+"""Whose an output folder is, and how others join the run in it.
 
-`async-grpo launch` locks it too, in another place, before it starts what rank 0 needs.
+Rank 0 locks a file in it, from before the run until its end: one trainer a folder. `async-grpo
+launch` locks it too, in another place, before it starts what rank 0 needs. Rank 0 leaves there
+where its cluster is, for its user.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from async_grpo.telemetry.jsonl import to_json
-from async_grpo.util.errors import ConfigError
+from async_grpo.cluster import cluster
+from async_grpo.telemetry.jsonl import to_json, write_json_atomic
+from async_grpo.util.errors import ClusterError, ConfigError
 from async_grpo.util.files import explained
 
 if TYPE_CHECKING:
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 LOCK_FILE = "trainer.lock"
 TRAINER, LAUNCH = range(2)  # the byte of it that each of them locks
+CONNECTION_FILE = "connection.json"
+LAUNCH_LOGS = "ASYNC_GRPO_LAUNCH_LOGS"  # where `launch` has what the run's workers say
+# Of the environment, what a client of the cluster must have as the run has it; none is a secret.
+VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 
 
 @contextmanager
@@ -141,3 +148,42 @@ def _holder(file: BinaryIO) -> str:
         except (OSError, ValueError):  # it has only just been locked, or on a full disk
             return ""
     return f" (process {told['pid']} on {told['host']}, since {told['since']})"
+
+
+def leave_connection(folder: Path) -> None:
+    """Write the file, of the cluster that this process has joined."""
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if token := variables.get("RAY_AUTH_TOKEN_PATH"):
+        variables["RAY_AUTH_TOKEN_PATH"] = os.path.abspath(token)
+    connection = {
+        "ray_address": cluster.head_address(),
+        "metrics_url": cluster.metrics_url(),
+        "variables": variables,
+    }
+    write_json_atomic(folder / CONNECTION_FILE, connection, mode=0o600)
+
+
+def way_to(folder: Path, *, by_options: str) -> str:
+    """The address of the run's cluster, whose variables this process has from now on.
+
+    To be asked before Ray is imported. `by_options`: the address of a run that has left no
+    connection. Raises `ClusterError` where the run has ended, or the token is gone.
+    """
+    if is_given_back(folder):
+        raise ClusterError(
+            f"the run in {folder} must be training, it has ended, or has not begun yet: start it "
+            f"again with `async-grpo launch {folder}/run.toml`, or with its own command"
+        )
+    try:
+        left: dict[str, Any] = json.loads((folder / CONNECTION_FILE).read_text())
+    except (OSError, ValueError):
+        return by_options
+    token = left["variables"].get("RAY_AUTH_TOKEN_PATH", "")
+    if token and not os.access(token, os.R_OK):
+        raise ClusterError(
+            f"the token of the run's cluster must be in {token}, it cannot be read there: its "
+            "cluster has ended, or is another machine's or another user's"
+        )
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would go before the run's own
+    os.environ.update(left["variables"])
+    return str(left["ray_address"])
