@@ -71,7 +71,7 @@ def generate_pairs(config: GenerateConfig, *, say: Callable[[str], object]) -> P
     )
     count = PairCount()
     with _replacing(config.output) as write, _grading(config, questions[0]) as grade:
-        teacher = Teacher(config, facts, tokenizer, longest_prompt=questions.longest_prompt)
+        teacher = OfflineTeacher(config, facts, tokenizer, longest_prompt=questions.longest_prompt)
         for first in range(0, len(questions), CHUNK):
             ordinals = range(first, min(first + CHUNK, len(questions)))
             outputs = teacher.outputs({ordinal: questions[ordinal] for ordinal in ordinals})
@@ -87,7 +87,7 @@ def generate_pairs(config: GenerateConfig, *, say: Callable[[str], object]) -> P
     return count
 
 
-class Teacher:
+class OfflineTeacher:
     """An engine that answers questions as a generation worker of a run would, and in texts."""
 
     def __init__(

@@ -24,7 +24,7 @@ def config_of(tmp_path, monkeypatch):
         for n in range(1, NUM_QUESTIONS + 1)
     ]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    monkeypatch.setattr(written_pairs, "Teacher", Scripted)
+    monkeypatch.setattr(written_pairs, "OfflineTeacher", Scripted)
     monkeypatch.setattr(written_pairs, "CHUNK", 2)
 
     def config_of(**options):
