@@ -28,7 +28,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.data.order import QuestionStream
 from async_grpo.data.table import PairTable
 from async_grpo.devices.current import device_id
-from async_grpo.model.folder import ModelFacts, check_model_folder
+from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.run.data import load_pairs, warn_of_few
 from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.preparation import hash_code, hash_contents, open_run, read_attention_ratio
@@ -36,8 +36,7 @@ from async_grpo.run.report import Report
 from async_grpo.run.sampled_data import SampledData
 from async_grpo.run.stopping import polled, stop_in_order, until_stopped
 from async_grpo.run.watch import RunRecord, first_failure_recorded
-from async_grpo.training.held_out import HeldOutPairs
-from async_grpo.training.learner import Learner
+from async_grpo.training.learner import HeldOutPairs, Learner
 from async_grpo.training.minibatch_log import MinibatchLog
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import EndOfStep, Minibatch, StreamItem, WeightsSnapshot

@@ -7,15 +7,14 @@ All ranks collect weights; rank 0 announces them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from threading import Event
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from async_grpo.algorithms.distillation import Distillation
-from async_grpo.algorithms.distillation_loss import Teacher
+from async_grpo.algorithms.base import Teacher
 from async_grpo.checkpoint.resume import Start
 from async_grpo.cluster import cluster
 from async_grpo.config.train_config import TrainConfig
@@ -23,7 +22,7 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.training.express_receiver import Express
+from async_grpo.training.express_receiver import ExpressReceiver
 from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, local_shards
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
@@ -154,7 +153,9 @@ class SampledData(Iterator[StreamItem]):
     def _open(self) -> RankStream:
         client = self._ranks.share(lambda: self._main.client)
         if self._stream is None:
-            self._meet_teachers(client)
+            meet_teachers(
+                self._learner, client, lambda: self._ranks.share(lambda: self._main.teacher_widths)
+            )
         self._stream = RankStream(
             client,
             rank=self._ranks.rank,
@@ -166,13 +167,13 @@ class SampledData(Iterator[StreamItem]):
         )
         return self._stream
 
-    def _make_express(self) -> Express | None:
+    def _make_express(self) -> ExpressReceiver | None:
         """By which this rank gets a teacher's logits without the object store, if it does."""
         mesh = self._config.express_mesh
         if mesh is None:
             return None
         role = teacher(self._config.teacher_names[0])
-        return Express(
+        return ExpressReceiver(
             self._ranks,
             teachers=mesh,
             width=self._learner.policy.model.config.vocab_size,
@@ -182,12 +183,6 @@ class SampledData(Iterator[StreamItem]):
             ),
         )
 
-    def _meet_teachers(self, client: RunClient) -> None:
-        algorithm = self._learner.algorithm
-        if isinstance(algorithm, Distillation):
-            widths = self._ranks.share(lambda: self._main.teacher_widths)
-            meet_teachers(algorithm, client, widths, device=self._learner.device)
-
     def _recover(self, stream: RankStream, reason: str) -> None:
         """All ranks have lost the run before the same item."""
         self._learner.discard()
@@ -196,22 +191,21 @@ class SampledData(Iterator[StreamItem]):
 
 
 def meet_teachers(
-    algorithm: Distillation,
-    client: RunClient,
-    widths: Mapping[str, int],
-    *,
-    device: torch.device,
+    learner: Learner, client: RunClient, widths: Callable[[], Mapping[str, int]]
 ) -> None:
-    """Give a rank's algorithm what it must know of each teacher, by name its vocabulary's width.
+    """Give a rank's learner what it must know of each teacher that its algorithm asks.
 
-    Where teachers send hidden states, every rank has their heads, which never change.
+    `widths`: collective, by name its vocabulary's width. Where the algorithm needs the teachers'
+    heads, which never change, every rank fetches them.
     """
-    has_heads = algorithm.config.teacher_payload == "hidden"
-    teachers = []
-    for name in algorithm.config.teacher_names:
-        head = _head(client, name, device, algorithm.config) if has_heads else None
-        teachers.append(Teacher(widths[name], head))
-    algorithm.learn_from(teachers)
+    need, config = learner.algorithm.teacher_need, learner.config
+    if need is None:
+        return
+    width_of, teachers = widths(), []
+    for name in config.teacher_names:
+        head = _head(client, name, learner.device, config) if need.fetches_heads else None
+        teachers.append(Teacher(width_of[name], head))
+    learner.step.head_terms += learner.algorithm.teacher_terms(teachers)
 
 
 def _head(client: RunClient, name: str, device: torch.device, config: TrainConfig) -> Head:

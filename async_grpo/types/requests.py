@@ -66,6 +66,13 @@ class Payload(Message):
     top_k: int  # K; 0 unless the kind is topk
     temperature: float  # of the distribution, for topk
 
+    @property
+    def columns(self) -> dict[str, int]:
+        """{name: columns of each token}; 0 says one or more, as many as the teacher has."""
+        if self.kind == "topk":
+            return {"ids": self.top_k, "logprobs": self.top_k, "tail": 0}
+        return {self.kind: 0}
+
     def bytes_per_token(self, *, hidden: int, logits: int) -> int:
         """What travels of one token, of a teacher whose states and logits have so many bytes.
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scripted_run import make_config
 
+from async_grpo.algorithms.base import Algorithm, ScoreNeed
 from async_grpo.checkpoint.resume import Start
 from async_grpo.model.lm_head import UNCHANGED, Rescaling
 from async_grpo.run import recruitment, sampled_data
@@ -15,7 +16,7 @@ from async_grpo.run.data import check_types
 from async_grpo.run.preparation import with_teachers
 from async_grpo.run.recruitment import teachers_of
 from async_grpo.run.sampled_data import meet_teachers
-from async_grpo.types import Question, WorkerInfo
+from async_grpo.types import Payload, Question, WorkerInfo
 from async_grpo.util.errors import CheckpointError, ConfigError, DataError
 
 LEARNS = {"gkd_coefficient": 1.0}
@@ -135,11 +136,29 @@ def test_more_tokens_than_a_teacher_has_are_refused_before_the_run_begins(at_onc
         teachers_of(Controller([own]), config_of("a", gkd_top_k=own.vocab_size + 1))
 
 
-def met(payload, widths, device="cpu"):
-    learner = SimpleNamespace(config=config_of("x=a", "b", teacher_payload=payload))
-    learner.learn_from = lambda teachers: setattr(learner, "teachers", teachers)
-    meet_teachers(learner, Controller(), widths, device=torch.device(device))
-    return learner.teachers
+class Meets(Algorithm):
+    """An algorithm of a user's that asks teachers, and keeps those that it has met."""
+
+    needs = (ScoreNeed("teacher", payload=Payload("logits", 0, 1.0)),)
+
+    def teacher_terms(self, teachers):
+        self.met = teachers
+        return ("a term",)
+
+
+class NeedsHeads(Meets):
+    needs = (ScoreNeed("teacher", payload=Payload("hidden", 0, 1.0), fetches_heads=True),)
+
+
+def met(kind, widths):
+    algorithm = kind(config_of("x=a", "b"))
+    step = SimpleNamespace(head_terms=("its own",))
+    learner = SimpleNamespace(
+        config=algorithm.config, algorithm=algorithm, step=step, device=torch.device("cpu")
+    )
+    meet_teachers(learner, Controller(), lambda: widths)
+    assert step.head_terms == ("its own", "a term")
+    return algorithm.met
 
 
 def test_ranks_get_the_heads_of_teachers_that_send_hidden_states(at_once):
@@ -150,7 +169,7 @@ def test_ranks_get_the_heads_of_teachers_that_send_hidden_states(at_once):
         "bias": np.zeros(2, np.float32),
         "rescaling": np.array([1.0, 0.0]),
     }
-    first, second = met("hidden", {"a": 1, "b": 2})
+    first, second = met(NeedsHeads, {"a": 1, "b": 2})
     assert (first.width, first.head.bias) == (1, None)
     assert first.head.weight.dtype == torch.bfloat16
     assert first.head.weight.tolist() == [[1.0, -2.0]]
@@ -160,9 +179,14 @@ def test_ranks_get_the_heads_of_teachers_that_send_hidden_states(at_once):
     assert second.head.rescaling == UNCHANGED
     del at_once["teacher:b"]
     with pytest.raises(DataError, match="the head of teacher b did not come"):
-        met("hidden", {"a": 1, "b": 2})
+        met(NeedsHeads, {"a": 1, "b": 2})
 
 
-def test_no_head_is_fetched_for_other_payloads(at_once):
-    teachers = met("topk", {"a": 1, "b": 2})
+def test_no_head_is_fetched_that_no_need_names(at_once):
+    teachers = met(Meets, {"a": 1, "b": 2})
     assert [(each.width, each.head) for each in teachers] == [(1, None), (2, None)]
+
+
+def test_an_algorithm_without_teachers_meets_none():
+    learner = SimpleNamespace(algorithm=Algorithm(config_of("a")), config=None)
+    meet_teachers(learner, Controller(), lambda: pytest.fail("nobody is asked"))
