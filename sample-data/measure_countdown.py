@@ -88,7 +88,7 @@ def grade(texts: Sequence[Sequence[str]], *, tasks: Sequence[CountDownTask]) -> 
 
 
 def reward(text: str, task: CountDownTask) -> float:
-    from async_grpo.verification.graders.boxed import UnscorableError
+    from async_grpo.verification.graders.answers import UnscorableError
     from async_grpo.verification.graders.countdown import grade_countdown
 
     try:

@@ -118,7 +118,7 @@ def grade(
 
 
 def _grade_one(text: str, *, numbers: list[int], target: int) -> float:
-    from async_grpo.verification.graders.boxed import UnscorableError
+    from async_grpo.verification.graders.answers import UnscorableError
     from async_grpo.verification.graders.countdown import grade_countdown
 
     try:

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from async_grpo.verification.graders.boxed import (
+from async_grpo.verification.graders.answers import (
     UnscorableError,
     ground_truth,
     last_boxed,

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.graders.budget import within_cpu
-from async_grpo.verification.graders.library import MAX_CPU_S, math_verify_reward
-from async_grpo.verification.graders.limits import cost
+from async_grpo.verification.graders.limits import cost, within_cpu
+from async_grpo.verification.graders.math_verify import MAX_CPU_S, math_verify_reward
 
 # Each was seen to take from seconds to for ever, and breaks no rule about texts.
 REPETITIONS = {

@@ -10,7 +10,7 @@ import pytest
 
 import reward_registry
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.graders.boxed import ground_truth
+from async_grpo.verification.graders.answers import ground_truth
 from async_grpo.verification.graders.limits import cost
 
 NAMES = ("mathd", "sympy", "math_verify")

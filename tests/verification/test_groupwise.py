@@ -10,7 +10,7 @@ from verifier_processes import sandbox
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.graders.majority import majority_rewards
+from async_grpo.verification.graders.shipped import majority_rewards
 from async_grpo.verification.verifier import run_groupwise
 
 CONFIG = VerifierConfig(reward_names=("mine",))

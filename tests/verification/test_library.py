@@ -1,7 +1,7 @@
 import pytest
 
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.graders.library import math_verify_reward
+from async_grpo.verification.graders.math_verify import math_verify_reward
 
 
 @pytest.mark.parametrize(

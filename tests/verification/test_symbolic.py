@@ -4,8 +4,7 @@ import pytest
 import sympy
 
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.graders.expression import NotMathError, parse_expression
-from async_grpo.verification.graders.symbolic import sympy_reward
+from async_grpo.verification.graders.symbolic import NotMathError, parse_expression, sympy_reward
 
 SAME = [
     ("x+1", "1+x"),

@@ -38,7 +38,7 @@ NUM_CLIENTS = 4
 SAMPLE = {"output": r"so it is \boxed{15}", "answer": "15"}
 ADAPTER = r"""
 import os, subprocess, sys, time
-from async_grpo.verification.graders.library import math_verify_reward
+from async_grpo.verification.graders.math_verify import math_verify_reward
 from async_grpo.verification.graders.shipped import warm_up
 
 def adapter(sample, **kwargs):

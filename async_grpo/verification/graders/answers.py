@@ -1,29 +1,42 @@
-r"""Where an answer stands in an output that need not have a `\boxed{}`: read, never evaluated.
+r"""Where an answer stands: in the last `\boxed{}` of an output, or in one without; read, never run.
 
 The last box counts; without one, what follows the last word "answer", else the last mathematics.
 What blanks, a comma, "and" or "or" join is one answer, and what the text denies is none, so that
-naming several earns nothing.
+naming several earns nothing. A ground truth comes with or without a box.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from async_grpo.verification.graders.boxed import (
-    PERCENT,
-    UnscorableError,
-    boxes,
-    is_denied,
-    is_join,
-    require_boxed,
-)
-
+MAX_BOXES = 50  # that are one answer
+GAP_CHARACTERS = 40  # between two boxes that are one answer
+DENIAL_CHARACTERS = 60  # before an answer, in which it may be denied
 TAIL_CHARACTERS = 1000  # where an answer without a box is looked for
 NEAR_CHARACTERS = 60  # how far behind the word "answer" it may start
 MIN_PROMPT_CHARACTERS = 8  # a shorter one may well be part of an answer
 
+UNIT_WORDS = r"(?:[^\S\n]*[A-Za-z]+(?![A-Za-z])){0,2}\s*"
+JOIN_NOISE = re.compile(r"\$|\\[()\[\]]|\*\*")
+JOINED = re.compile(
+    r"[ \t]*"  # 1 2 3
+    rf"|{UNIT_WORDS}(?:[,;]|\band\b)(?:[\s,;]|\b(?:and|or)\b)*"  # 1 apple, 2 pears
+    rf"|{UNIT_WORDS},?\s*\b(?:or|maybe|perhaps|possibly|alternatively)\b"  # 1, or maybe it is 2
+    r"(?:[\s,:]|\b(?:or|maybe|even|else|also|the|answer|it|is|be|could|may|might)\b)*",
+    re.IGNORECASE,
+)
+DENIAL = re.compile(
+    r"(?:(?:\b(?:not|never|neither|nor|cannot|except)|n['’]t|\bother\s+than|\banything\s+but)\b"
+    r"(?:\s+(?:be|is|it|equals?|to|the|an?|number|value|answer|only|just|simply|exactly))*"
+    r"|≠|!=|\\neq?\b)"
+    r"(?:[\s$*:]|\\[(\[])*",
+    re.IGNORECASE,
+)
+PERCENT = re.compile(r"\s*(?:\\?%|percent\b|percentage\b|pct\b)", re.IGNORECASE)
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 SUM = r"[(\d][\d\s().]*(?:[-+*/^×·÷−]\s*[(\d.][\d().]*(?:\s+(?=[-+*/^×·÷−)]))?)+"  # of numbers
 NUMBER = (
     r"(?<![\w.,])(?<![\w)][-+*/^×·÷−])(?<![\w)] [-+*/^×·÷−] )"  # not within a sum
@@ -39,6 +52,106 @@ MATHEMATICS = re.compile(
     re.ASCII,
 )
 BOX = re.compile(r"\\(?:boxed|fbox)\b")
+
+
+class UnscorableError(Exception):
+    """An output in which no answer can be found: worth 0, and reported apart from wrong answers."""
+
+    def __init__(self, reason: str, *, format_reward: float | None = None) -> None:
+        super().__init__(reason)
+        self.format_reward = None if format_reward is None else float(format_reward)
+
+
+def boxes(text: str) -> Iterator[tuple[int, int, int]]:
+    r"""Where each `\boxed{}` starts, its content starts, and its content ends, in order of ends.
+
+    One pass over the text, however many braces a model leaves open; nothing is copied.
+
+    >>> list(boxes(r"\boxed{1} \boxed{22}"))
+    [(0, 7, 8), (10, 17, 19)]
+    """
+    open_braces: list[tuple[int, int] | None] = []  # box and content start; None: another brace
+    first = re.search(r"\\(?:boxed|fbox)", text)
+    for brace in BRACES.finditer(text, first.start()) if first else ():
+        token = brace.group()
+        if token in ("\\{", "\\}"):
+            continue
+        if token != "}":
+            open_braces.append((brace.start(), brace.end()) if len(token) > 1 else None)
+        elif open_braces and (start := open_braces.pop()) is not None:
+            yield *start, brace.start()
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the `\boxed{}` that closes last; None without one, or when it is empty.
+
+    >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}} } {")
+    '\\frac{1}{2}'
+    """
+    last = None
+    for last in boxes(text):  # noqa: B007
+        pass
+    return None if last is None else text[last[1] : last[2]].strip() or None
+
+
+def require_boxed(output: str) -> str:
+    r"""What the last boxes say that are one answer; raises `UnscorableError` without any.
+
+    >>> require_boxed(r"\boxed{1}. No, \boxed{2} or \boxed{3}"), require_boxed(r"\boxed{4} percent")
+    ('2,3', '4\\%')
+    """
+    closed = deque(boxes(output), maxlen=MAX_BOXES)
+    if not closed:
+        raise UnscorableError("no \\boxed{} answer in the output")
+    start, first, end = closed.pop()
+    parts = [output[first:end].strip()]
+    is_percentage = PERCENT.match(output[end + 1 : end + 20].lstrip("$"))
+    while closed and closed[-1][2] < start:
+        earlier_start, earlier_first, earlier_end = closed.pop()
+        if start - earlier_end > GAP_CHARACTERS or not is_join(output[earlier_end + 1 : start]):
+            break
+        parts.append(output[earlier_first:earlier_end].strip())
+        start = earlier_start
+    if not parts[0] or is_denied(output, at=start):
+        raise UnscorableError("a \\boxed{} that is empty, or is said not to be the answer")
+    several = dict.fromkeys(part for part in reversed(parts) if part)
+    return ",".join(several) + (r"\%" if is_percentage and len(several) == 1 else "")
+
+
+def is_join(gap: str) -> bool:
+    """Whether what stands on both sides of `gap` is one answer that names several.
+
+    >>> is_join(" or "), is_join(" apples, "), is_join(", I checked with "), is_join(". No: ")
+    (True, True, False, False)
+    """
+    return bool(JOINED.fullmatch(JOIN_NOISE.sub("", gap)))
+
+
+def is_denied(text: str, *, at: int) -> bool:
+    """Whether the text says that what stands there is not the answer; a bound may be the answer.
+
+    >>> is_denied("the answer is not 5", at=18), is_denied("not hard: it is 5", at=16)
+    (True, False)
+    """
+    before = text[max(0, at - DENIAL_CHARACTERS) : at]
+    return any(match.end() == len(before) for match in DENIAL.finditer(before))
+
+
+def ground_truth(answer: object) -> str:
+    r"""The expected answer without its `\boxed{}`; raises ValueError when the data has none."""
+    if isinstance(answer, (list, tuple, set, dict)):
+        raise ValueError(
+            f"an expected answer must be one text or number, got {str(answer)[:80]}: write several "
+            r"as one, \{1, 2\} or (1, 2), or copy reward_registry.py and choose among them there"
+        )
+    text = "" if answer is None else str(answer)
+    truth = last_boxed(text) or text.strip()
+    if not truth:
+        raise ValueError(
+            "the question has no answer to compare with: give the data an `answer` column, "
+            "or name it with --column-mapping answer=..."
+        )
+    return truth
 
 
 def without_prompt(output: str, prompt: str) -> str:

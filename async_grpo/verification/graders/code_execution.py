@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.verification import jail_calls
-from async_grpo.verification.graders.boxed import UnscorableError
+from async_grpo.verification.graders.answers import UnscorableError
 from async_grpo.verification.jailer import run_program, run_tests
 
 FENCE = re.compile(r"^```[ \t]*([\w+-]*)[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from async_grpo.verification.graders.boxed import UnscorableError, last_boxed
+from async_grpo.verification.graders.answers import UnscorableError, last_boxed
 
 WELL_FORMED_REWARD = 0.1
 MAX_CHARACTERS = 500

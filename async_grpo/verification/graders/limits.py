@@ -3,13 +3,20 @@ r"""What graders refuse before any mathematics is done with it: bombs, and answe
 A computer algebra system can be kept busy for ever by a line of text, and it finds every
 expression equal to the number that the question asked for. The expected answer is trusted, so it
 says how heavy an answer may be: what it does not contain, a given answer need not contain either.
+For whatever no rule about texts foresees, `within_cpu` bounds the processor time.
 """
 
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import unicodedata
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
 
+from async_grpo.verification.graders.answers import UnscorableError
 from async_grpo.verification.graders.mathd import clean, is_too_long
 
 MAX_DEPTH = 20  # of brackets
@@ -17,6 +24,7 @@ MAX_DIGITS = 200  # in a row
 MAX_VARIABLES = 2  # that the expected answer does not have
 MAX_EXPONENT = 30  # that is written down, unless the expected answer has more
 MAX_TOWER = 2  # powers in exponents of powers
+AGAIN_S = 0.05  # between signals that processor time is used up
 
 OPENING, CLOSING = "([{", ")]}"
 COMMAND = re.compile(r"\\([A-Za-z]+)")
@@ -66,6 +74,7 @@ OPERATION = re.compile(
 DIVISION = re.compile(r"/|\\frac")
 DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\s*\^\s*\{?\s*[23]\s*\}?\s*$")
+T = TypeVar("T")
 
 
 def cost(given: str, *, expected: str) -> str:
@@ -180,3 +189,34 @@ def _tower(text: str) -> int:
         elif not character.isspace() and position >= exponent_at:
             exponent_at = -1
     return highest
+
+
+class _SpentError(BaseException):
+    """No `Exception`: libraries of mathematics catch those, and go on."""
+
+
+def within_cpu(seconds: float, compute: Callable[[], T]) -> T:
+    """What `compute` returns; raises `UnscorableError` once it has used so much processor time.
+
+    math-verify's grammar takes time exponential in a dozen kinds of repetition (`a_a_a`, `9:9:9`,
+    `{{{9}}}`, `9/9/9`), each of which is short and looks harmless. Signals reach the main thread
+    only, in which verifiers grade; in others there is no bound.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return compute()
+    before = signal.signal(signal.SIGPROF, _spent)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, seconds, AGAIN_S)  # again, where it was swallowed
+            return compute()
+        finally:  # Python looks for signals after a call: none comes before the timer is off
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    except _SpentError:
+        reason = f"takes more than {seconds:g} s of processor time"
+        raise UnscorableError(f"not computed: {reason}") from None
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
+def _spent(number: int, frame: FrameType | None) -> None:
+    raise _SpentError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from async_grpo.verification.graders.boxed import ground_truth, require_boxed
+from async_grpo.verification.graders.answers import ground_truth, require_boxed
 
 # Spelling without meaning, in LaTeX that people write around one and the same answer.
 NOISE = re.compile(r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;:$% ]|[$%]|\^\s*\{?\s*\\circ\s*\}?")

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from async_grpo.util.errors import ConfigError
-from async_grpo.verification.graders.answers import without_prompt
-from async_grpo.verification.graders.boxed import UnscorableError
+from async_grpo.verification.graders.answers import UnscorableError, find_answer, without_prompt
 from async_grpo.verification.graders.countdown import grade_countdown
-from async_grpo.verification.graders.mathd import mathd_reward
+from async_grpo.verification.graders.mathd import mathd_reward, normalise
 
 FORMS = (
     "12", "-3", "0.75", "1,234", "3.5%", r"\frac{3}{4}", r"-\frac{17}{12}", r"\sqrt{5}+2",
@@ -24,6 +27,9 @@ FORMS = (
     r"90^\circ", r"\text{Monday}", r"5\text{ cm}", r"\$20", "f(x)=2x",
     r"\begin{pmatrix}1\\2\end{pmatrix}",
 )  # fmt: skip
+# Makes questions of one task, scores none, and imports what wants a folder to write to.
+UNUSED_BY_GYM = "cellpylib"
+MAX_GYM_CHARACTERS = 10_000  # of an answer
 
 
 def mathd(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
@@ -40,7 +46,7 @@ def sympy(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
 
 def math_verify(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     """The math-verify library finds the answer in the output."""
-    from async_grpo.verification.graders.library import math_verify_reward
+    from async_grpo.verification.graders.math_verify import math_verify_reward
 
     return {"reward": math_verify_reward(_said(sample), sample["answer"])}
 
@@ -61,18 +67,85 @@ def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
 
 def majority(samples: list[dict[str, Any]], **kwargs: Any) -> list[Any]:
     """The answer that most outputs of the question give is the answer."""
-    from async_grpo.verification.graders.majority import majority_rewards
-
     return majority_rewards([_said(sample) for sample in samples])
 
 
 def reasoning_gym(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
     """What the scorer of a task of reasoning-gym says: docs/environments.md."""
-    from async_grpo.verification.graders.reasoning_gym import reasoning_gym_reward
-
     given = sample["reasoning_gym"]
     reward = reasoning_gym_reward(_said(sample), given["entry"], config=given["config"])
     return {"reward": reward}
+
+
+def majority_rewards(outputs: Sequence[str]) -> list[float | UnscorableError]:
+    r"""1.0 for each output whose answer is the single most frequent one, else 0.0.
+
+    Test-time reinforcement learning (TTRL; Zuo et al., 2025, arXiv 2504.16084): the answer that
+    most outputs of a question give stands for the answer that nobody knows. Where several are the
+    most frequent, none is.
+
+    >>> majority_rewards([r"\boxed{4}", r"it is \boxed{4.0}", r"\boxed{5}", ""])
+    [1.0, 1.0, 0.0, UnscorableError('no answer in the output')]
+    >>> majority_rewards([r"\boxed{4}", r"\boxed{5}"])
+    [0.0, 0.0]
+    """
+    answers = [_normal_answer(output) for output in outputs]
+    counts = Counter(answer for answer in answers if isinstance(answer, str)).most_common(2)
+    is_tie = len(counts) == 2 and counts[0][1] == counts[1][1]
+    majority = counts[0][0] if counts and not is_tie else None
+    return [float(a == majority) if isinstance(a, str) else a for a in answers]
+
+
+def _normal_answer(output: str) -> str | UnscorableError:
+    try:
+        return normalise(find_answer(output))
+    except UnscorableError as error:
+        return error
+
+
+def reasoning_gym_reward(output: str, entry: Mapping[str, Any], *, config: str = "{}") -> float:
+    """What the scorer of the entry's task says of the last `<answer>` of an output, in [0, 1].
+
+    Some scorers run what they read, so they run here alone, in a confined process without network
+    and files. What a text takes over there can lie about itself, as about any reward of a user's
+    own.
+
+    `config`: the task's, as JSON. Raises `UnscorableError` for an output without an answer, or one
+    that the scorer cannot read.
+    """
+    answer = gym_library().utils.extract_answer(output)
+    if answer is None or len(answer) > MAX_GYM_CHARACTERS:
+        raise UnscorableError(f"no <answer> of at most {MAX_GYM_CHARACTERS} characters")
+    scorer = gym_scorer(entry["metadata"]["source_dataset"], config)
+    try:
+        reward = float(scorer.score_answer(answer, dict(entry)))
+    except (Exception, SystemExit) as error:  # the scorer may run the answer, which may raise
+        raise UnscorableError(f"the scorer raised {error!r}") from error
+    if not math.isfinite(reward):
+        raise UnscorableError(f"the scorer said {reward}")
+    return min(max(reward, 0.0), 1.0)
+
+
+@functools.cache
+def gym_scorer(task: str, config: str) -> Any:
+    """The task by its name; raises `ValueError` for one that is none."""
+    return gym_library().create_dataset(task, **json.loads(config))
+
+
+@functools.cache
+def gym_library() -> Any:
+    """The package; raises `ImportError` where it is not installed."""
+    from unittest import mock  # which a fork server of other adapters need not hold
+
+    is_here = UNUSED_BY_GYM in sys.modules
+    sys.modules.setdefault(UNUSED_BY_GYM, mock.MagicMock())
+    try:
+        import reasoning_gym
+        import reasoning_gym.utils
+    finally:
+        if not is_here:
+            del sys.modules[UNUSED_BY_GYM]
+    return reasoning_gym
 
 
 @functools.cache
@@ -112,10 +185,8 @@ def _prepare_code_execution() -> None:
 
 def _prepare_reasoning_gym() -> None:
     """Raise `ConfigError` where the package is not installed."""
-    from async_grpo.verification.graders.reasoning_gym import library
-
     try:
-        library()
+        gym_library()
     except ImportError as error:
         raise ConfigError(
             f"--reward-fns reasoning_gym needs the package reasoning-gym, got {error}: "

@@ -15,10 +15,8 @@ import sympy
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy.core.function import AppliedUndef
 
-from async_grpo.verification.graders.answers import find_answer
-from async_grpo.verification.graders.boxed import UnscorableError, ground_truth
-from async_grpo.verification.graders.budget import within_cpu
-from async_grpo.verification.graders.limits import cost, is_word, is_worked_out
+from async_grpo.verification.graders.answers import UnscorableError, find_answer, ground_truth
+from async_grpo.verification.graders.limits import cost, is_word, is_worked_out, within_cpu
 from async_grpo.verification.graders.mathd import (
     WORDS,
     clean,
