@@ -15,11 +15,10 @@ from async_grpo.run.reward_trial import check_names, request_of
 from async_grpo.types import Question, Verdict
 from async_grpo.types.roles import GENERATION, VERIFIER
 from async_grpo.util.errors import ConfigError
-from async_grpo.verification.config import VerifierConfig
+from async_grpo.verification.config import VerifierConfig, verifier_config
 from async_grpo.verification.confinement import wanted_isolation, why_unconfined
-from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.sandbox import Sandbox
-from async_grpo.verification.sources import verifier_config
+from async_grpo.verification.tasks import adapter_sample
 
 TRIAL_S = 4.0  # of all rewards of a dispatcher on one line, beyond which the rest is the run's
 

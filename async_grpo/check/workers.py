@@ -13,7 +13,7 @@ from async_grpo.model.model_folder import ModelFacts, engine_positions
 from async_grpo.types import WorkerInfo
 from async_grpo.types.roles import GENERATION, JUDGE, VERIFIER
 from async_grpo.util.errors import ConfigError
-from async_grpo.verification.sources import verifier_config
+from async_grpo.verification.config import verifier_config
 
 
 def as_registered(config: WorkerConfig, model: ModelFacts) -> WorkerInfo:

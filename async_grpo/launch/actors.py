@@ -71,7 +71,7 @@ def _devices_taken(config: WorkerConfig) -> float:
 
 def _verifier_pool(config: WorkerConfig) -> WorkerKind:
     """Its reward files are read here, once: a pool started again grades as the one before."""
-    from async_grpo.verification.sources import verifier_config
+    from async_grpo.verification.config import verifier_config
 
     wanted = verifier_config(config)
     keeps_failed = config.write_failed_generation_samples

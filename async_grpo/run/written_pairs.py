@@ -43,10 +43,9 @@ from async_grpo.types import (
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util.errors import ConfigError, DataError
 from async_grpo.util.files import replacing
-from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.failed_samples import adapter_sample
+from async_grpo.verification.config import VerifierConfig, read_sources
 from async_grpo.verification.sandbox import Sandbox
-from async_grpo.verification.sources import read_sources
+from async_grpo.verification.tasks import adapter_sample
 
 logger = logging.getLogger(__name__)
 CHUNK = 1024  # questions: so many that the engine seldom waits for the last outputs of one

@@ -24,9 +24,16 @@ from pathlib import Path
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.files import tokens_folder
-from async_grpo.verification.config import NOBODY, SHIPPED_REWARDS, Isolation, VerifierConfig
+from async_grpo.verification.config import (
+    CODE_EXECUTION,
+    EXECUTE_NO_TEXT,
+    NOBODY,
+    SHIPPED_REWARDS,
+    Isolation,
+    VerifierConfig,
+    grader_of,
+)
 from async_grpo.verification.namespaces import has_user
-from async_grpo.verification.sources import CODE_EXECUTION, EXECUTE_NO_TEXT, grader_of
 
 TOOLS = "/run/async-grpo"  # inside: what the jail of generated code starts, readable by `NOBODY`
 SERVER = "async_grpo.verification.fork_server"

@@ -24,11 +24,16 @@ from functools import partial
 from select import POLLIN, poll
 from typing import Any, NoReturn
 
-from async_grpo.verification import frames, namespaces, verifier
+from async_grpo.verification import namespaces, tasks, verifier
 from async_grpo.verification.config import MAX_PROCESSES, Isolation, VerifierConfig
-from async_grpo.verification.connections import hold_connection
-from async_grpo.verification.memory import held_mib, pause_s
-from async_grpo.verification.processes import children, cpu_seconds, descendants
+from async_grpo.verification.usage import (
+    children,
+    cpu_seconds,
+    descendants,
+    held_mib,
+    hold_connection,
+    pause_s,
+)
 
 ANSWER_PIPE = 3
 MAX_DESCRIPTORS = 1 << 20
@@ -57,7 +62,7 @@ class _Child:
     def read(self) -> None:
         """Take what it has written; the limits of a sample begin when that is seen."""
         num_known = len(self.answers)
-        while len(self.answers) <= frames.MAX_ANSWERS_BYTES:
+        while len(self.answers) <= tasks.MAX_ANSWERS_BYTES:
             try:
                 said = os.read(self.pipe, 1 << 16)
             except BlockingIOError:
@@ -83,7 +88,7 @@ class _Child:
             return "time"
         if self.cpu_now() - self.cpu_s >= config.timeout_s:
             return "processor"
-        if len(self.answers) > frames.MAX_ANSWERS_BYTES:
+        if len(self.answers) > tasks.MAX_ANSWERS_BYTES:
             return "answers"
         if len(family) > MAX_PROCESSES:
             return "processes"
@@ -124,7 +129,7 @@ class ForkServer:
                 self._look()
             if self._pool.fileno() in ready:
                 try:
-                    request = frames.receive(self._pool)
+                    request = tasks.receive(self._pool)
                 except (EOFError, ConnectionError):
                     return self._end()
                 self._start(request, grade)
@@ -176,12 +181,12 @@ class ForkServer:
             "killed_for": child.killed_for,
             "is_connected": child.is_connected,
             "family_cpu_s": child.family_cpu_s,
-            "answers": child.answers[: frames.MAX_ANSWERS_BYTES].decode("latin-1"),
+            "answers": child.answers[: tasks.MAX_ANSWERS_BYTES].decode("latin-1"),
         }
         self._report(child.request, report)
 
     def _report(self, request: str, report: dict[str, Any]) -> None:
-        self._pool.sendall(frames.encode({"id": request} | report))
+        self._pool.sendall(tasks.encode({"id": request} | report))
 
     def _look(self) -> None:
         """Kill the children that have reached a limit."""
@@ -273,7 +278,7 @@ def main() -> None:
         _probe(Isolation(**json.loads(sys.argv[2])))
     pool = socket.socket(fileno=int(sys.argv[1]))
     pool.setblocking(True)
-    orders = frames.receive(pool)
+    orders = tasks.receive(pool)
     config, isolation = VerifierConfig(**orders["config"]), Isolation(**orders["isolation"])
     namespaces.prctl(namespaces.PR_SET_NO_NEW_PRIVS, 1)
     if filtered := namespaces.seccomp_filter("grader"):
@@ -284,11 +289,11 @@ def main() -> None:
     # Root's requests cannot import from a home that is closed to others: what sockets load late.
     import encodings.idna  # noqa: F401
 
-    pool.sendall(frames.encode({"preloaded": True}))
+    pool.sendall(tasks.encode({"preloaded": True}))
     adapters, greeting = verifier.load(config)
     gc.collect()
     gc.freeze()  # forks share these objects' memory for longer
-    pool.sendall(frames.encode(greeting))
+    pool.sendall(tasks.encode(greeting))
     if not greeting["load_error"]:
         ForkServer(pool, isolation, config).serve(partial(verifier.grade, adapters, config))
     os._exit(0)

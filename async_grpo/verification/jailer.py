@@ -28,8 +28,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.verification import jail, jail_calls, namespaces
 from async_grpo.verification.config import GENERATED_CODE, NOBODY
 from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, find_bwrap
-from async_grpo.verification.memory import held_mib, pause_s
-from async_grpo.verification.processes import children, descendants
+from async_grpo.verification.usage import children, descendants, held_mib, pause_s
 
 MEMORY_MIB = 1024  # of a whole program, and address space of each of its processes
 FILES_MIB = 16  # in all, in memory; and as much output

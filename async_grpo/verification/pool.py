@@ -9,10 +9,12 @@ unblocked by  a verdict, or the kill of a process that overran
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import ray
 
@@ -22,12 +24,13 @@ from async_grpo.types import (
     Pulse,
     RequestPulse,
     Verdict,
+    VerificationRequest,
     WorkerInfo,
 )
 from async_grpo.types.roles import VERIFIER
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.failed_samples import adapter_sample, append_failed
 from async_grpo.verification.sandbox import Sandbox
+from async_grpo.verification.tasks import adapter_sample
 
 # Texts that may wait in a pool, a core: one that hangs must not keep the others from being graded.
 TEXTS_WAITING = 1024
@@ -159,3 +162,17 @@ class VerifierPool:
             sandbox.num_processes,
             sandbox.confinement,
         )
+
+
+def append_failed(
+    path: str, requests: Sequence[VerificationRequest], verdicts: Sequence[Verdict]
+) -> None:
+    """A line of JSON for each sample whose verdict is an error, for who wants to know why."""
+    lines = [
+        adapter_sample(request) | {"adapter": verdict.adapter, "reason": verdict.reason}
+        for request, verdict in zip(requests, verdicts, strict=True)
+        if verdict.status == "error"
+    ]
+    if lines:
+        with Path(path).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(json.dumps(x, ensure_ascii=False, default=str) + "\n" for x in lines)

@@ -15,10 +15,18 @@ from typing import Any
 
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, WorkerError, escaped
-from async_grpo.verification import confinement, frames
+from async_grpo.verification import confinement
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.frames import FrameError
-from async_grpo.verification.tasks import Outcome, encode_request, read_answers
+from async_grpo.verification.tasks import (
+    LENGTH,
+    FrameError,
+    Outcome,
+    decode,
+    encode,
+    encode_request,
+    length_of,
+    read_answers,
+)
 from async_grpo.verification.verdict import classify_end, lost
 
 ACCIDENTS = ("overrun", "error", "lost")
@@ -137,7 +145,7 @@ class GraderServer:
         self._connection = ours
         reader, self._writer = await asyncio.open_connection(sock=ours)
         orders = {"config": asdict(self._config), "isolation": asdict(self.isolation)}
-        self._writer.write(frames.encode(orders))
+        self._writer.write(encode(orders))
         await self._await_adapters(reader)
         self._reports = asyncio.create_task(self._hear(reader), name="verifier reports")
 
@@ -196,6 +204,6 @@ class GraderServer:
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    head = await reader.readexactly(frames.LENGTH.size)
-    length = frames.length_of(head)
-    return frames.decode(await reader.readexactly(length))
+    head = await reader.readexactly(LENGTH.size)
+    length = length_of(head)
+    return decode(await reader.readexactly(length))

@@ -3,12 +3,17 @@
 An answer must carry its task's own random id and nothing but plain, finite, bounded values. That
 is all a pool can check: a text that has taken over its process can still lie about itself, and
 about the texts of its group that are graded after it.
+
+Messages are plain JSON behind its length. Nothing is unpickled: what a text has taken over may send
+any bytes, and they stay bytes.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
@@ -16,11 +21,13 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.util.errors import escaped
-from async_grpo.verification.frames import FrameError, decode, encode
 
 if TYPE_CHECKING:
-    from async_grpo.types import FailureCause
+    from async_grpo.types import FailureCause, VerificationRequest
 
+LENGTH = struct.Struct("!I")
+MAX_BYTES = 256 << 20  # of a message
+MAX_ANSWERS_BYTES = 1 << 20  # of one child
 MAX_REASON_CHARACTERS = 500
 
 
@@ -50,6 +57,19 @@ class Outcome:
 def overrun(adapter: str, reason: str) -> Outcome:
     """The adapter has reached a limit."""
     return Outcome(adapter, "overrun", reason=reason, cause="overrun")
+
+
+def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
+    """The dict that adapters receive; what the run knows goes before columns of the same name."""
+    question, completion = request.question, request.completion
+    return dict(question.columns) | {
+        "input": question.input,
+        "answer": question.answer,
+        "output": completion.text,
+        "sample_text": question.input + completion.text,
+        "output_token_ids": completion.token_ids.tolist(),
+        "finish_reason": completion.finish_reason,
+    }
 
 
 def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -151,3 +171,49 @@ def _substitute(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise TypeError(f"{type(value).__name__} has no plain value")
+
+
+class FrameError(Exception):
+    """Bytes that are no message, or one beyond its bound."""
+
+
+def encode(message: object) -> bytes:
+    """The message as bytes to send; raises FrameError for what JSON or a frame cannot hold."""
+    try:
+        body = json.dumps(message, separators=(",", ":")).encode("ascii")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FrameError(f"{type(error).__name__}: {error}") from error
+    return LENGTH.pack(_bounded(len(body))) + body
+
+
+def length_of(head: bytes) -> int:
+    """The length that a frame announces; raises FrameError beyond the bound."""
+    return _bounded(*LENGTH.unpack(head))
+
+
+def decode(body: bytes | str) -> Any:
+    """The message in a frame, or in an answer; raises FrameError for what is none."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"{type(error).__name__}: {error}") from error
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next message; raises EOFError when the other end is closed."""
+    return decode(
+        _receive_exactly(connection, length_of(_receive_exactly(connection, LENGTH.size)))
+    )
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    data = connection.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _bounded(length: int) -> int:
+    if length > MAX_BYTES:
+        raise FrameError(f"{length} bytes, at most {MAX_BYTES} may be sent")
+    return length

@@ -10,13 +10,13 @@ import pytest
 
 from async_grpo.api.rewards import reward_file
 from async_grpo.util.errors import ConfigError
-from async_grpo.verification.sources import read_sources
+from async_grpo.verification.config import read_sources
 
 BONUS = 0.25
 # As a verifier does it, without the folder of this file.
 CALL = """
 import json, sys
-from async_grpo.verification.adapters import load_adapters
+from async_grpo.verification.verifier import load_adapters
 from async_grpo.verification.config import VerifierConfig
 names = tuple(sys.argv[1:])
 found = load_adapters(VerifierConfig(reward_names=names))

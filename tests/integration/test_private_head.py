@@ -14,7 +14,7 @@ from async_grpo.cli.launch_file import cluster_of
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.verification.processes import descendants
+from async_grpo.verification.usage import descendants
 
 pytestmark = pytest.mark.integration
 CONNECT = """

@@ -6,9 +6,8 @@ import pytest
 
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util.errors import ConfigError
-from async_grpo.verification.adapters import load_adapters
-from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.sources import read_sources, verifier_config
+from async_grpo.verification.config import VerifierConfig, read_sources, verifier_config
+from async_grpo.verification.verifier import load_adapters
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -16,10 +16,10 @@ from async_grpo.cluster import head
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
-from async_grpo.verification import confinement, sources
-from async_grpo.verification.config import Isolation, VerifierConfig
+from async_grpo.verification import config as verification_config
+from async_grpo.verification import confinement
+from async_grpo.verification.config import Isolation, VerifierConfig, read_sources
 from async_grpo.verification.graders import shipped
-from async_grpo.verification.sources import read_sources
 
 LAYOUTS = {  # of a user's home: {variable: secret that it names}, options of the process
     "token in Ray's folder": ({"RAY_AUTH_TOKEN_PATH": "ray-x/auth_token"}, ["--temp-dir=ray-x"]),
@@ -189,8 +189,8 @@ def test_variables_that_once_switched_it_off_are_refused_by_name(
 
 def test_the_shipped_registry_is_known_by_its_text():
     text = Path(REPOSITORY, "reward_registry.py").read_text()
-    assert hashlib.sha256(text.encode()).hexdigest() == sources.REGISTRY_SHA256
-    assert {*HARMLESS} == sources.EXECUTE_NO_TEXT < {*shipped.SHIPPED}
+    assert hashlib.sha256(text.encode()).hexdigest() == verification_config.REGISTRY_SHA256
+    assert {*HARMLESS} == verification_config.EXECUTE_NO_TEXT < {*shipped.SHIPPED}
 
 
 def test_the_shipped_registry_is_known_from_any_folder(tmp_path, monkeypatch):
@@ -199,4 +199,4 @@ def test_the_shipped_registry_is_known_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", elsewhere)
     found = read_sources(["countdown"], registry="reward_registry", search_paths=[str(tmp_path)])
     own = VerifierConfig(reward_names=("countdown",), sources=found)
-    assert sources.grader_of("countdown", own) == "countdown"
+    assert verification_config.grader_of("countdown", own) == "countdown"

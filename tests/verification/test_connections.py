@@ -12,8 +12,7 @@ from contextlib import contextmanager
 import pytest
 from verifier_processes import sandbox
 
-from async_grpo.verification.connections import hold_connection
-from async_grpo.verification.processes import cpu_seconds
+from async_grpo.verification.usage import cpu_seconds, hold_connection
 from async_grpo.verification.verifier import cause_of
 
 ADAPTERS = """

@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
-from async_grpo.verification import frames
-from async_grpo.verification.frames import FrameError, encode, receive
+from async_grpo.verification import tasks
+from async_grpo.verification.tasks import FrameError, encode, receive
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_two_messages_stay_two(ends):
     ],
 )
 def test_bytes_that_are_no_message_are_refused(ends, data, monkeypatch):
-    monkeypatch.setattr(frames, "MAX_BYTES", 60_000)
+    monkeypatch.setattr(tasks, "MAX_BYTES", 60_000)
     ours, theirs = ends
     ours.sendall(data)
     with pytest.raises(FrameError):
@@ -51,7 +51,7 @@ def test_bytes_that_are_no_message_are_refused(ends, data, monkeypatch):
 def test_nothing_is_read_beyond_the_bound(ends, monkeypatch):
     ours, theirs = ends
     ours.sendall(encode("x" * 100))
-    monkeypatch.setattr(frames, "MAX_BYTES", 50)
+    monkeypatch.setattr(tasks, "MAX_BYTES", 50)
     with pytest.raises(FrameError, match="102 bytes, at most 50"):
         receive(theirs)
 
@@ -68,6 +68,6 @@ def test_values_that_no_frame_can_hold_are_refused(monkeypatch):
     for value in (object(), {1, 2}, 10**5000):
         with pytest.raises(FrameError):
             encode(value)
-    monkeypatch.setattr(frames, "MAX_BYTES", 10)
+    monkeypatch.setattr(tasks, "MAX_BYTES", 10)
     with pytest.raises(FrameError, match="at most 10"):
         encode("x" * 20)

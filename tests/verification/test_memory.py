@@ -15,8 +15,7 @@ from verifier_processes import sandbox
 
 from async_grpo.environments.tools.code import PythonTool
 from async_grpo.verification import jailer
-from async_grpo.verification.memory import LONGEST_S, SHARE, held_mib, pause_s
-from async_grpo.verification.processes import descendants
+from async_grpo.verification.usage import LONGEST_S, SHARE, descendants, held_mib, pause_s
 
 LIMIT_MIB = 160  # of a jail here: cheaper than a GiB
 CHILDREN = """

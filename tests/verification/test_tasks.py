@@ -5,9 +5,10 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from async_grpo.verification.frames import FrameError, decode
 from async_grpo.verification.tasks import (
+    FrameError,
     Outcome,
+    decode,
     encode_answer,
     encode_request,
     portable,

@@ -13,8 +13,8 @@ from async_grpo.types import GradingRequest, Pulse, Question, Turn, Verification
 from async_grpo.types.roles import VERIFIER
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.failed_samples import adapter_sample
 from async_grpo.verification.pool import VerifierPool
+from async_grpo.verification.tasks import adapter_sample
 
 
 def request(output, *, ordinal=0, columns=None):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_grpo.verification.config import VerifierConfig
-from async_grpo.verification.processes import children, descendants
 from async_grpo.verification.sandbox import Sandbox
+from async_grpo.verification.usage import children, descendants
 
 REPOSITORY = str(Path(__file__).parents[2])
 
