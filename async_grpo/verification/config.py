@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.config.worker import WorkerConfig
 from async_grpo.util.user_code import hash_imported, text_of
 from async_grpo.verification import graders
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # both bring arrays: fork servers stay small
+    from async_grpo.config.worker import WorkerConfig
     from async_grpo.types import Rewards
 
 SHIPPED_REWARDS, OWN_REWARDS = "shipped rewards", "own rewards"
