@@ -17,7 +17,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                    batching/pipeline._leased ─▶ controller/registry.lease ─▶ controller/leases.call
       one turn       ─▶ rollout/generation_worker.generate, then verification/pool.verify
       or more        ─▶ environments/environment_worker.play, which asks for each turn and for
-                     the verdicts by environments/services.ask ─▶ controller/controller.ask
+                     the verdicts by ask_controller ─▶ controller/controller.ask
     a visitor      ─▶ gateway/run_gateway.sample ─▶ controller/controller.ask, beside all this
     advantages     ─▶ algorithms/base.finish_group; of a whole step batching/step_groups.join
     scores         ─▶ rollout/logprob_worker.logprobs: the reference's, a teacher's

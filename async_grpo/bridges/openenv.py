@@ -31,7 +31,7 @@ from async_grpo.environments.base import (
     Services,
 )
 from async_grpo.environments.causes import Cause, cause_of
-from async_grpo.environments.chat.base import Reply, ToolSpec
+from async_grpo.environments.chat.messages import Reply, ToolSpec
 from async_grpo.environments.episode import NoRoom
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.environments.tools.toolbox import Toolbox

@@ -21,8 +21,8 @@ from numpy.typing import ArrayLike
 
 from async_grpo.environments.causes import Cause
 from async_grpo.environments.causes import ModelError as ModelError  # authors find it here
-from async_grpo.environments.chat.base import Message, ToolSpec
 from async_grpo.environments.chat.dialogue import Dialogue
+from async_grpo.environments.chat.messages import Message, ToolSpec
 from async_grpo.environments.judging import VerdictForm
 from async_grpo.types import Episode, Question, Turn, Verdict
 from async_grpo.util.errors import WorkerError, escaped
@@ -168,3 +168,12 @@ class Environment:
         """
         own = [episode.verdict for episode in episodes if episode.verdict]
         return own if len(own) == len(episodes) else await services.verify(question, episodes)
+
+
+class SingleTurn(Environment):
+    """Played by the controller itself: all members of a group are one request to one engine."""
+
+    async def play(self, question: Question, policy: Policy, services: Services) -> Episode:
+        """The question, answered once."""
+        await policy.sample(question.input_token_ids)
+        return policy.episode()

@@ -1,17 +1,55 @@
-"""Turns become rows: what is trained as one sequence. Pure but for the question to the engine."""
+"""One episode: its policy, whose turns become rows, and the services that it asks.
+
+A row is what is trained as one sequence.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from async_grpo.types import Episode, Row, SamplingContract, Turn
+from async_grpo.environments.base import EpisodeFailed, FailureClass
+from async_grpo.environments.causes import Outage, reach
+from async_grpo.environments.chat.dialogue import Dialogue
+from async_grpo.environments.chat.messages import Message, Renderer, ToolSpec
+from async_grpo.environments.judging import VerdictForm
+from async_grpo.types import (
+    Episode,
+    EpisodesRequest,
+    GenerationRequest,
+    GradingRequest,
+    JudgeAnswer,
+    JudgeRequest,
+    OutageRequest,
+    Question,
+    Row,
+    SamplingContract,
+    Turn,
+    Verdict,
+    VerificationRequest,
+)
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
+from async_grpo.util.errors import AsyncGrpoError, DeadlineError, ServerAway
+from async_grpo.util.together import together
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+V = TypeVar("V")
+Ask = Callable[..., Awaitable[Any]]  # role, method, request, *, cost: the answer of a worker
+FindRenderer = Callable[[str, str], Renderer]  # of a model, and a name of --renderer
 # (history, its sampling, the worker that holds its longest prefix or "") -> a turn.
 Generate = Callable[[NDArray[np.int32], SamplingContract, str], Awaitable[Turn]]
+AFTER_LOSS_S = 1.0
+TRIES = 3  # of a turn whose engine was lost, and of a judge that gave no verdict
+MAX_REASON_CHARACTERS = 500
 
 
 class NoRoom(Exception):
@@ -166,3 +204,184 @@ def _same_tokens(row: Row, other: Row) -> bool:
     return (same_spans and same_length) and all(
         np.array_equal(getattr(row, name), getattr(other, name)) for name in arrays
     )
+
+
+class EpisodeServices:
+    """See `Services`: as one episode, or the grading, sees them; knows when it waits for none."""
+
+    def __init__(
+        self,
+        request: EpisodesRequest,
+        ask: Ask,
+        find_renderer: FindRenderer,
+        index: int,
+        outage: Outage | None,
+    ) -> None:
+        """`outage`: that kept the try before from a first turn."""
+        self._outage = outage
+        self._request = request
+        self._ask = ask
+        self._find_renderer = find_renderer
+        self.index = index  # of the episode in its group
+        self.num_turns = 0  # asked for
+        self.asks = 0  # unanswered
+        self.num_tokens = 0  # of the turns that have come
+        self._idle_since_s = time.monotonic()
+        self.judged: list[tuple[Any, ...]] = []  # the verdicts of several judges on one thing
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self.asks else time.monotonic() - self._idle_since_s
+
+    @property
+    def model(self) -> str:
+        """See `Services`."""
+        return self._request.model
+
+    async def ask(
+        self, role: str, method: str, request: Any, *, cost: float = 1.0, **where: Any
+    ) -> Any:
+        """See `Services`."""
+        with self._busy():
+            return await self._ask(role, method, request, cost=cost, **where)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Within, the environment waits for what it has asked for."""
+        self.asks += 1
+        try:
+            yield
+        finally:
+            self.asks -= 1
+            self._idle_since_s = time.monotonic()
+
+    async def tell(self, why: str) -> None:
+        """That this waits for a server, until it is cancelled; raises when it may no longer."""
+        kind = self._request.question.dataset_type
+        request = OutageRequest(kind, why[:MAX_REASON_CHARACTERS])
+        try:
+            await self.ask(ENVIRONMENT, "outage", request)
+        except AsyncGrpoError as error:
+            raise EpisodeFailed(FailureClass.DEADLINE, str(error)) from error
+
+    async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:
+        """See `Services`."""
+        return await reach(send, is_idempotent=is_idempotent, tell=self.tell)
+
+    async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
+        """See `Services`."""
+        request = self._request
+        # Only the first to chat with a model waits for its tokenizer.
+        with self._busy():
+            renderer = await asyncio.to_thread(self._find_renderer, request.model, request.renderer)
+        return Dialogue(renderer, tools=tools)
+
+    async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
+        """See `Services`."""
+        outputs = tuple(
+            VerificationRequest(self._request.ordinal, index, question, episode.turns[-1])
+            for index, episode in enumerate(episodes)
+        )
+        asked = GradingRequest(outputs)
+        verdicts: tuple[Verdict, ...] = await self.ask(
+            VERIFIER, "verify", asked, cost=float(len(outputs))
+        )
+        return verdicts
+
+    async def turn(
+        self, history: NDArray[np.int32], sampling: SamplingContract, prefer: str
+    ) -> Turn:
+        """A turn, if possible by the worker `prefer`; one that was lost is sampled again."""
+        request = self._request
+        seed = None
+        if request.seed is not None:  # numpy's own way from several numbers to one
+            words = np.random.SeedSequence((request.seed, self.index, self.num_turns))
+            seed = int(words.generate_state(1, np.uint64)[0]) >> 1
+        self.num_turns += 1
+        if self._outage:
+            self._outage.close()
+        asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling, seed)
+        try:
+            async with asyncio.timeout(request.turn_timeout_s or None):
+                turns: tuple[Turn, ...] = await self._asked_again(
+                    GENERATION, "generate", asked, version=request.oldest, prefer=prefer or None
+                )
+            self.num_tokens += sum(len(turn.token_ids) for turn in turns)
+            return turns[0]
+        except AsyncGrpoError as error:
+            is_late = isinstance(error, DeadlineError)
+            failure = FailureClass.DEADLINE if is_late else FailureClass.ENGINE
+            message = f"a turn failed {TRIES} times, the last time: {error}"
+            raise EpisodeFailed(failure, message) from error
+        except TimeoutError as error:
+            message = f"a turn took longer than --turn-timeout-s {request.turn_timeout_s:g}"
+            raise EpisodeFailed(FailureClass.TIMEOUT, message) from error
+
+    async def judge(
+        self,
+        names: Sequence[str],
+        messages: Sequence[Message],
+        *,
+        form: VerdictForm[V],
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+    ) -> tuple[V, ...]:
+        """See `Services`."""
+        how = {"temperature": temperature, "max_tokens": max_tokens}
+        asked = [self._verdict(name, messages, form, **how) for name in names]
+        verdicts = tuple(await together(asked, name="judge"))
+        if len(verdicts) > 1:
+            self.judged.append(verdicts)
+        return verdicts
+
+    async def ask_judge(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        *,
+        temperature: float = 1.0,
+        max_tokens: int = 512,
+    ) -> str:
+        """See `Services`."""
+        return await self._said(name, JudgeRequest(tuple(messages), temperature, max_tokens))
+
+    async def _verdict(
+        self, name: str, messages: Sequence[Message], form: VerdictForm[V], **how: Any
+    ) -> V:
+        request = JudgeRequest(form.asked(messages), **how)
+        for _ in range(TRIES):
+            answer = await self._said(name, request)
+            try:
+                return form.verdict(answer)
+            except ValueError as error:
+                problem = error
+                again = form.asked_again(request.messages, answer=answer, problem=error)
+                request = replace(request, messages=again, is_again=True)
+        message = f"judge {name} gave no verdict {TRIES} times, the last time: {problem}"
+        raise EpisodeFailed(FailureClass.JUDGE, message)
+
+    async def _said(self, name: str, request: JudgeRequest) -> str:
+        known = self._request.judges
+        if name not in known:
+            message = f"judge {name!r} must be one of --judges {','.join(known)!r}: name it there"
+            raise EpisodeFailed(FailureClass.ENVIRONMENT, message)
+        try:
+            answer: JudgeAnswer = await self.reach(
+                lambda: self._asked_again(judge(name), "judge", request), is_idempotent=True
+            )
+        except AsyncGrpoError as error:
+            message = f"judge {name} failed {TRIES} times, the last time: {error}"
+            raise EpisodeFailed(FailureClass.JUDGE, message) from error
+        return answer.text
+
+    async def _asked_again(self, role: str, method: str, request: Any, **where: Any) -> Any:
+        """The answer of a worker, or of another one; raises the last of `TRIES` errors."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self.ask(role, method, request, **where)
+            except ServerAway:
+                raise
+            except AsyncGrpoError as error:
+                logger.warning("another %s worker is asked: %s", role, error)
+            await asyncio.sleep(AFTER_LOSS_S)
+        return await self.ask(role, method, request, **where)

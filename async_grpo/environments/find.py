@@ -12,8 +12,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-from async_grpo.environments.base import Environment
-from async_grpo.environments.single_turn import SingleTurn
+from async_grpo.environments.base import Environment, SingleTurn
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode, hash_imported, text_of
 

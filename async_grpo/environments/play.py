@@ -12,54 +12,47 @@ import asyncio
 import itertools
 import logging
 import math
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
-from async_grpo.environments.causes import Cause, ModelError, Next, cause_of, decide
-from async_grpo.environments.chat.base import Message, Renderer, ToolSpec
-from async_grpo.environments.chat.dialogue import Dialogue
-from async_grpo.environments.episode import EpisodePolicy, NoRoom
-from async_grpo.environments.judging import VerdictForm
-from async_grpo.environments.reach import TELL, Outage, Tell, reach, until_back
+from async_grpo.environments.causes import (
+    TELL,
+    Cause,
+    ModelError,
+    Next,
+    Outage,
+    Tell,
+    cause_of,
+    decide,
+    until_back,
+)
+from async_grpo.environments.episode import (
+    MAX_REASON_CHARACTERS,
+    Ask,
+    EpisodePolicy,
+    EpisodeServices,
+    FindRenderer,
+    NoRoom,
+)
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
     FailureCause,
-    GenerationRequest,
-    GradingRequest,
-    JudgeAnswer,
-    JudgeRequest,
-    OutageRequest,
     PlayedGroup,
-    Question,
     RequestPulse,
-    SamplingContract,
-    Turn,
     Verdict,
     VerdictStatus,
-    VerificationRequest,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
-from async_grpo.util.errors import AsyncGrpoError, DeadlineError, ServerAway, escaped
+from async_grpo.types.roles import ENVIRONMENT
+from async_grpo.util.errors import escaped
 from async_grpo.util.together import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-V = TypeVar("V")
-Ask = Callable[..., Awaitable[Any]]  # role, method, request, *, cost: the answer of a worker
-FindRenderer = Callable[[str, str], Renderer]  # of a model, and a name of --renderer
 LOOK_INTERVAL_S = 1.0  # at environments that ask for nothing
-AFTER_LOSS_S = 1.0
-TRIES = 3  # of a turn whose engine was lost, and of a judge that gave no verdict
-MAX_REASON_CHARACTERS = 500
 
 
 class GroupPlay:
@@ -70,7 +63,7 @@ class GroupPlay:
         self._ask = ask
         self._find_renderer = find_renderer
         self._policies: list[EpisodePolicy] = []
-        self._members: list[_Member] = []
+        self._members: list[EpisodeServices] = []
         self._again: dict[str, tuple[int, int]] = {}
         self._stopped: dict[int, Verdict] = {}  # by what the model did, where nobody else grades
         self._pings = 0
@@ -124,7 +117,7 @@ class GroupPlay:
                 outage.close()
         raise AssertionError("tries are counted without end")
 
-    async def _played(self, environment: Environment, member: _Member) -> Episode:
+    async def _played(self, environment: Environment, member: EpisodeServices) -> Episode:
         request = self.request
         policy = EpisodePolicy(
             member.turn, sampling=request.sampling, max_row_tokens=request.max_row_tokens
@@ -197,11 +190,13 @@ class GroupPlay:
             raise self._failed(FailureClass.JUDGE, what)
         return verdicts
 
-    def _joined(self, index: int = 0, outage: Outage | None = None) -> _Member:
-        self._members.append(_Member(self.request, self._ask, self._find_renderer, index, outage))
+    def _joined(self, index: int = 0, outage: Outage | None = None) -> EpisodeServices:
+        self._members.append(
+            EpisodeServices(self.request, self._ask, self._find_renderer, index, outage)
+        )
         return self._members[-1]
 
-    async def _unless_idle(self, work: Coroutine[Any, Any, T], member: _Member) -> T:
+    async def _unless_idle(self, work: Coroutine[Any, Any, T], member: EpisodeServices) -> T:
         """What the user's `work` returns, however long it takes, while it asks for anything."""
         task = asyncio.create_task(_never_exiting(work, member.tell))
         try:
@@ -280,184 +275,3 @@ async def _never_exiting(work: Coroutine[Any, Any, T], tell: Tell) -> T:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(f"it has called for the end of its process: {error!r}") from error
-
-
-class _Member:
-    """The services as one episode, or the grading, sees them; knows when it waits for none."""
-
-    def __init__(
-        self,
-        request: EpisodesRequest,
-        ask: Ask,
-        find_renderer: FindRenderer,
-        index: int,
-        outage: Outage | None,
-    ) -> None:
-        """`outage`: that kept the try before from a first turn."""
-        self._outage = outage
-        self._request = request
-        self._ask = ask
-        self._find_renderer = find_renderer
-        self.index = index  # of the episode in its group
-        self.num_turns = 0  # asked for
-        self.asks = 0  # unanswered
-        self.num_tokens = 0  # of the turns that have come
-        self._idle_since_s = time.monotonic()
-        self.judged: list[tuple[Any, ...]] = []  # the verdicts of several judges on one thing
-
-    @property
-    def idle_s(self) -> float:
-        return 0.0 if self.asks else time.monotonic() - self._idle_since_s
-
-    @property
-    def model(self) -> str:
-        """See `Services`."""
-        return self._request.model
-
-    async def ask(
-        self, role: str, method: str, request: Any, *, cost: float = 1.0, **where: Any
-    ) -> Any:
-        """See `Services`."""
-        with self._busy():
-            return await self._ask(role, method, request, cost=cost, **where)
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Within, the environment waits for what it has asked for."""
-        self.asks += 1
-        try:
-            yield
-        finally:
-            self.asks -= 1
-            self._idle_since_s = time.monotonic()
-
-    async def tell(self, why: str) -> None:
-        """That this waits for a server, until it is cancelled; raises when it may no longer."""
-        kind = self._request.question.dataset_type
-        request = OutageRequest(kind, why[:MAX_REASON_CHARACTERS])
-        try:
-            await self.ask(ENVIRONMENT, "outage", request)
-        except AsyncGrpoError as error:
-            raise EpisodeFailed(FailureClass.DEADLINE, str(error)) from error
-
-    async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:
-        """See `Services`."""
-        return await reach(send, is_idempotent=is_idempotent, tell=self.tell)
-
-    async def dialogue(self, *, tools: Sequence[ToolSpec] = ()) -> Dialogue:
-        """See `Services`."""
-        request = self._request
-        # Only the first to chat with a model waits for its tokenizer.
-        with self._busy():
-            renderer = await asyncio.to_thread(self._find_renderer, request.model, request.renderer)
-        return Dialogue(renderer, tools=tools)
-
-    async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
-        """See `Services`."""
-        outputs = tuple(
-            VerificationRequest(self._request.ordinal, index, question, episode.turns[-1])
-            for index, episode in enumerate(episodes)
-        )
-        asked = GradingRequest(outputs)
-        verdicts: tuple[Verdict, ...] = await self.ask(
-            VERIFIER, "verify", asked, cost=float(len(outputs))
-        )
-        return verdicts
-
-    async def turn(
-        self, history: NDArray[np.int32], sampling: SamplingContract, prefer: str
-    ) -> Turn:
-        """A turn, if possible by the worker `prefer`; one that was lost is sampled again."""
-        request = self._request
-        seed = None
-        if request.seed is not None:  # numpy's own way from several numbers to one
-            words = np.random.SeedSequence((request.seed, self.index, self.num_turns))
-            seed = int(words.generate_state(1, np.uint64)[0]) >> 1
-        self.num_turns += 1
-        if self._outage:
-            self._outage.close()
-        asked = GenerationRequest(request.ordinal, request.attempt, history, 1, sampling, seed)
-        try:
-            async with asyncio.timeout(request.turn_timeout_s or None):
-                turns: tuple[Turn, ...] = await self._asked_again(
-                    GENERATION, "generate", asked, version=request.oldest, prefer=prefer or None
-                )
-            self.num_tokens += sum(len(turn.token_ids) for turn in turns)
-            return turns[0]
-        except AsyncGrpoError as error:
-            is_late = isinstance(error, DeadlineError)
-            failure = FailureClass.DEADLINE if is_late else FailureClass.ENGINE
-            message = f"a turn failed {TRIES} times, the last time: {error}"
-            raise EpisodeFailed(failure, message) from error
-        except TimeoutError as error:
-            message = f"a turn took longer than --turn-timeout-s {request.turn_timeout_s:g}"
-            raise EpisodeFailed(FailureClass.TIMEOUT, message) from error
-
-    async def judge(
-        self,
-        names: Sequence[str],
-        messages: Sequence[Message],
-        *,
-        form: VerdictForm[V],
-        temperature: float = 0.0,
-        max_tokens: int = 512,
-    ) -> tuple[V, ...]:
-        """See `Services`."""
-        how = {"temperature": temperature, "max_tokens": max_tokens}
-        asked = [self._verdict(name, messages, form, **how) for name in names]
-        verdicts = tuple(await together(asked, name="judge"))
-        if len(verdicts) > 1:
-            self.judged.append(verdicts)
-        return verdicts
-
-    async def ask_judge(
-        self,
-        name: str,
-        messages: Sequence[Message],
-        *,
-        temperature: float = 1.0,
-        max_tokens: int = 512,
-    ) -> str:
-        """See `Services`."""
-        return await self._said(name, JudgeRequest(tuple(messages), temperature, max_tokens))
-
-    async def _verdict(
-        self, name: str, messages: Sequence[Message], form: VerdictForm[V], **how: Any
-    ) -> V:
-        request = JudgeRequest(form.asked(messages), **how)
-        for _ in range(TRIES):
-            answer = await self._said(name, request)
-            try:
-                return form.verdict(answer)
-            except ValueError as error:
-                problem = error
-                again = form.asked_again(request.messages, answer=answer, problem=error)
-                request = replace(request, messages=again, is_again=True)
-        message = f"judge {name} gave no verdict {TRIES} times, the last time: {problem}"
-        raise EpisodeFailed(FailureClass.JUDGE, message)
-
-    async def _said(self, name: str, request: JudgeRequest) -> str:
-        known = self._request.judges
-        if name not in known:
-            message = f"judge {name!r} must be one of --judges {','.join(known)!r}: name it there"
-            raise EpisodeFailed(FailureClass.ENVIRONMENT, message)
-        try:
-            answer: JudgeAnswer = await self.reach(
-                lambda: self._asked_again(judge(name), "judge", request), is_idempotent=True
-            )
-        except AsyncGrpoError as error:
-            message = f"judge {name} failed {TRIES} times, the last time: {error}"
-            raise EpisodeFailed(FailureClass.JUDGE, message) from error
-        return answer.text
-
-    async def _asked_again(self, role: str, method: str, request: Any, **where: Any) -> Any:
-        """The answer of a worker, or of another one; raises the last of `TRIES` errors."""
-        for _ in range(TRIES - 1):
-            try:
-                return await self.ask(role, method, request, **where)
-            except ServerAway:
-                raise
-            except AsyncGrpoError as error:
-                logger.warning("another %s worker is asked: %s", role, error)
-            await asyncio.sleep(AFTER_LOSS_S)
-        return await self.ask(role, method, request, **where)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-from async_grpo.environments.chat.base import Reply, ToolSpec
+from async_grpo.environments.chat.messages import Reply, ToolSpec
 from async_grpo.gateway import replies
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.session import Session
@@ -86,7 +86,7 @@ async def chat_plan(session: Session, asked: ChatRequest) -> Plan:
 def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
     """What is wrong with the calls of a turn, by what their tools declare; empty: nothing.
 
-    >>> from async_grpo.environments.chat.base import ToolCall
+    >>> from async_grpo.environments.chat.messages import ToolCall
     >>> mistake_in(Reply("", (ToolCall("look", {}),)), [])
     "calls 'look', which is no tool"
     """

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from async_grpo.environments.chat.base import Reply
+from async_grpo.environments.chat.messages import Reply
 from async_grpo.gateway.stopping import Decode
 from async_grpo.types import Turn
 

@@ -26,9 +26,9 @@ from async_grpo.cluster import cluster
 from async_grpo.config.command_options import TOKEN_VARIABLE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.client import WHO, RunClient
-from async_grpo.environments.chat.base import ToolSpec
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
+from async_grpo.environments.chat.messages import ToolSpec
 from async_grpo.gateway.app import make_app
 from async_grpo.gateway.base import Ask, Refused
 from async_grpo.gateway.server import Server, in_background, listening

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING
 
 from async_grpo.config.command_options import TOKEN_VARIABLE, ServeConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.environments.chat.base import ToolSpec
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
-from async_grpo.gateway.app import make_app
-from async_grpo.gateway.base import Ask
-from async_grpo.gateway.server import Server
-from async_grpo.gateway.session import Session
-from async_grpo.gateway.sessions import Limits, Sessions
+from async_grpo.environments.chat.messages import ToolSpec
+from async_grpo.gateway.app import Server, make_app
+from async_grpo.gateway.sampler import Ask
+from async_grpo.gateway.session import Limits, Session, Sessions
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.types import Turn

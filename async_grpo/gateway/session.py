@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.environments.chat.base import ToolSpec
 from async_grpo.environments.chat.dialogue import Dialogue
+from async_grpo.environments.chat.messages import ToolSpec
 from async_grpo.gateway.base import Ask, Refused, Sampler
 from async_grpo.types import Turn
 

@@ -115,12 +115,11 @@ def _start_environment_worker(
     config: WorkerConfig, taken: Mapping[str, float], worker_id: str
 ) -> WorkerHandle:
     """It learns of the environment from the run."""
-    from async_grpo.environments.environment_worker import EnvironmentWorker
-    from async_grpo.environments.services import ask
+    from async_grpo.environments.environment_worker import EnvironmentWorker, ask_controller
     from async_grpo.verification.jailer import allow_unconfined
 
     return _actor(EnvironmentWorker, taken).remote(
-        ask,
+        ask_controller,
         worker_id=worker_id,
         capacity=config.capacity,
         lease_s=config.worker_lease_s,

@@ -8,7 +8,7 @@ from players import make_request
 from scripted import Handle
 
 from async_grpo.cluster import cluster
-from async_grpo.environments import services
+from async_grpo.environments import environment_worker
 from async_grpo.types import RunId
 from async_grpo.util.errors import ProcessLostError
 
@@ -21,11 +21,13 @@ class Controller:
 def test_a_controller_is_looked_for_once_an_epoch_and_again_where_there_was_none(monkeypatch):
     found, looked = [None, Handle(Controller()), Handle(Controller())], []
     monkeypatch.setattr(cluster, "find_actor", lambda name: looked.append(name) or found.pop(0))
-    services._controller_of.cache_clear()
+    environment_worker._controller_of.cache_clear()
     played = make_request(run=RunId(7, 1), lease_id=3)
 
     def asked(request):
-        return asyncio.run(services.ask(request, "generation", "generate", "x", cost=1.0))
+        return asyncio.run(
+            environment_worker.ask_controller(request, "generation", "generate", "x", cost=1.0)
+        )
 
     with pytest.raises(ProcessLostError, match="the controller has ended"):
         asked(played)
@@ -34,4 +36,4 @@ def test_a_controller_is_looked_for_once_an_epoch_and_again_where_there_was_none
     later = asked(replace(played, run=RunId(7, 2)))
     assert later == (RunId(7, 2), *expected[1:])
     assert looked == [cluster.CONTROLLER] * 3
-    services._controller_of.cache_clear()
+    environment_worker._controller_of.cache_clear()

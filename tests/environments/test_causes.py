@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from players import make_request, make_turn, play
 
+from async_grpo.environments import causes
+from async_grpo.environments import episode as episode_module
 from async_grpo.environments import play as module
-from async_grpo.environments import reach
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.causes import (
     Cause,
@@ -30,9 +31,9 @@ from async_grpo.util.errors import DeadlineError, ServerAway
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(module, "AFTER_LOSS_S", 0.0)
+    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(causes, "FIRST_PAUSE_S", 0.01)
 
 
 @given(st.sampled_from(Cause), st.booleans(), st.integers(1, 9))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from players import Scripted, make_request, make_turn, play
 
+from async_grpo.environments import episode as episode_module
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.environment_worker import EnvironmentWorker
@@ -19,7 +20,7 @@ LONG_S = 10.0
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(module, "AFTER_LOSS_S", 0.0)
+    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
 
 
 # By name: what an environment does between two turns.

@@ -15,7 +15,7 @@ from scripted import run
 from scripted_run import Run, make_config, split_steps
 
 from async_grpo.environments.base import Environment, FailureClass
-from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.judging import score
 from async_grpo.environments.play import GroupPlay
 from async_grpo.environments.tools.function import tool

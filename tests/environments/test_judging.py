@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from players import Scripted, make_request, play
 from two_turns import TwoTurns
 
-from async_grpo.environments import play as module
+from async_grpo.environments import episode as episode_module
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.judging import choice, ranking, score
 from async_grpo.types import JudgeAnswer, Verdict
@@ -21,7 +21,7 @@ QUESTION = [{"role": "user", "content": "Is 20 right?"}]
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(module, "AFTER_LOSS_S", 0.0)
+    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
 
 
 class Court(Scripted):

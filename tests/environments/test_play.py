@@ -10,6 +10,7 @@ import pytest
 from players import Scripted, make_request, play
 from two_turns import TwoTurns
 
+from async_grpo.environments import episode as episode_module
 from async_grpo.environments import play as module
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.environment_worker import EnvironmentWorker
@@ -25,7 +26,7 @@ ONE = make_request(num_samples=1)
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch):
-    monkeypatch.setattr(module, "AFTER_LOSS_S", 0.0)
+    monkeypatch.setattr(episode_module, "AFTER_LOSS_S", 0.0)
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from async_grpo.bridges import hosted, verifiers, verifiers_bridge
 from async_grpo.environments.base import Environment
-from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.judging import score
 from async_grpo.environments.tools.mcp import McpServer
 from async_grpo.environments.tools.toolbox import Toolbox

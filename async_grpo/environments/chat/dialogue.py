@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from async_grpo.environments.chat.base import Message, Renderer, Reply, ToolSpec
-from async_grpo.environments.chat.messages import in_shape
+from async_grpo.environments.chat.messages import Message, Renderer, Reply, ToolSpec, in_shape
 
 if TYPE_CHECKING:
     from async_grpo.environments.base import Policy

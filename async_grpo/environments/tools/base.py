@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_grpo.environments.base import ModelError
-from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.chat.messages import ToolSpec
 
 
 class ToolMistake(ModelError, ValueError):

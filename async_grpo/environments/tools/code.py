@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.chat.messages import ToolSpec
 from async_grpo.environments.tools.function import FunctionTool
 from async_grpo.verification.jailer import MEMORY_MIB, require_jail, run_program
 

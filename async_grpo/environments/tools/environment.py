@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from async_grpo.environments.base import Environment, Policy, Services
-from async_grpo.environments.chat.base import Message
+from async_grpo.environments.chat.messages import Message
 from async_grpo.environments.tools.base import Tool
 from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.types import Episode, Question

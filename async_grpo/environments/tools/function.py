@@ -21,7 +21,7 @@ from typing import Any, NotRequired, get_type_hints, overload
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.chat.messages import ToolSpec
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.util.errors import ConfigError
 

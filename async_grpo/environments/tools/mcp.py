@@ -27,7 +27,7 @@ from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 
-from async_grpo.environments.chat.base import ToolSpec
+from async_grpo.environments.chat.messages import ToolSpec
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.util.deadlines import TOOL_SERVER_S
 from async_grpo.util.errors import ServerAway

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from async_grpo.environments.base import EpisodeFailed, FailureClass, ModelError
-from async_grpo.environments.causes import TRIES, cause_of
-from async_grpo.environments.chat.base import ToolCall, ToolSpec
-from async_grpo.environments.reach import reach
+from async_grpo.environments.causes import TRIES, cause_of, reach
+from async_grpo.environments.chat.messages import ToolCall, ToolSpec
 from async_grpo.environments.tools.base import Tool, ToolMistake, ToolResult
 from async_grpo.util.deadlines import TOOL_S
 from async_grpo.util.errors import ConfigError

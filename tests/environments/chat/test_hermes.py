@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_grpo.environments.chat.hermes import read_reply
+from async_grpo.environments.chat.template import read_reply
 
 GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 

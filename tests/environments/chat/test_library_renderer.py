@@ -3,8 +3,7 @@
 import pytest
 from families import LIBRARY, tokenizer_of
 
-from async_grpo.environments.chat.find import find_renderer
-from async_grpo.environments.chat.library import known_family, library_renderer
+from async_grpo.environments.chat.find import find_renderer, known_family, library_renderer
 from async_grpo.util.errors import ConfigError, ModelError
 
 pytest.importorskip("renderers")

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 from families import tokenizer_of
 
-from async_grpo.environments.chat.base import MessagesError
+from async_grpo.environments.chat.messages import MessagesError
 from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.util.errors import ModelError
 

@@ -11,7 +11,7 @@ from families import tokenizer_of
 from hostile_texts import CONTROL, PROGRAMS, SAID, WRITTEN
 from players import Scripted, make_request, play
 
-from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.chat.template import TemplateRenderer
 from async_grpo.environments.tools.code import PythonTool
 from async_grpo.environments.tools.environment import ToolEnvironment

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.environments import reach
+from async_grpo.environments import causes
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause
-from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.tools import mcp as tools_mcp
 from async_grpo.environments.tools.mcp import McpServer
 from async_grpo.environments.tools.toolbox import Toolbox
@@ -150,7 +150,7 @@ def test_a_call_that_finds_its_server_down_is_made_again_when_it_is_up():
         server = McpServer(f"http://127.0.0.1:{port}/mcp")
         try:
             box = Toolbox(await server.tools())
-            reach.TELL.set(tell)
+            causes.TELL.set(tell)
             with pytest.raises(EpisodeFailed) as caught:  # it may have been carried out
                 await box.answer(call("die"))
             assert caught.value.cause is Cause.SERVER and not told

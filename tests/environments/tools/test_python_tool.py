@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.tools.code import PythonTool
 from async_grpo.environments.tools.toolbox import Toolbox
 

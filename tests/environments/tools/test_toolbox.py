@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from async_grpo.environments import reach
+from async_grpo.environments import causes
 from async_grpo.environments.base import EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.causes import Cause
-from async_grpo.environments.chat.base import ToolCall
+from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.environments.tools.function import tool
 from async_grpo.environments.tools.toolbox import MAX_CALLS, Toolbox
@@ -158,7 +158,7 @@ def answered_by(index, *words, is_idempotent=False):
         await asyncio.sleep(60)
 
     async def scenario():
-        reach.TELL.set(tell)
+        causes.TELL.set(tell)
         box = Toolbox([tool(is_idempotent=is_idempotent)(index.look)])
         calls = [[ToolCall("look", {"word": word})] for word in words]
         return [text for (text,) in await asyncio.gather(*map(box.answer, calls))]
@@ -168,7 +168,7 @@ def answered_by(index, *words, is_idempotent=False):
 
 @pytest.fixture
 def _at_once(monkeypatch):
-    monkeypatch.setattr(reach, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(causes, "FIRST_PAUSE_S", 0.01)
 
 
 @pytest.mark.usefixtures("_at_once")
