@@ -13,15 +13,23 @@ the command, and what is graded:
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from async_grpo.bridges.agent_process import run_process
-from async_grpo.bridges.hosted import Address, HostedEnvironment, process_variables
+from async_grpo.bridges.hosted import Address, HostedEnvironment, Said, process_variables
 from async_grpo.environments.base import EpisodeFailed, FailureClass, Policy, Services
 from async_grpo.environments.causes import Cause, ModelError
 from async_grpo.types import Episode, Question
+from async_grpo.util.deadlines import AGENT_SAID_S
+
+# The shell becomes the agent. What it leaves beside it waits for the end of this process, which
+# alone can write to the pipe, and ends the group: nobody else would, when this one is killed.
+WATCHED = 'exec 3<&0; (read _ <&3; kill -KILL 0) & exec "$@" 3<&- <"/dev/fd/$0"'
 
 
 class AgentEnvironment(HostedEnvironment):
@@ -65,3 +73,44 @@ def agent_variables(address: Address) -> Mapping[str, str]:
     return process_variables(
         sys.executable, OPENAI_BASE_URL=url, OPENAI_API_BASE=url, OPENAI_API_KEY=address.token
     )
+
+
+async def run_process(
+    command: Sequence[str], *, text: str, variables: Mapping[str, str]
+) -> tuple[int, str]:
+    """The exit code of an agent, and the end of what it said; `text` is its stdin.
+
+    It is ended with all that it has started.
+    """
+    (reads, writes), (lives, life) = os.pipe(), os.pipe()
+    with (
+        tempfile.TemporaryFile() as stdin,
+        os.fdopen(reads, "rb", 0) as output,
+        os.fdopen(life, "wb", 0),
+    ):
+        stdin.write(text.encode())
+        stdin.flush()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *("sh", "-c", WATCHED, str(stdin.fileno()), *command),
+                stdin=lives,
+                stdout=writes,
+                stderr=writes,
+                pass_fds=(stdin.fileno(),),
+                env=dict(variables),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writes)
+            os.close(lives)
+        said = Said()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: said, output)
+        try:
+            code = await process.wait()
+        finally:
+            # What it started in the background too, though it may have ended itself.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait({said.ended}, timeout=AGENT_SAID_S)
+            transport.close()
+        return code, said.text

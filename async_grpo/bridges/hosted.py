@@ -23,6 +23,7 @@ from async_grpo.gateway.sessions import Limits, Sessions
 from async_grpo.types import Turn
 
 ONE_PROCESS = Limits(requests=10_000)  # the episodes' own number is what bounds them
+KEPT_BYTES = 1000  # of what a process says, the last ones
 T = TypeVar("T")
 
 
@@ -133,3 +134,25 @@ def process_variables(python: str, **own: str) -> Mapping[str, str]:
     path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", "")])
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), LOOPBACK]))
     return {**os.environ, "PATH": path, "NO_PROXY": no_proxy, "no_proxy": no_proxy, **own}
+
+
+class Said(asyncio.Protocol):
+    """The end of a stream, however long it is."""
+
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._kept = b""
+
+    def data_received(self, data: bytes) -> None:
+        """More has come."""
+        self._kept = (self._kept + data)[-KEPT_BYTES:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Nothing more comes."""
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return " ".join(self._kept.decode(errors="replace").split())

@@ -77,7 +77,7 @@ class OpenEnvEnvironment(Environment):
             return replace(policy.episode(is_cut=is_cut), verdict=session.verdict())
 
 
-class Session:
+class OpenEnvSession:
     """One connection, which is one environment of the server."""
 
     def __init__(self, url: str, socket: Any, schema: Mapping[str, Any]) -> None:
@@ -177,7 +177,7 @@ class ServerTool:
 
     def __init__(
         self,
-        session: Session,
+        session: OpenEnvSession,
         name: str,
         description: str,
         parameters: Mapping[str, Any],
@@ -202,12 +202,12 @@ class _NoSession(Exception):
 
 
 @asynccontextmanager
-async def opened(url: str, given: Mapping[str, Any]) -> AsyncIterator[Session]:
+async def opened(url: str, given: Mapping[str, Any]) -> AsyncIterator[OpenEnvSession]:
     """A session that has been reset; waits for one that is free."""
     schema = await action_schema(url)
     while True:
         async with _connected(url) as socket:
-            session = Session(url, socket, schema)
+            session = OpenEnvSession(url, socket, schema)
             try:
                 await session.reset(given)
             except _NoSession:
@@ -254,7 +254,7 @@ def _is_here(url: str) -> bool:
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-async def _acted(session: Session, toolbox: Toolbox, reply: Reply) -> list[dict[str, Any]]:
+async def _acted(session: OpenEnvSession, toolbox: Toolbox, reply: Reply) -> list[dict[str, Any]]:
     """What the model reads of its turn; nothing: it has called no tool."""
     if not session.text_field:
         return [result.message() for result in await toolbox.answer(reply.tool_calls)]

@@ -238,9 +238,7 @@ def test_an_agent_ends_with_all_that_it_has_started_when_its_worker_is_killed(tm
     pids = tmp_path / "pids"
     agent = f"sleep 60 & echo $$ $! > {pids}; wait"
     run = f"run_process(['sh', '-c', {agent!r}], text='', variables=dict(os.environ))"
-    worker = (
-        "import asyncio, os\nfrom async_grpo.bridges.agent_process import run_process\nasyncio.run"
-    )
+    worker = "import asyncio, os\nfrom async_grpo.bridges.agent import run_process\nasyncio.run"
     process = subprocess.Popen([sys.executable, "-c", f"{worker}({run})"])
     deadline = time.monotonic() + 30
     while not (pids.exists() and pids.read_text().endswith("\n")):
