@@ -15,11 +15,9 @@ from typing import Any, TypeVar
 from async_grpo.environments.base import Environment, EpisodeFailed, Policy, Services
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.environments.episode import NoRoom
-from async_grpo.gateway.app import make_app
-from async_grpo.gateway.base import Ask, Refused
-from async_grpo.gateway.server import LOOPBACK, Server, in_background
-from async_grpo.gateway.session import TOO_LONG, Session
-from async_grpo.gateway.sessions import Limits, Sessions
+from async_grpo.gateway.app import LOOPBACK, Server, in_background, make_app
+from async_grpo.gateway.sampler import Ask, Refused
+from async_grpo.gateway.session import TOO_LONG, Limits, Session, Sessions
 from async_grpo.types import Turn
 
 ONE_PROCESS = Limits(requests=10_000)  # the episodes' own number is what bounds them

@@ -1,40 +1,46 @@
-"""The HTTP application: one route a request of OpenAI's, and the same under /s/NAME."""
+"""The HTTP application: one route a request of OpenAI's, and the same under /s/NAME.
+
+A `Server` listens for it on the event loop that starts it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from async_grpo.gateway import replies
-from async_grpo.gateway.base import Ask, Refused
-from async_grpo.gateway.plan import Plan, chat_plan, completion_plan, generation
-from async_grpo.gateway.session import Session
-from async_grpo.gateway.sessions import Sessions
+from async_grpo.gateway import wire
+from async_grpo.gateway.answer_plan import AnswerPlan, chat_plan, completion_plan, generation
+from async_grpo.gateway.sampler import Ask, Refused
+from async_grpo.gateway.session import Session, Sessions
 from async_grpo.gateway.wire import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     SamplingRequest,
-    read,
+    read_request,
 )
 from async_grpo.types import Turn
-from async_grpo.util.deadlines import GATEWAY_BODY_S
+from async_grpo.util.deadlines import GATEWAY_BODY_S, GATEWAY_ENDED_S, GATEWAY_HEAD_S
 from async_grpo.util.errors import AsyncGrpoError, ConfigError
 from async_grpo.util.together import together
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 CLIENT_GONE = 499
+LOOPBACK = "127.0.0.1"
 
 
 def make_app(sessions: Sessions) -> ASGIApp:
@@ -80,7 +86,7 @@ class _Endpoints:
             raise Refused("stream must be false here: leave it out")
         asks = generation(session, asked.sampling_params, asked.token_ids)
         turns = await _unless_gone(request, _turns(session, asks))
-        choices = [replies.generated(index, turn) for index, turn in enumerate(turns)]
+        choices = [wire.generated(index, turn) for index, turn in enumerate(turns)]
         return JSONResponse({"request_id": asked.request_id, "choices": choices})
 
     async def models(self, request: Request) -> Response:
@@ -92,7 +98,7 @@ class _Endpoints:
     async def turns(self, request: Request) -> Response:
         turns = self._find(request, opens=False).turns
         data = [
-            {"prompt_token_ids": list(heard.prompt_ids), **replies.generated(index, heard.turn)}
+            {"prompt_token_ids": list(heard.prompt_ids), **wire.generated(index, heard.turn)}
             for index, heard in enumerate(turns)
         ]
         return JSONResponse({"object": "list", "data": data})
@@ -121,7 +127,7 @@ class _Endpoints:
         except TimeoutError:
             raise Refused(f"a request's body must come within {GATEWAY_BODY_S:g} s: send it again",
                           status=408) from None  # fmt: skip
-        return session, read(bytes(body), kind)
+        return session, read_request(bytes(body), kind)
 
     def _check(self, session: Session, asked: SamplingRequest, model: str | None) -> None:
         asked.refuse_unserved(decides_sampling=session.sampler.decides_sampling)
@@ -135,7 +141,7 @@ class _Endpoints:
 
 
 async def _answered(
-    request: Request, session: Session, asked: SamplingRequest, plan: Plan
+    request: Request, session: Session, asked: SamplingRequest, plan: AnswerPlan
 ) -> Response:
     if asked.stream:
         has_usage = bool(asked.stream_options and asked.stream_options.include_usage)
@@ -143,10 +149,10 @@ async def _answered(
         return StreamingResponse(events, media_type="text/event-stream")
     choices = await _unless_gone(request, _choices(session, plan))
     said = [choice.message() if plan.is_chat else choice.text() for choice in choices]
-    return JSONResponse(plan.heading.of(said, usage=replies.usage(plan.num_prompt, choices)))
+    return JSONResponse(plan.heading.of(said, usage=wire.usage(plan.num_prompt, choices)))
 
 
-async def _choices(session: Session, plan: Plan) -> list[replies.Choice]:
+async def _choices(session: Session, plan: AnswerPlan) -> list[wire.AnsweredChoice]:
     turns = await _turns(session, [wanted.ask for wanted in plan.wanted])
     return [plan.choice(index, turn) for index, turn in enumerate(turns)]
 
@@ -155,10 +161,10 @@ async def _turns(session: Session, asks: Sequence[Ask]) -> list[Turn]:
     return await together((session.turn(ask) for ask in asks), name="turn")
 
 
-async def _events(session: Session, plan: Plan, *, has_usage: bool) -> AsyncIterator[str]:
+async def _events(session: Session, plan: AnswerPlan, *, has_usage: bool) -> AsyncIterator[str]:
     """The stream of an answer; several choices come when all have ended."""
-    delta = replies.chat_delta if plan.is_chat else replies.completion_delta
-    rest = replies.last_chat_deltas if plan.is_chat else replies.last_completion_deltas
+    delta = wire.chat_delta if plan.is_chat else wire.completion_delta
+    rest = wire.last_chat_deltas if plan.is_chat else wire.last_completion_deltas
     sent = ""
     try:
         if len(plan.wanted) > 1 or plan.so_far is None or plan.logprobs:
@@ -167,20 +173,18 @@ async def _events(session: Session, plan: Plan, *, has_usage: bool) -> AsyncIter
             async for turn in session.pieces(plan.wanted[0].ask):
                 text = plan.so_far(turn.token_ids.tolist())
                 if len(text) > len(sent):
-                    yield replies.event(
-                        plan.heading.of([delta(0, text[len(sent) :])], is_chunk=True)
-                    )
+                    yield wire.event(plan.heading.of([delta(0, text[len(sent) :])], is_chunk=True))
                     sent = text
             choices = [plan.choice(0, turn)]
         for choice in choices:
             for part in rest(choice, num_sent=len(sent)):
-                yield replies.event(plan.heading.of([part], is_chunk=True))
+                yield wire.event(plan.heading.of([part], is_chunk=True))
         if has_usage:
-            used = replies.usage(plan.num_prompt, choices)
-            yield replies.event(plan.heading.of([], is_chunk=True, usage=used))
-        yield replies.DONE
+            used = wire.usage(plan.num_prompt, choices)
+            yield wire.event(plan.heading.of([], is_chunk=True, usage=used))
+        yield wire.DONE
     except AsyncGrpoError as error:  # the status has been sent
-        yield replies.event(_as_refused(error).body())
+        yield wire.event(_as_refused(error).body())
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -235,3 +239,71 @@ def _as_refused(error: Exception) -> Refused:
     """What has failed behind the gateway may serve the next time, but for what is never served."""
     status = 400 if isinstance(error, ConfigError) else 503
     return error if isinstance(error, Refused) else Refused(str(error), status=status)
+
+
+class Server:
+    """One application at one address; raises `ConfigError` where nothing can listen."""
+
+    def __init__(self, app: ASGIApp, *, host: str = LOOPBACK, port: int = 0) -> None:
+        """Port 0: any that is free."""
+        self._socket = listening(host, port)
+        # asyncio does so for sockets that name their protocol only; without it, 40 ms a request.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_InTime,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=round(GATEWAY_ENDED_S),
+            )
+        )
+
+    async def serve(self) -> None:
+        """Until `stop`, or in a main thread until a signal."""
+        await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """Take no more requests; those that run have a little while."""
+        self._server.should_exit = True
+
+
+class _InTime(HttpToolsProtocol):
+    """Closes connections on which a request's head does not come: uvicorn waits for ever."""
+
+    _head_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def _watch(self) -> None:
+        is_served = self.cycle is not None and not self.cycle.response_complete
+        if is_served and self._head_due:
+            self._head_due.cancel()
+            self._head_due = None
+        elif not is_served and not self._head_due:
+            self._head_due = self.loop.call_later(GATEWAY_HEAD_S, self.transport.close)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket there; raises `ConfigError`, where uvicorn would end the process."""
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            "a gateway must listen at an address of this machine that is free, got "
+            f"{host}:{port} ({error.strerror or error}): choose another"
+        ) from error
+
+
+def in_background(server: Server) -> asyncio.Task[None]:
+    """The task that serves, which its caller holds."""
+    return asyncio.create_task(server.serve(), name=f"gateway-{server.url}")

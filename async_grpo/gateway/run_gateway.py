@@ -29,11 +29,9 @@ from async_grpo.controller.client import WHO, RunClient
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
 from async_grpo.environments.chat.messages import ToolSpec
-from async_grpo.gateway.app import make_app
-from async_grpo.gateway.base import Ask, Refused
-from async_grpo.gateway.server import Server, in_background, listening
-from async_grpo.gateway.session import Session
-from async_grpo.gateway.sessions import Sessions
+from async_grpo.gateway.app import Server, in_background, listening, make_app
+from async_grpo.gateway.sampler import Ask, Refused
+from async_grpo.gateway.session import Session, Sessions
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
 from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines

@@ -10,10 +10,8 @@ from families import tokenizer_of
 
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.template import TemplateRenderer
-from async_grpo.gateway.app import make_app
-from async_grpo.gateway.server import Server
-from async_grpo.gateway.session import Session
-from async_grpo.gateway.sessions import Sessions
+from async_grpo.gateway.app import Server, make_app
+from async_grpo.gateway.session import Session, Sessions
 from async_grpo.types import Turn, VersionSpan, WeightsVersion
 
 TOKENIZER = tokenizer_of("qwen2_5")

@@ -9,10 +9,9 @@ from urllib.parse import urlsplit
 import httpx
 from gateways import TOKEN, TOKENIZER, Scripted, ids_of, listening, said
 
-from async_grpo.gateway import app, server
-from async_grpo.gateway.plan import MAX_ANSWERS
-from async_grpo.gateway.session import longest_token, num_chars
-from async_grpo.gateway.sessions import LONGEST_NAME, Limits
+from async_grpo.gateway import app
+from async_grpo.gateway.answer_plan import MAX_ANSWERS
+from async_grpo.gateway.session import LONGEST_NAME, Limits, longest_token, num_chars
 
 ASKED = [{"role": "user", "content": "What is 2+3?"}]
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
@@ -127,7 +126,7 @@ def test_a_body_that_does_not_come_gives_its_place_back(monkeypatch):
 
 
 def test_a_head_that_does_not_end_is_hung_up_on(monkeypatch):
-    monkeypatch.setattr(server, "GATEWAY_HEAD_S", 0.3)
+    monkeypatch.setattr(app, "GATEWAY_HEAD_S", 0.3)
     with listening(Scripted(said("5"))) as url, ExitStack() as stack:
         held = [stack.enter_context(connection(url, sent)) for sent in (b"", OPEN)]
         for each in held:

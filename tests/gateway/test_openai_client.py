@@ -5,7 +5,7 @@ import openai
 import pytest
 from gateways import TOKEN, Scripted, client_of, ids_of, listening, said
 
-from async_grpo.gateway.sessions import Limits
+from async_grpo.gateway.session import Limits
 from async_grpo.util.errors import ConfigError, WorkerError
 
 ASKED = [{"role": "user", "content": "What is 2+3?"}]

@@ -1,8 +1,12 @@
-"""From a request to what is sampled for it, and how its turns are read."""
+"""From a request to what is sampled for it, and how its turns are read.
+
+Engines know token ids only, so that stop strings are looked for here.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +14,10 @@ from typing import Any
 import jsonschema
 
 from async_grpo.environments.chat.messages import Reply, ToolSpec
-from async_grpo.gateway import replies
-from async_grpo.gateway.base import Ask, Refused
+from async_grpo.gateway import wire
+from async_grpo.gateway.sampler import Ask, Refused
 from async_grpo.gateway.session import Session
-from async_grpo.gateway.stopping import StopText
-from async_grpo.gateway.wire import ChatRequest, CompletionRequest, SamplingRequest
+from async_grpo.gateway.wire import ChatRequest, CompletionRequest, Decode, SamplingRequest
 from async_grpo.types import Turn
 from async_grpo.util.errors import AsyncGrpoError
 
@@ -30,10 +33,10 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AnswerPlan:
     """What one request asks for."""
 
-    heading: replies.Heading
+    heading: wire.Heading
     wanted: tuple[Wanted, ...]  # by the index of their choice
     num_prompt: int  # tokens
     logprobs: Callable[[Turn], dict[str, Any]] | None
@@ -45,13 +48,13 @@ class Plan:
         """Whether its choices are messages."""
         return self.heading.kind == "chat.completion"
 
-    def choice(self, index: int, turn: Turn) -> replies.Choice:
+    def choice(self, index: int, turn: Turn) -> wire.AnsweredChoice:
         """The answer that this turn is."""
         logprobs = self.logprobs(turn) if self.logprobs else None
-        return replies.Choice(index, turn, self.wanted[index].hear(turn), logprobs)
+        return wire.AnsweredChoice(index, turn, self.wanted[index].hear(turn), logprobs)
 
 
-async def chat_plan(session: Session, asked: ChatRequest) -> Plan:
+async def chat_plan(session: Session, asked: ChatRequest) -> AnswerPlan:
     """Of a chat; raises `Refused`."""
     try:
         session.check_size([asked.messages, asked.offered_tools])
@@ -74,11 +77,11 @@ async def chat_plan(session: Session, asked: ChatRequest) -> Plan:
     ask = _ask(asked, prompt_ids, stop, max_tokens=asked.longest, stop_ids=dialogue.stop_token_ids)
     session.check(ask)
     decode = session.decode
-    return Plan(
-        replies.Heading("chatcmpl", "chat.completion", asked.model or session.sampler.name),
+    return AnswerPlan(
+        wire.Heading("chatcmpl", "chat.completion", asked.model or session.sampler.name),
         tuple(Wanted(each, hear) for each in _repeated(ask, asked.n)),
         len(prompt_ids),
-        (lambda turn: replies.chat_logprobs(turn, decode)) if asked.logprobs else None,
+        (lambda turn: wire.chat_logprobs(turn, decode)) if asked.logprobs else None,
         (lambda ids: _settled(dialogue.text(ids), stop)) if dialogue.is_plain else None,
     )
 
@@ -103,7 +106,7 @@ def mistake_in(reply: Reply, tools: Sequence[ToolSpec]) -> str:
     return ""
 
 
-async def completion_plan(session: Session, asked: CompletionRequest) -> Plan:
+async def completion_plan(session: Session, asked: CompletionRequest) -> AnswerPlan:
     """Of a completion, which may have several prompts; raises `Refused`."""
     stop = StopText(asked.stops, session.decode)
     given = _prompts(asked.prompt)
@@ -125,15 +128,15 @@ async def completion_plan(session: Session, asked: CompletionRequest) -> Plan:
         return stop.until(session.decode(token_ids))
 
     decode, has_logprobs = session.decode, asked.logprobs is not None
-    return Plan(
-        replies.Heading("cmpl", "text_completion", asked.model or session.sampler.name),
+    return AnswerPlan(
+        wire.Heading("cmpl", "text_completion", asked.model or session.sampler.name),
         tuple(
             Wanted(each, lambda turn: Reply(text(turn.token_ids.tolist())))
             for ask in asks
             for each in _repeated(ask, asked.n)
         ),
         sum(map(len, prompts)),
-        (lambda turn: replies.completion_logprobs(turn, decode)) if has_logprobs else None,
+        (lambda turn: wire.completion_logprobs(turn, decode)) if has_logprobs else None,
         lambda ids: _settled(session.decode(ids), stop),
     )
 
@@ -182,3 +185,29 @@ def _settled(text: str, stop: StopText) -> str:
     text = stop.until(text).rstrip("\ufffd")
     held = max((len(stop) for stop in stop.stops), default=1) - 1
     return text[: len(text) - held] if held else text
+
+
+@dataclass(frozen=True, slots=True)
+class StopText:
+    """The strings that end a turn; a token that holds more than the end of one is kept whole."""
+
+    stops: tuple[str, ...]
+    decode: Decode
+
+    def cut(self, turn: Turn) -> Turn:
+        """The turn up to the first token whose text completes a stop string; itself without one."""
+        token_ids = turn.token_ids.tolist()
+        if not self._is_in(token_ids):
+            return turn
+        counts = range(len(token_ids))
+        num = bisect_left(counts, True, key=lambda count: self._is_in(token_ids[:count]))
+        return turn.stopped(num, text=self.until(self.decode(token_ids[:num])))
+
+    def until(self, text: str) -> str:
+        """The text before the first stop string, which clients do not see."""
+        ends = [place for stop in self.stops if stop and (place := text.find(stop)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    def _is_in(self, token_ids: Sequence[int]) -> bool:
+        text = self.decode(token_ids) if self.stops else ""
+        return any(stop in text for stop in self.stops if stop)
