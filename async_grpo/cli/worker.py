@@ -25,7 +25,7 @@ from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines
-from async_grpo.util.errors import AsyncGrpoError, ConfigError, DataError, ModelError
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, DataError, UnfitModel
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
@@ -63,7 +63,7 @@ def serve(config: WorkerConfig) -> None:
     places = cluster.endpoints()
     try:
         _serve_on_cluster(config, places)
-    except (ConfigError, DataError, ModelError):
+    except (ConfigError, DataError, UnfitModel):
         raise  # that no end of a cluster explains
     except AsyncGrpoError:
         if not _ends_soon(places):

@@ -26,7 +26,7 @@ from async_grpo.gateway.session import Limits, Session, Sessions
 from async_grpo.model.model_folder import ModelFacts, check_model_folder
 from async_grpo.rollout.generation_worker import worker_environment
 from async_grpo.types import Turn
-from async_grpo.util.errors import ModelError, WorkerError
+from async_grpo.util.errors import UnfitModel, WorkerError
 
 if TYPE_CHECKING:
     from async_grpo.rollout.local_engines import ServedEngine
@@ -58,14 +58,14 @@ def serve(model: str, config: ServeConfig, *, name: str, say: Callable[[str], ob
 
     Raises:
         ConfigError: nothing can listen at the address, or there is no such renderer.
-        ModelError: the model cannot be served.
+        UnfitModel: the model cannot be served.
         WorkerError: the engine died.
     """
     facts = check_model_folder(model)
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     try:
         find_renderer(model, config.renderer)
-    except ModelError as error:
+    except UnfitModel as error:
         if config.renderer != "auto":
             raise
         logger.warning("chats are refused, completions are served: %s", error)

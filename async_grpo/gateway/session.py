@@ -61,7 +61,7 @@ class Session:
     async def dialogue(self, tools: Sequence[ToolSpec]) -> Dialogue:
         """The conversations with these tools.
 
-        Raises `ModelError` for a model that has no chat format.
+        Raises `UnfitModel` for a model that has no chat format.
         """
         key = json.dumps(tools, sort_keys=True)
         if key not in self._dialogues:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.utils import is_flash_attn_2_available
 
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 logger = logging.getLogger(__name__)
 PACKED = "packed"  # the name under which transformers knows `packed_attention`
@@ -38,12 +38,12 @@ def choose_attention(
     """Transformers' name of the attention for packed rows on `device`, computing in `dtype`.
 
     `wanted`: `packed` is our own, by torch's kernel; `auto` is the same by FlashAttention-3 where
-    that is installed; `flash_attention_2` is transformers'. Raises ModelError where it cannot run.
+    that is installed; `flash_attention_2` is transformers'. Raises UnfitModel where it cannot run.
     """
     is_half_on_cuda = device.type == "cuda" and dtype in HALF_TYPES
     if wanted == FLASH_2:
         if not is_half_on_cuda or not is_flash_attn_2_available():
-            raise ModelError(
+            raise UnfitModel(
                 f"attention {FLASH_2} needs a CUDA device, bf16 or fp16 and the package flash-attn "
                 f"(requirements/gpu-flash-attn.txt), got {device.type}, {dtype} and flash-attn "
                 f"{'installed' if is_flash_attn_2_available() else 'not installed'}: use "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from async_grpo.model.model_folder import first_line
 from async_grpo.util import deadlines
-from async_grpo.util.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, UnfitModel
 
 logger = logging.getLogger(__name__)
 NEEDED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
@@ -25,7 +25,7 @@ def local_folder(model: str, *, revision: str = "", fetch: bool = True) -> str:
     """`model` when it is a path; the folder of the snapshot when it is a name on a hub.
 
     `revision` is a branch, tag or commit of the hub's model. Without `fetch` nothing but the cache
-    is looked at, and the folder is empty for what the hub has. Raises `ModelError` or `ConfigError`
+    is looked at, and the folder is empty for what the hub has. Raises `UnfitModel` or `ConfigError`
     within seconds when the model cannot be had. What is no name of a hub either is returned as it
     is: whoever reads the folder refuses it.
     """
@@ -38,7 +38,7 @@ def local_folder(model: str, *, revision: str = "", fetch: bool = True) -> str:
         return model
     folder = _snapshot(model, revision or "main", fetch=fetch)
     if folder and not any(Path(folder).glob("*.safetensors")):
-        raise ModelError(
+        raise UnfitModel(
             f"a model of a hub must hold *.safetensors, {model} does not: choose another, or "
             "convert its weights with save_pretrained and give that folder"
         )
@@ -79,12 +79,12 @@ def _snapshot(model: str, revision: str, *, fetch: bool) -> str:
         logger.info("asking %s for the model %s", hub, model)
         return download()
     except GatedRepoError as error:
-        raise ModelError(
+        raise UnfitModel(
             f"{hub} gives {model} only to those who accepted its terms: accept them there, and set "
             "HF_TOKEN to a token of your account"
         ) from error
     except RepositoryNotFoundError as error:
-        raise ModelError(
+        raise UnfitModel(
             f"the model must be a folder, or the name of a model on {hub}, {model!r} is neither: "
             "correct it, or set HF_TOKEN when the model is private"
         ) from error
@@ -111,7 +111,7 @@ def _in_cache(download: Callable[..., str]) -> str:
 def _cached(download: Callable[..., str], model: str, why: str) -> str:
     folder = _in_cache(download)
     if not folder:
-        raise ModelError(
+        raise UnfitModel(
             f"{model!r} is no folder here, nor a model in Hugging Face's cache, and {why}: correct "
             "the path, or download the model where there is a network"
         )

@@ -27,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from async_grpo.model.model_folder import read_config
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 Files = dict[str, Path]  # by the name of a tensor
 MAX_VALUES = 1 << 20  # that are looked at of each tensor
@@ -54,13 +54,13 @@ def materialise(policy: PolicyModel, device: torch.device, *, parameters_on: tor
 def files_of(folder: Path) -> Files:
     """Where each tensor lies; empty without safetensors files.
 
-    Raises ModelError when a file that the index names is not there.
+    Raises UnfitModel when a file that the index names is not there.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         places = json.loads(index.read_text())["weight_map"]
         if lost := [file for file in sorted(set(places.values())) if not (folder / file).is_file()]:
-            raise ModelError(
+            raise UnfitModel(
                 f"{folder} must hold every file that {index.name} names, {len(lost)} are not "
                 f"there, first {lost[0]}: finish the download"
             )
@@ -86,7 +86,7 @@ def misfit(policy: PolicyModel, files: Files) -> str:
 def fill(policy: PolicyModel, files: Files) -> None:
     """Give every parameter its values, converted to its type; each rank reads its own slices.
 
-    Raises ModelError when a tensor has another shape than its parameter, or when the config ties
+    Raises UnfitModel when a tensor has another shape than its parameter, or when the config ties
     parameters that the files hold as two.
     """
     own = dict(hf_named_parameters(policy))
@@ -107,7 +107,7 @@ def read_into(target: Tensor, whole: Tensor, name: str, file: Path) -> None:
     with safe_open(file, framework="pt") as content:
         source = content.get_slice(name)
         if source.get_shape() != list(whole.shape):
-            raise ModelError(
+            raise UnfitModel(
                 f"{name} in {file} must have the shape that config.json gives it "
                 f"({list(whole.shape)}), it has {source.get_shape()}: give the model its own config"
             )
@@ -129,7 +129,7 @@ def _check_tie(parameter: Tensor, name: str, source: str, file: Path) -> None:
     stored = torch.empty_like(local)
     read_into(stored, parameter, name, file)
     if not torch.equal(stored, local):
-        raise ModelError(
+        raise UnfitModel(
             f"config.json ties {name} to {source}, but {file.parent} holds two that differ: set "
             "tie_word_embeddings to false there, or remove one of the two"
         )

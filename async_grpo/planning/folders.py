@@ -8,7 +8,7 @@ from pathlib import Path
 from async_grpo.devices.bill import ModelShape
 from async_grpo.model.model_folder import stated_positions, weights_size
 from async_grpo.planning.shapes import published_config, shape_of_config, unknown_model
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 CONFIG = "config.json"
 
@@ -16,7 +16,7 @@ CONFIG = "config.json"
 def read_shape(model: str, *, instead: str = "") -> ModelShape:
     """Of a folder, a model in the hub's cache, or a published name; `instead` where it is none.
 
-    Weights are not read, and no network is asked. Raises `ModelError` for what is not known.
+    Weights are not read, and no network is asked. Raises `UnfitModel` for what is not known.
     """
     folder = _folder(model)
     if folder is not None:
@@ -24,7 +24,7 @@ def read_shape(model: str, *, instead: str = "") -> ModelShape:
         try:
             config = json.loads((folder / CONFIG).read_text())
         except ValueError as error:
-            raise ModelError(f"{folder / CONFIG} is no JSON: {error}") from None
+            raise UnfitModel(f"{folder / CONFIG} is no JSON: {error}") from None
         count = size.num_parameters if size else 0
         return shape_of_config(config, who=model, num_parameters=count)
     if config := published_config(model):

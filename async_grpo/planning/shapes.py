@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_grpo.devices.bill import ModelShape
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 WITH_BIAS = ("qwen2",)  # model types whose queries, keys and values have one
@@ -59,10 +59,10 @@ ENDINGS = ("-instruct", "-base", "-chat")
 def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int = 0) -> ModelShape:
     """Of a decoder's config.json; `num_parameters` as its files count them, 0: by arithmetic.
 
-    Raises `ModelError` for a config that does not say what is needed.
+    Raises `UnfitModel` for a config that does not say what is needed.
     """
     if missing := [name for name in NEEDED if not isinstance(config.get(name), int)]:
-        raise ModelError(
+        raise UnfitModel(
             f"config.json of {who} must say {missing[0]}: name the folder of a text model, or one "
             "of the same sizes with --shape-of"
         )
@@ -104,11 +104,11 @@ def published_config(name: str) -> Mapping[str, Any] | None:
     return PUBLISHED.get(plain)
 
 
-def unknown_model(name: str) -> ModelError:
+def unknown_model(name: str) -> UnfitModel:
     """What there is to say of a model whose sizes cannot be had."""
     plain = name.rpartition("/")[2].lower()
     [near] = difflib.get_close_matches(plain, PUBLISHED, n=1, cutoff=0.0)
-    return ModelError(
+    return UnfitModel(
         f"--model-name-or-path or --model-path {name} is no folder of this machine, nor a name "
         f"whose sizes are known here (the nearest is {near}): fetch it, or name a model of the "
         "same sizes with --shape-of"

@@ -31,7 +31,7 @@ class DataError(AsyncGrpoError, ValueError):
     """A data file that cannot be read, or a line of it that is malformed."""
 
 
-class ModelError(AsyncGrpoError, ValueError):
+class UnfitModel(AsyncGrpoError, ValueError):
     """A model folder that cannot be used."""
 
 

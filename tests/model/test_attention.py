@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from async_grpo.model import attention
 from async_grpo.model.attention import choose_attention, packed_attention
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -145,11 +145,11 @@ def test_a_flash_attention_3_that_cannot_be_used_is_told_and_done_without(
 
 
 def test_flash_attention_2_is_used_where_it_is_installed_and_refused_by_name_elsewhere(device):
-    with pytest.raises(ModelError, match=r"got cuda, .* flash-attn not installed: use --att"):
+    with pytest.raises(UnfitModel, match=r"got cuda, .* flash-attn not installed: use --att"):
         choose_attention(CUDA, wanted="flash_attention_2")
     device["installed"].add("flash_attn")
     assert choose_attention(CUDA, wanted="flash_attention_2") == "flash_attention_2"
-    with pytest.raises(ModelError, match=r"needs a CUDA device, .*, got cpu"):
+    with pytest.raises(UnfitModel, match=r"needs a CUDA device, .*, got cpu"):
         choose_attention(CPU, wanted="flash_attention_2")
-    with pytest.raises(ModelError, match=r"needs a CUDA device, .*, got cuda, torch.float32"):
+    with pytest.raises(UnfitModel, match=r"needs a CUDA device, .*, got cuda, torch.float32"):
         choose_attention(CUDA, dtype=torch.float32, wanted="flash_attention_2")

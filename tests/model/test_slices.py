@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from async_grpo.model.loading import load_sharded
 from async_grpo.training.fsdp import shard
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_names_that_transformers_converts_are_read_by_it_and_the_cost_is_told(fo
 
 def test_a_tensor_of_another_shape_is_refused(folder, mesh):
     rewrite(folder, lambda own: own | {"model.norm.weight": torch.ones(7)})
-    with pytest.raises(ModelError, match=r"model.norm.weight .* it has \[7\]"):
+    with pytest.raises(UnfitModel, match=r"model.norm.weight .* it has \[7\]"):
         load(folder, mesh)
 
 
@@ -71,7 +71,7 @@ def test_a_head_stored_beside_the_embedding_it_is_tied_to_must_equal_it(folder, 
     rewrite(folder, with_head(0.0))
     load(folder, mesh)
     rewrite(folder, with_head(1e-3))
-    with pytest.raises(ModelError, match=r"ties lm_head.weight to model.embed_tokens.weight"):
+    with pytest.raises(UnfitModel, match=r"ties lm_head.weight to model.embed_tokens.weight"):
         load(folder, mesh)
 
 
@@ -79,5 +79,5 @@ def test_a_file_that_the_index_names_must_be_there(folder, mesh):
     names = load_file(folder / "model.safetensors")
     places = dict.fromkeys(names, "model-00002-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ModelError, match=r"first model-00002-of-00002\.safetensors: finish"):
+    with pytest.raises(UnfitModel, match=r"first model-00002-of-00002\.safetensors: finish"):
         load(folder, mesh)

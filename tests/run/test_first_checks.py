@@ -10,7 +10,7 @@ import pytest
 
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.first_checks import check_at_once
-from async_grpo.util.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, UnfitModel
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = str(REPOSITORY / "sample-data" / "tiny-countdown")
@@ -116,7 +116,7 @@ def check(tmp_path, **options):
 
 
 def test_folders_that_can_be_made_are_no_obstacle(tmp_path):
-    with pytest.raises(ModelError, match="'/no/model' is neither"):
+    with pytest.raises(UnfitModel, match="'/no/model' is neither"):
         check(tmp_path, dump_samples_filename=str(tmp_path / "new" / "dump.jsonl"))
     assert list(tmp_path.iterdir()) == []
 

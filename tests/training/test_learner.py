@@ -13,7 +13,7 @@ from async_grpo.run.report import METRICS_FILE, Report
 from async_grpo.training.learner import Learner
 from async_grpo.training.schedule import Clocks
 from async_grpo.types import EndOfStep
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 GOOD, FILLER, BAD = make_minibatches()
 
@@ -47,7 +47,7 @@ def test_tokens_are_divided_by_and_samples_counted(tmp_path):
 def test_an_attention_that_this_device_lacks_is_refused_before_the_model_is_read():
     config = make_config(attention="flash_attention_2", model_name_or_path="nowhere")
     ranks = SimpleNamespace(device=torch.device("cpu"), share=lambda prepare: prepare())
-    with pytest.raises(ModelError, match=r"flash_attention_2 needs a CUDA device"):
+    with pytest.raises(UnfitModel, match=r"flash_attention_2 needs a CUDA device"):
         Learner.build(config, ranks)
 
 

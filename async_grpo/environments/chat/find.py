@@ -22,7 +22,7 @@ from async_grpo.environments.chat.messages import (
     wrong_arguments,
 )
 from async_grpo.environments.chat.template import TemplateRenderer
-from async_grpo.util.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, UnfitModel
 
 AUTO, TEMPLATE = "auto", "template"
 LOADING = threading.Lock()
@@ -51,7 +51,7 @@ def _tokenizer(model: str) -> Any:
 def find_renderer(model: str, name: str = AUTO) -> Renderer:
     """The renderer `name`; auto: of the model's family where its name says that, else its template.
 
-    Raises `ConfigError` for a name that is none, `ModelError` for a model that it cannot serve.
+    Raises `ConfigError` for a name that is none, `UnfitModel` for a model that it cannot serve.
     """
     tokenizer = find_tokenizer(model)
     name = (known_family(model) or TEMPLATE) if name == AUTO else name
@@ -65,7 +65,7 @@ def library_renderer(tokenizer: Any, *, name: str) -> Renderer:
 
     Raises:
         ConfigError: there is none of that name, or no library.
-        ModelError: the tokenizer is of another family.
+        UnfitModel: the tokenizer is of another family.
     """
     try:
         from renderers import config_from_name, create_renderer
@@ -83,7 +83,7 @@ def library_renderer(tokenizer: Any, *, name: str) -> Renderer:
     try:
         return LibraryRenderer(tokenizer, create_renderer(tokenizer, config_from_name(name)))
     except Exception as error:  # assertions, KeyErrors: whatever a token that is missing causes
-        raise ModelError(
+        raise UnfitModel(
             f"--renderer {name} does not fit the tokenizer of {tokenizer.name_or_path} ({error}): "
             "name that of the model's family, or --renderer auto"
         ) from error

@@ -25,7 +25,7 @@ from async_grpo.environments.chat.messages import (
     ToolSpec,
     wrong_arguments,
 )
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 REMEDY = "name the renderer of its family with --renderer (see `pip install renderers`)"
 MARK = "what-was-said"
@@ -49,7 +49,7 @@ HOW_TO_CALL = (
 
 
 class TemplateRenderer:
-    """See `Renderer`; raises `ModelError` for a model whose template cannot serve."""
+    """See `Renderer`; raises `UnfitModel` for a model whose template cannot serve."""
 
     is_plain = True
 
@@ -60,7 +60,7 @@ class TemplateRenderer:
         control = [str(token) for token in tokens.values() if token.special]
         self._cleaner = Cleaner(tokenizer)
         if not tokenizer.chat_template:
-            raise ModelError(f"{self._name} has no chat template: choose a chat model")
+            raise UnfitModel(f"{self._name} has no chat template: choose a chat model")
         self._end = self._end_of_turn(control)
         (self._end_id,) = (index for index, token in tokens.items() if str(token) == self._end)
         self._call_form = self._find_call_form()
@@ -174,8 +174,8 @@ class TemplateRenderer:
     def _name(self) -> str:
         return str(getattr(self._tokenizer, "name_or_path", "") or "the model")
 
-    def _refusal(self, why: str) -> ModelError:
-        return ModelError(f"the chat template of {self._name} {why}: {REMEDY}")
+    def _refusal(self, why: str) -> UnfitModel:
+        return UnfitModel(f"the chat template of {self._name} {why}: {REMEDY}")
 
 
 def read_reply(text: str) -> Reply:

@@ -4,7 +4,7 @@ import pytest
 from families import LIBRARY, tokenizer_of
 
 from async_grpo.environments.chat.find import find_renderer, known_family, library_renderer
-from async_grpo.util.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, UnfitModel
 
 pytest.importorskip("renderers")
 
@@ -79,7 +79,7 @@ def test_broken_calls_say_why(text, problem):
 
 
 def test_another_familys_renderer_is_refused():
-    with pytest.raises(ModelError, match="does not fit the tokenizer"):
+    with pytest.raises(UnfitModel, match="does not fit the tokenizer"):
         library_renderer(tokenizer_of("llama3"), name="qwen3")
 
 
@@ -97,5 +97,5 @@ def test_a_model_of_the_hub_is_known_by_its_name():
 def test_a_folder_is_served_by_the_renderer_that_is_named(tmp_path):
     tokenizer_of("qwen3").save_pretrained(tmp_path)
     assert find_renderer(str(tmp_path), "qwen3").render(ASKED) == qwen3().render(ASKED)
-    with pytest.raises(ModelError, match="--renderer"):
+    with pytest.raises(UnfitModel, match="--renderer"):
         find_renderer(str(tmp_path))

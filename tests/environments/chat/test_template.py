@@ -7,7 +7,7 @@ from families import tokenizer_of
 
 from async_grpo.environments.chat.messages import MessagesError
 from async_grpo.environments.chat.template import TemplateRenderer
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 SERVED = ["smollm2", "qwen2_5", "qwen3_instruct_2507", "llama3", "llama3_1", "phi3", "gemma"]
 WITH_TOOLS = ["smollm2", "qwen2_5", "qwen3_instruct_2507", "llama3", "phi3"]
@@ -74,7 +74,7 @@ def test_several_results_stand_as_the_template_writes_them():
 
 
 def test_a_template_that_drops_thoughts_is_refused_with_the_remedy():
-    with pytest.raises(ModelError, match=r"rewrites what was said.*--renderer"):
+    with pytest.raises(UnfitModel, match=r"rewrites what was said.*--renderer"):
         TemplateRenderer(tokenizer_of("qwen3"))
 
 
@@ -145,5 +145,5 @@ def test_a_model_without_a_chat_template_is_told_so_and_not_of_its_template():
         added_tokens_decoder: ClassVar = {}
         all_special_tokens: ClassVar = []
 
-    with pytest.raises(ModelError, match=r"^plain has no chat template: choose a chat model$"):
+    with pytest.raises(UnfitModel, match=r"^plain has no chat template: choose a chat model$"):
         TemplateRenderer(Plain())
