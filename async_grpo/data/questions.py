@@ -14,7 +14,7 @@ import numpy as np
 from async_grpo.data.columns import Columns
 from async_grpo.data.lines import MalformedLine
 from async_grpo.types import GivenPair, Question, TrainingPair
-from async_grpo.util.errors import DataError, ModelError
+from async_grpo.util.errors import DataError, UnfitModel
 
 PROMPTS = ("input_token_ids", "input", "messages")
 WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt
@@ -192,7 +192,7 @@ def chat_token_ids(tokenizer: Any, *, messages: Sequence[dict[str, str]]) -> lis
         if type(error).__name__ != "TemplateSyntaxError":
             expected = "messages that the model's chat template takes"
             raise MalformedLine("", expected=expected, got=said) from error
-        raise ModelError(
+        raise UnfitModel(
             f"the chat template of {tokenizer.name_or_path} must be one that Jinja reads, but: "
             f"{said}: correct its chat_template"
         ) from error

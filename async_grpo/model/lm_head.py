@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -134,12 +134,12 @@ NEUTRAL = {  # such options of a config, and the values that change nothing
 
 
 def rescaling_of(config: PreTrainedConfig) -> Rescaling:
-    """How a model's logits follow from its head; ModelError for what is not known here."""
+    """How a model's logits follow from its head; UnfitModel for what is not known here."""
     if config.model_type in BY_MODEL_TYPE:
         return BY_MODEL_TYPE[config.model_type](config)
     for name, neutral in NEUTRAL.items():
         if (value := getattr(config, name, None)) not in neutral:
-            raise ModelError(
+            raise UnfitModel(
                 "a model's logits must be its head's output, or rescaled as those of "
                 f"{', '.join(BY_MODEL_TYPE)}, but {config.name_or_path} ({config.model_type}) sets "
                 f"{name}={value}: use a model without it"

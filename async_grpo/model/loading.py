@@ -24,7 +24,7 @@ from async_grpo.model.collate import collate_pairs, to_device
 from async_grpo.model.model_folder import check_files, read_config
 from async_grpo.model.policy import PolicyModel
 from async_grpo.model.weight_files import files_of, fill, materialise, misfit, outline
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 logger = logging.getLogger(__name__)
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def load_policy(
 ) -> PolicyModel:
     """The whole policy in `path`, dropout off; `attention` is `choose_attention`'s answer.
 
-    Raises ModelError when weights are missing or the model cannot be packed exactly.
+    Raises UnfitModel when weights are missing or the model cannot be packed exactly.
     """
     check_trainable(path, attention=attention, device=device, dtype=dtype)
     policy = _load_whole(path, _read_config(path), dtype, device)
@@ -53,7 +53,7 @@ def load_policy(
 
 
 def check_trainable(path: str, *, attention: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelError for a folder without a model, or with one that cannot be packed exactly.
+    """Raise UnfitModel for a folder without a model, or with one that cannot be packed exactly.
 
     `device` and `dtype`: where and in what it will compute. A trainer's rank 0 asks once for all
     ranks: the answer depends on the config alone.
@@ -74,7 +74,7 @@ def load_sharded(
     """The policy in `path`, dropout off, of which this process holds what `shard` leaves it.
 
     `shard` works in place on a policy that has no memory yet; `parameters_on`: where its shards
-    lie, if not on `device`. Raises ModelError when weights are missing.
+    lie, if not on `device`. Raises UnfitModel when weights are missing.
     """
     config = _read_config(path)
     policy = PolicyModel(outline(config, attention=PACKED, dtype=dtype))
@@ -111,7 +111,7 @@ def _load_whole(
     )
     missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
     if missing:
-        raise ModelError(
+        raise UnfitModel(
             f"the weights in {path} must hold every parameter of its config, {len(missing)} are "
             f"missing or of another shape, first {missing[0]}: complete the folder"
         )
@@ -141,7 +141,7 @@ def check_packing(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Raise ModelError unless a packed row scores as separate sequences do.
+    """Raise UnfitModel unless a packed row scores as separate sequences do.
 
     The row by `attention` on `device` in `dtype`, the sequences by transformers' plain attention,
     both in a small random model of the config's architecture.
@@ -154,7 +154,7 @@ def check_packing(
     except FOREIGN as error:  # of code that is neither ours nor known
         found = f"raises {error!r}"
     if found:
-        raise ModelError(
+        raise UnfitModel(
             f"a packed row must score as separate sequences do, but {attention} attention in "
             f"{path} ({config.model_type}) {found}: this cannot be trained, use "
             f"{'another model' if attention == PACKED else '--attention auto'}"

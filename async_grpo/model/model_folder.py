@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,7 +44,7 @@ class ModelFacts:
 
 
 def check_model_folder(path: str) -> ModelFacts:
-    """Read config and tokenizer, in seconds; ModelError for what could never be trained."""
+    """Read config and tokenizer, in seconds; UnfitModel for what could never be trained."""
     folder = Path(path)
     check_files(folder)
     check_tokenizer_files(folder)
@@ -52,7 +52,7 @@ def check_model_folder(path: str) -> ModelFacts:
     tokenizer = _read_tokenizer(path)
     vocab_size = config.vocab_size
     if len(tokenizer) > vocab_size:
-        raise ModelError(
+        raise UnfitModel(
             f"the tokenizer of {path} must not know more tokens than its config's vocab_size "
             f"({vocab_size}), got {len(tokenizer)}: give the model its own tokenizer"
         )
@@ -69,7 +69,7 @@ def check_model_folder(path: str) -> ModelFacts:
 def stated_facts(path: str) -> ModelFacts | None:
     """What config.json states, in no time: without the tokenizer's part, which takes seconds.
 
-    None where it leaves its sizes to transformers; raises `ModelError` for files that are not here.
+    None where it leaves its sizes to transformers; raises `UnfitModel` for files that are not here.
     """
     folder = Path(path)
     check_files(folder)
@@ -84,17 +84,17 @@ def stated_facts(path: str) -> ModelFacts | None:
 
 def check_files(folder: Path) -> None:
     if not folder.is_dir():
-        raise ModelError(
+        raise UnfitModel(
             "the model must be a Hugging Face folder on this machine, or the name of a model on a "
             f"hub (organisation/name), {str(folder)!r} is neither: correct it"
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(
+        raise UnfitModel(
             f"a model folder must hold config.json, {folder} does not: "
             "give the folder that save_pretrained wrote"
         )
     if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
-        raise ModelError(
+        raise UnfitModel(
             f"a model folder must hold weights (*.safetensors or pytorch_model*.bin), {folder} has "
             "none: finish the download, or convert the weights with save_pretrained"
         )
@@ -108,7 +108,7 @@ def _check_length(file: Path) -> None:
         with safe_open(file, framework="numpy"):
             pass
     except (OSError, SafetensorError) as error:
-        raise ModelError(
+        raise UnfitModel(
             f"{file} must be a whole safetensors file, but: {error}: fetch it again"
         ) from None
 
@@ -134,7 +134,7 @@ def weights_size(path: str) -> WeightsSize | None:
 
 def check_tokenizer_files(folder: Path) -> None:
     if not any(any(folder.glob(name)) for name in TOKENIZER_FILES):
-        raise ModelError(
+        raise UnfitModel(
             "a model folder must hold its tokenizer (tokenizer.json, tokenizer.model, vocab.json "
             f"with merges.txt, vocab.txt or *.tiktoken), {folder} has none: copy its files there"
         )
@@ -153,13 +153,13 @@ def hash_model(path: str) -> str:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The config of an architecture that can be trained; ModelError for any other."""
+    """The config of an architecture that can be trained; UnfitModel for any other."""
     from transformers import AutoConfig  # here, because it takes seconds and `check_files` none
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ModelError(
+        raise UnfitModel(
             f"config.json of {folder} must be one that transformers reads, but: "
             f"{first_line(error)}: use a model that transformers supports without remote code"
         ) from error
@@ -173,7 +173,7 @@ def _read_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError, OSError, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(
+        raise UnfitModel(
             f"a model folder must hold its tokenizer, that of {path} cannot be read: "
             f"{first_line(error)}: copy the tokenizer's files into it"
         ) from error
@@ -205,24 +205,24 @@ def _check_architecture(config: PreTrainedConfig, path: Path) -> None:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "none")
     ]
     if not known.intersection(_flat(architectures)):
-        raise ModelError(
+        raise UnfitModel(
             f"the model must be a causal language model, got {architectures} in {path}: "
             "use a text generation model"
         )
     if several := [name for name in _flat(architectures) if name.endswith(OF_SEVERAL_INPUTS)]:
-        raise ModelError(
+        raise UnfitModel(
             f"the model must take text alone, {path} is a {several[0]}, of images or sound: use "
             "a text model of its family"
         )
     counts = {name: getattr(config, name, None) or 0 for name in EXPERTS}
     if experts := {name: count for name, count in counts.items() if count > 1}:
-        raise ModelError(
+        raise UnfitModel(
             f"mixture-of-experts models cannot be trained yet, {path} has experts {experts}: use a "
             "dense model"
         )
     rescaling_of(config)
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
+        raise UnfitModel(
             f"weights must not be quantised for training, but {path} has a quantization_config: "
             "use the full-precision model"
         )
@@ -293,7 +293,7 @@ def _within_window(look_up: Callable[[str], object]) -> int | None:
 def _max_positions(config: PreTrainedConfig, path: str) -> int:
     positions = _positions(lambda name: getattr(config, name, None))
     if positions is None:
-        raise ModelError(
+        raise UnfitModel(
             f"config.json of {path} must say the longest sequence, it has no "
             "max_position_embeddings: add it"
         )
@@ -308,7 +308,7 @@ def _stop_token_ids(
     sources = (tokenizer.eos_token_id, config.eos_token_id, defaults.get("eos_token_id"))
     found = sorted({token_id for source in sources for token_id in _as_ids(source)})
     if not found or found[-1] >= vocab_size or found[0] < 0:
-        raise ModelError(
+        raise UnfitModel(
             f"a model needs end-of-sequence ids below its vocab_size ({vocab_size}), {folder} has "
             f"{found}: set eos_token_id in config.json and the tokenizer's eos_token"
         )

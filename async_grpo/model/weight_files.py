@@ -138,7 +138,7 @@ def _check_tie(parameter: Tensor, name: str, source: str, file: Path) -> None:
 def check_weights(path: str, *, seconds: float) -> str:
     """A sentence on tensors that the config has no use for; empty: there are none.
 
-    Values are looked at for so many `seconds`. Raises `ModelError` for weights that are missing, of
+    Values are looked at for so many `seconds`. Raises `UnfitModel` for weights that are missing, of
     another shape, of more layers than the config's, or not finite.
     """
     files = files_of(Path(path))
@@ -150,7 +150,7 @@ def check_weights(path: str, *, seconds: float) -> str:
         return ""
     part = f"{model.base_model_prefix}."
     if absent := [n for n in wanted if n not in files and n.removeprefix(part) not in files]:
-        raise ModelError(
+        raise UnfitModel(
             f"the weights in {path} must hold every parameter of its config, {len(absent)} of "
             f"{len(wanted)} are missing, first {absent[0]}: complete the folder, or correct it"
         )
@@ -158,7 +158,7 @@ def check_weights(path: str, *, seconds: float) -> str:
     extra = [name for name in files if name not in known]
     layers = {LAYER.sub(".N.", name) for name in wanted}
     if more := [name for name in extra if LAYER.sub(".N.", name) in layers]:
-        raise ModelError(
+        raise UnfitModel(
             f"the weights in {path} must be of as many layers as its config says, {len(more)} "
             f"tensors are of more, first {more[0]}: correct num_hidden_layers in config.json"
         )
@@ -179,10 +179,10 @@ def _check_tensor(
 ) -> None:
     shape = tensor.get_shape()
     if wanted not in (None, shape):
-        raise ModelError(
+        raise UnfitModel(
             f"{name} in {file} must have the shape that config.json gives it ({wanted}), it has "
             f"{shape}: give the model its own config"
         )
     rows = max(1, MAX_VALUES // max(1, math.prod(shape[1:])))
     if shape and time.monotonic() < until and not tensor[:rows].isfinite().all():
-        raise ModelError(f"{name} in {file} must be finite, it holds NaN: take other weights")
+        raise UnfitModel(f"{name} in {file} must be finite, it holds NaN: take other weights")

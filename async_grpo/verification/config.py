@@ -20,7 +20,7 @@ from async_grpo.util.user_code import hash_imported, text_of
 from async_grpo.verification import graders
 
 if TYPE_CHECKING:  # both bring arrays: fork servers stay small
-    from async_grpo.config.worker import WorkerConfig
+    from async_grpo.config.worker_config import WorkerConfig
     from async_grpo.types import Rewards
 
 SHIPPED_REWARDS, OWN_REWARDS = "shipped rewards", "own rewards"

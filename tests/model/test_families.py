@@ -10,7 +10,7 @@ from async_grpo.model.collate import collate_pairs
 from async_grpo.model.lm_head import BY_MODEL_TYPE, UNCHANGED, rescaling_of
 from async_grpo.model.loading import check_packing
 from async_grpo.model.policy import PolicyModel
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 TEMPERATURE = 0.8
 # Transformers' norms and plain attention take float32 inside, whatever the model's type is.
@@ -72,7 +72,7 @@ def test_the_probe_lets_each_family_pass(family, dtype):
 def test_factors_that_are_divisors_elsewhere_are_refused_by_name():
     config = family_config("mistral")
     config.name_or_path, config.model_type, config.logits_scaling = "/models/x", "hyperclovax", 8.0
-    with pytest.raises(ModelError, match=r"/models/x \(hyperclovax\) sets logits_scaling=8.0: use"):
+    with pytest.raises(UnfitModel, match=r"/models/x \(hyperclovax\) sets logits_scaling=8.0: use"):
         rescaling_of(config)
 
 

@@ -16,7 +16,7 @@ from stand_in_hub import COMMIT, StandInHub
 
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_model_folder
-from async_grpo.util.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, UnfitModel
 
 TINY = Path(__file__).parents[2] / "sample-data" / "tiny-countdown"
 NAME = "Qwen/Qwen2-1.5B-Instruct"
@@ -86,7 +86,7 @@ def test_a_mistyped_path_is_no_name_of_a_hub(path, online):
     ],
 )
 def test_what_the_hub_refuses_is_one_sentence(name, revision, sentence, online):
-    with pytest.raises((ModelError, ConfigError), match=sentence):
+    with pytest.raises((UnfitModel, ConfigError), match=sentence):
         local_folder(name, revision=revision)
 
 
@@ -96,7 +96,7 @@ def test_without_a_hub_the_cache_serves_and_a_stranger_is_refused(offline, onlin
     use("http://127.0.0.1:9", monkeypatch, offline=offline)
     assert local_folder(NAME) == local_folder(NAME, revision="main") == folder
     reason = "HF_HUB_OFFLINE is set" if offline else "Connection refused"
-    with pytest.raises(ModelError, match=f"'foo/bar' is no folder here, nor .*{reason}"):
+    with pytest.raises(UnfitModel, match=f"'foo/bar' is no folder here, nor .*{reason}"):
         local_folder("foo/bar")
 
 
@@ -104,7 +104,7 @@ def test_a_snapshot_that_was_broken_off_is_not_taken_for_the_model(online, monke
     folder = local_folder(NAME)
     Path(folder, "model.safetensors").unlink()
     use("http://127.0.0.1:9", monkeypatch)
-    with pytest.raises(ModelError, match="nor a model in Hugging Face's cache"):
+    with pytest.raises(UnfitModel, match="nor a model in Hugging Face's cache"):
         local_folder(NAME)
 
 
@@ -133,6 +133,6 @@ def test_a_hub_that_says_nothing_is_not_waited_for(monkeypatch, online):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         use(f"http://127.0.0.1:{silent.getsockname()[1]}", monkeypatch)
         begun = time.monotonic()
-        with pytest.raises(ModelError, match="timed out"):
+        with pytest.raises(UnfitModel, match="timed out"):
             local_folder("foo/bar")
         assert time.monotonic() - begun < 5

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from async_grpo.model.loading import load_policy
 from async_grpo.model.model_folder import check_model_folder, stated_positions
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 
 def save_tokenizer(folder, size=60):
@@ -87,7 +87,7 @@ DEFECTS = {
 def test_a_defect_is_named_in_one_sentence(folder, defect):
     spoil, message = DEFECTS[defect]
     spoil(folder)
-    with pytest.raises(ModelError, match=message) as caught:
+    with pytest.raises(UnfitModel, match=message) as caught:
         check_model_folder(str(folder))
     assert "\n" not in str(caught.value)
 
@@ -125,7 +125,7 @@ def test_positions_are_read_without_the_library_where_they_are_stated(config, st
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ModelError, match="nowhere' is neither"):
+    with pytest.raises(UnfitModel, match="nowhere' is neither"):
         check_model_folder(str(tmp_path / "nowhere"))
 
 
@@ -147,7 +147,7 @@ def test_dropout_is_switched_off(folder):
 def test_incomplete_weights_are_refused(tmp_path):
     tiny_model(tied=True).save_pretrained(tmp_path)
     edit(tmp_path, tie_word_embeddings=False)
-    with pytest.raises(ModelError, match=r"first lm_head\.weight"):
+    with pytest.raises(UnfitModel, match=r"first lm_head\.weight"):
         load_policy(str(tmp_path), attention="packed", dtype=torch.float32)
 
 
@@ -163,7 +163,7 @@ def test_an_architecture_that_cannot_be_packed_is_found_by_asking_it(tmp_path, m
         return result
 
     monkeypatch.setattr(modeling_qwen3.Qwen3Model, "forward", carry_state)
-    with pytest.raises(ModelError, match="must score as separate sequences"):
+    with pytest.raises(UnfitModel, match="must score as separate sequences"):
         load_policy(str(tmp_path), attention="packed", dtype=torch.float32)
 
 

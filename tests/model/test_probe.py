@@ -7,7 +7,7 @@ from transformers import AttentionInterface
 
 from async_grpo.model.attention import packed_attention
 from async_grpo.model.loading import check_packing, small_model
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 
 def forgetting(**changes):
@@ -35,7 +35,7 @@ def test_attention_that_forgets_is_refused(forgotten, dtype):
     config = family_config(family)
     check_packing(config, family, dtype=dtype)
     with pytest.raises(
-        ModelError, match=f"forgetful attention in {family} .* is off by .* --atten"
+        UnfitModel, match=f"forgetful attention in {family} .* is off by .* --atten"
     ):
         check_packing(config, family, attention="forgetful", dtype=dtype)
 
@@ -43,7 +43,7 @@ def test_attention_that_forgets_is_refused(forgotten, dtype):
 def test_what_an_attention_refuses_is_told_with_the_model(monkeypatch):
     """Sinks, as gpt-oss has them."""
     AttentionInterface.register("with_sinks", forgetting(s_aux=torch.zeros(4)))
-    with pytest.raises(ModelError, match=r"in /m \(qwen3\) raises .*options=\['s_aux'\]"):
+    with pytest.raises(UnfitModel, match=r"in /m \(qwen3\) raises .*options=\['s_aux'\]"):
         check_packing(family_config("qwen3"), "/m", attention="with_sinks")
 
 
