@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from async_grpo.launch import processes
+from async_grpo.launch import child_processes
 from async_grpo.util.errors import WorkerError
 
 
-class Process(processes.Process):
+class Process(child_processes.ChildProcess):
     """A child that ends with the `with` block."""
 
     @property
@@ -19,7 +19,7 @@ class Process(processes.Process):
     def is_running(self) -> bool:
         return self.child.poll() is None
 
-    def wait(self, *, watched: Sequence[processes.Process] = ()) -> None:
+    def wait(self, *, watched: Sequence[child_processes.ChildProcess] = ()) -> None:
         """Until the child ends well. Raises when it fails, or when one of `watched` ends."""
         if self.exit_code(watched=watched):
             raise WorkerError(self.failure)

@@ -41,7 +41,7 @@ SHARED = ("Controller", "VerifierPool")
 HEAVY = ("ray", "torch", "transformers", "vllm")
 COMMANDS = ("worker_dispatcher.py", "trainer_core.py", "plot.py")
 MODULES = {
-    "the dispatcher": "async_grpo.launch.workers",
+    "the dispatcher": "async_grpo.launch.dispatcher",
     "a trainer rank": "async_grpo.run.loop",
     "a generation worker": "async_grpo.rollout.engine",
     "the controller": "async_grpo.controller.controller",

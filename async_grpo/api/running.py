@@ -27,7 +27,7 @@ from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned,
 from async_grpo.cli.run_file import flags_of, values_of
 from async_grpo.cli.train import main as train_command
 from async_grpo.cli.trust import TRUST, check_origin
-from async_grpo.launch.processes import Process
+from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.output_folder import check_free
 from async_grpo.telemetry.rows import NewRows
@@ -127,7 +127,7 @@ class Run:
         typed = ["--overwrite"] if plan.types_overwrite and plan.train.overwrite else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.pop("MPLBACKEND", None)  # a notebook's own, which no other process can draw by
-        child = Process(
+        child = ChildProcess(
             "the run",
             [*COMMAND, "launch", str(file), "--ends-with-stdin", TRUST, *typed],
             log=self.log,

@@ -22,7 +22,7 @@ from async_grpo.cli.launch_file import COMMAND
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.config.option import groups_of
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.launch.processes import Process
+from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.util import deadlines
 from async_grpo.util.run_folder import METRICS_FILE
@@ -143,7 +143,7 @@ class Trials:
         log = self._place / f"{name}.log"
         command = [*COMMAND, "train", *run.train_options]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
-        with Process("the trainer", command, log=log, environment=environment,
+        with ChildProcess("the trainer", command, log=log, environment=environment,
                      stop_timeout_s=deadlines.TRAINER_ENDED_S) as trainer:  # fmt: skip
             code = trainer.exit_code()
         return trainer.failure if code else ""

@@ -28,8 +28,8 @@ from async_grpo.data.columns import Columns, parse_column_mapping
 from async_grpo.data.lines import check_source
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.environments.find import SHIPPED
+from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.launch.interrupts import interrupt_once
-from async_grpo.launch.processes import Process
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
 from async_grpo.types.roles import ENVIRONMENT, GENERATION
@@ -143,7 +143,7 @@ def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> Train
 
 
 def _evaluated(
-    run: LocalRun, config: EvaluateConfig, data: str, workers: Sequence[Process]
+    run: LocalRun, config: EvaluateConfig, data: str, workers: Sequence[ChildProcess]
 ) -> dict[str, Any]:
     from async_grpo.run.evaluating import evaluate  # seconds, as all that needs torch
     from async_grpo.telemetry.evaluations import evaluation_row

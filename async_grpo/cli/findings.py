@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.check.finding import Cost
 from async_grpo.cli.local_run import LocalRun, as_toml, variables_of
-from async_grpo.launch.processes import Process
+from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _tell(findings: Iterable[tuple[str, str]], *, say: Say) -> None:
         raise ConfigError(" | ".join(errors))
 
 
-class CheckBeside(Process):
+class CheckBeside(ChildProcess):
     """`async-grpo check` of all that takes seconds, in a process while the run starts.
 
     consumes:     the run, as a file

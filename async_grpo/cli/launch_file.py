@@ -24,12 +24,20 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from async_grpo.cli.assignment import (
+    Node,
+    described,
+    devices_in,
+    dispatches,
+    in_words,
+    placed,
+    plan_on,
+    with_share,
+)
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
-from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
-from async_grpo.cli.emit import EMITTED
-from async_grpo.cli.findings import CheckBeside, refuse_broken
-from async_grpo.cli.local_plan import described, devices_in, placed, plan_on
+from async_grpo.cli.launch_file import conclusion, finished, how_to_go_on
 from async_grpo.cli.local_run import (
+    EMITTED,
     RUN_FILE,
     LocalRun,
     as_toml,
@@ -39,14 +47,13 @@ from async_grpo.cli.local_run import (
     resuming,
 )
 from async_grpo.cli.options import CONTEXT, OptionsCommand
-from async_grpo.cli.summary import conclusion, finished, how_to_go_on
+from async_grpo.cli.origin import trust_option
+from async_grpo.cli.run_processes import CheckBeside, refuse_broken
 from async_grpo.cli.train import main as train
-from async_grpo.cli.trust import trust_option
 from async_grpo.cluster import head
 from async_grpo.devices.inventory import usable_devices
+from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
 from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option
-from async_grpo.launch.processes import Process, Watched
-from async_grpo.launch.remote_process import RemoteProcess
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.output_folder import CONNECTION_FILE, LAUNCH, LAUNCH_LOGS, check_free, lock
 from async_grpo.util import deadlines
@@ -194,7 +201,7 @@ def _train(run: LocalRun) -> None:
             stack.enter_context(worker)
             workers.append(worker)
         # At once: it waits for them itself, and what takes it longest is to import.
-        trainer = Process(
+        trainer = ChildProcess(
             "the trainer",
             [*COMMAND, "train", *run.train_options],
             log=run.logs / "trainer.log",
@@ -210,7 +217,7 @@ def _train(run: LocalRun) -> None:
 
 
 def _outcome(
-    trainer: Process, workers: Sequence[Watched], heads: Sequence[Process]
+    trainer: ChildProcess, workers: Sequence[Watched], heads: Sequence[ChildProcess]
 ) -> tuple[int, str]:
     """The run's exit code, and what has ended it where that is not 0."""
     code, failure = EXIT_ERROR, ""
@@ -235,11 +242,11 @@ def _nodes(run: LocalRun) -> tuple[Node, ...]:
     )
 
 
-def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) -> Process:
+def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) -> ChildProcess:
     """One of the run's dispatchers, to be started."""
     name, command = _name_of(run, number), [*COMMAND, "worker", *run.worker_options[number]]
     log = run.logs / f"{name}.log"
-    return Process(
+    return ChildProcess(
         f"the {name} worker", command, log=log, environment=environment, max_restarts=MAX_RESTARTS
     )
 
@@ -266,7 +273,7 @@ def _name_of(run: LocalRun, number: int) -> str:
 @contextlib.contextmanager
 def cluster_of(
     run: LocalRun, *, watched: Sequence[Watched] = ()
-) -> Iterator[tuple[dict[str, str], list[Process]]]:
+) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
     """The environment that leads to the run's cluster; its head, if it is its own, to the end."""
     common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
     if not run.starts_head:
@@ -292,7 +299,7 @@ def cluster_of(
             "--include-log-monitor=false",  # nobody listens, and it takes 3 % of a core
         ]
         logger.info("starting Ray ...")
-        ray_head = Process(
+        ray_head = ChildProcess(
             "the Ray head",
             command,
             log=run.logs / "ray.log",

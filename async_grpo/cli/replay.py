@@ -12,16 +12,16 @@ import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
-from async_grpo.cli.torchrun import (
+from async_grpo.cluster.reservation import rank_device
+from async_grpo.devices.inventory import prepare_for_devices
+from async_grpo.launch.local_ranks import (
     end_with_agent,
     ends_at_once,
     is_main_rank,
     keep_to_loopback,
     rank0_only_errors,
+    run_ranks,
 )
-from async_grpo.cluster.reservation import rank_device
-from async_grpo.devices.inventory import prepare_for_devices
-from async_grpo.launch.local_ranks import run_ranks
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ReplayError
 from async_grpo.util.imports import without_collection

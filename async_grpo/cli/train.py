@@ -14,23 +14,29 @@ import click
 
 from async_grpo import __version__
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.options import CONTEXT, GroupedOption, given_options, is_typed, options_of
+from async_grpo.cli.options import (
+    CONTEXT,
+    GroupedOption,
+    OptionsCommand,
+    given_options,
+    is_typed,
+    options_of,
+)
 from async_grpo.cli.predecessor import predecessor_options
 from async_grpo.cli.run_file import config_option
-from async_grpo.cli.torchrun import (
-    RankCommand,
-    end_with_agent,
-    ends_at_once,
-    is_main_rank,
-    keep_to_loopback,
-    rank0_only_errors,
-)
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.inventory import prepare_for_devices
 from async_grpo.launch.interrupts import RankInterrupts
-from async_grpo.launch.local_ranks import run_ranks
+from async_grpo.launch.local_ranks import (
+    end_with_agent,
+    ends_at_once,
+    is_main_rank,
+    keep_to_loopback,
+    rank0_only_errors,
+    run_ranks,
+)
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once, check_overwrite
 from async_grpo.run.stopping import StopRequest
@@ -47,6 +53,14 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
+
+
+class RankCommand(OptionsCommand):
+    """A command whose usage errors reach the screen once, however many ranks make them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with rank0_only_errors():
+            return super().parse_args(ctx, args)
 
 
 @click.command("train", cls=RankCommand, context_settings=CONTEXT)

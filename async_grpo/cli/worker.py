@@ -89,7 +89,7 @@ def _check_model(config: WorkerConfig) -> None:
 
 
 def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
-    from async_grpo.launch.workers import Workers  # imports Ray, which --help need not
+    from async_grpo.launch.dispatcher import Workers  # imports Ray, which --help need not
 
     with Workers(config, say=click.echo) as workers:
         try:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.launch.processes import POLL_INTERVAL_S
+from async_grpo.launch.child_processes import POLL_INTERVAL_S
 from async_grpo.util.errors import DeadlineError, WorkerError
 from benchmarks import stack as stacks
 from benchmarks.cores import end, family

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import torchrun
 from async_grpo.cli.train import main, resolved
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.util import deadlines
 
 REQUIRED = ("--model-name-or-path", "model", "--data-path", "data.jsonl")
 REPOSITORY = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_options_that_cannot_work_are_one_sentence_before_anything_is_imported(o
 def test_rank_0_alone_speaks_and_all_leave_the_cause_for_torchrun(
     rank, options, sentence, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(torchrun.deadlines, "OTHERS_ENDED_S", 0.0)
+    monkeypatch.setattr(deadlines, "OTHERS_ENDED_S", 0.0)
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     result = CliRunner().invoke(main, [*REQUIRED, *options])
@@ -83,7 +83,7 @@ def test_a_dump_with_a_folder_is_a_path_from_here(typed, path, tmp_path, monkeyp
 WAITING_THREAD = """
 import threading
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.torchrun import ends_at_once, rank0_only_errors
+from async_grpo.launch.local_ranks import ends_at_once, rank0_only_errors
 from async_grpo.util.errors import WorkerError
 threading.Thread(target=threading.Event().wait).start()
 with ends_at_once(), command_boundary(), rank0_only_errors():

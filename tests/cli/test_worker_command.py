@@ -102,7 +102,7 @@ def test_a_dispatcher_imports_nothing_that_its_workers_import_at_the_same_time()
     code = (
         "import sys, ray\n"
         "from async_grpo.cli import worker\n"
-        "from async_grpo.launch import actors, workers\n"
+        "from async_grpo.launch import actors, dispatcher\n"
         "from async_grpo.config.worker_config import WorkerConfig\n"
         "from async_grpo.rollout.logprob_worker import LogprobWorker\n"
         "from async_grpo.rollout.generation_worker import GenerationWorker\n"

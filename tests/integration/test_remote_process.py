@@ -9,7 +9,7 @@ import pytest
 from local_ray import local_ray
 
 from async_grpo.cluster import cluster
-from async_grpo.launch.remote_process import RemoteProcess
+from async_grpo.launch.child_processes import RemoteProcess
 from async_grpo.util.errors import WorkerError
 
 pytestmark = pytest.mark.integration

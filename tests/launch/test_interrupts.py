@@ -21,7 +21,7 @@ import contextlib, ctypes, os, signal, sys, threading, time
 from async_grpo.util import deadlines
 from async_grpo.launch import interrupts
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.torchrun import end_with_agent, ends_at_once, is_main_rank
+from async_grpo.launch.local_ranks import end_with_agent, ends_at_once, is_main_rank
 from async_grpo.run.stopping import StopRequest, polled
 
 interrupts.SAME_REQUEST_S, deadlines.RANK_BREAK_OFF_S = {same_s}, 2.0

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli import torchrun
 from async_grpo.cli.train import main
+from async_grpo.util import deadlines
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = """
 import json, os, signal, sys, time
 from async_grpo.util import deadlines
 from async_grpo.launch import local_ranks
-from async_grpo.cli.torchrun import end_with_agent, rank0_only_errors
+from async_grpo.launch.local_ranks import end_with_agent, rank0_only_errors
 from async_grpo.util.errors import ConfigError, RankLostError
 
 deadlines.RANKS_LEAVING_S = 0.5
@@ -129,7 +129,7 @@ def test_ranks_end_when_their_launcher_is_killed():
 
 
 def test_a_number_that_is_not_torchruns_own_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(torchrun.deadlines, "OTHERS_ENDED_S", 0.0)
+    monkeypatch.setattr(deadlines, "OTHERS_ENDED_S", 0.0)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     required = ("--model-name-or-path", "model", "--data-path", "data.jsonl")

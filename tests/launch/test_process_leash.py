@@ -10,13 +10,13 @@ import time
 import psutil
 import pytest
 
-from async_grpo.launch.processes import leash
+from async_grpo.launch.child_processes import leash
 
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from async_grpo.launch.processes import Process
-child = Process("the child", [sys.executable, "-c", "import time; time.sleep(100)"],
+from async_grpo.launch.child_processes import ChildProcess
+child = ChildProcess("the child", [sys.executable, "-c", "import time; time.sleep(100)"],
                 log=Path(sys.argv[1]), environment=dict(os.environ))
 with child:
     print(child.child.pid, flush=True)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from async_grpo.launch.processes import Process
+from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.util.errors import AsyncGrpoError, WorkerError
 
 NOISE = "print('INFO worker verifier-1 is ready after 0.5 s'); "
@@ -15,7 +15,9 @@ NOISE = "print('INFO worker verifier-1 is ready after 0.5 s'); "
 def ended(code, folder, **options):
     log = folder / "it.log"
     command = [sys.executable, "-c", f"import os, sys, signal\n{code}"]
-    child = Process("the generation worker", command, log=log, environment=os.environ, **options)
+    child = ChildProcess(
+        "the generation worker", command, log=log, environment=os.environ, **options
+    )
     with child:
         child.child.wait(timeout=30)
         with pytest.raises(WorkerError) as error:
@@ -48,8 +50,8 @@ print("error: no luck" if os.path.getsize({str(tmp_path / "runs")!r}) > 2 else "
 os.kill(os.getpid(), 9) if os.path.getsize({str(tmp_path / "runs")!r}) <= 2 else sys.exit(1)
 """
     log = tmp_path / "it.log"
-    child = Process("it", [sys.executable, "-c", code.replace("\nwith", "import os, sys\nwith", 1)],
-                    log=log, environment=os.environ, max_restarts=5)  # fmt: skip
+    command = [sys.executable, "-c", code.replace("\nwith", "import os, sys\nwith", 1)]
+    child = ChildProcess("it", command, log=log, environment=os.environ, max_restarts=5)
     deadline = time.monotonic() + 60
     with child, pytest.raises(WorkerError, match="it failed with exit code 1: no luck"):
         while time.monotonic() < deadline:
@@ -80,7 +82,7 @@ Exception: The current node timed out during startup.''', flush=True)
 )
 def test_a_ray_that_does_not_start_is_one_sentence(code, said, tmp_path):
     command = [sys.executable, "-c", f"import sys\n{RAY}{code}"]
-    head = Process("the Ray head", command, log=tmp_path / "ray.log", environment=os.environ)
+    head = ChildProcess("the Ray head", command, log=tmp_path / "ray.log", environment=os.environ)
     with head, pytest.raises(AsyncGrpoError) as error:
         head.wait_for("Ray runtime started", timeout_s=3)
     assert str(error.value).startswith(f"the Ray head {said}") and "^^^" not in str(error.value)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.launch.restarts import FIRST_PAUSE_S, LONGEST_PAUSE_S, RestartBudget
+from async_grpo.launch.supervised_worker import FIRST_PAUSE_S, LONGEST_PAUSE_S, RestartBudget
 
 gaps = st.lists(st.floats(0, 60, allow_nan=False), min_size=1, max_size=60)
 
