@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,6 @@ class Result:
         `smooth_window`: points of a moving average; 0: 10 of a run of more than 60 steps. Raises
         `DataError` for unknown variables, naming those spelt alike.
         """
-        from async_grpo.api.picture import Picture
         from async_grpo.viewing.curves import chosen_variables, make_curves, read_run
         from async_grpo.viewing.figure import fill
 
@@ -104,7 +104,7 @@ class Result:
         window = smooth_window or (10 if len(run.rows) > MANY else None)
         wanted = dict.fromkeys(variables or chosen_variables([run]))
         panels = {y: make_curves([run], x=x, y=y, smooth_window=window) for y in wanted}
-        picture = Picture()
+        picture = _picture()
         fill(picture, panels, x=x)
         return picture
 
@@ -134,3 +134,16 @@ class Result:
         if held_out := [row["eval_accuracy"] for row in self._by_step if "eval_accuracy" in row]:
             told.append(f"held-out accuracy {number(held_out[-1])}")
         return f"<Result of {self.folder}: {', '.join(told)}>"
+
+
+def _picture() -> Figure:
+    """A figure that notebooks show without `%matplotlib inline` too, which knows pyplot's alone."""
+    from matplotlib.figure import Figure  # a second, which no other part of a result needs
+
+    class Picture(Figure):
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png", bbox_inches="tight")
+            return buffer.getvalue()
+
+    return Picture()

@@ -2,7 +2,7 @@
 
 The run is a child, `async-grpo launch`, that starts and ends everything else. It ends with the
 `with` block, with an exception or Ctrl-C in it, and with this process however that dies: the child
-watches its standard input.
+watches its standard input. What a script says of it becomes the tables of a run's file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,22 +22,27 @@ import click
 
 from async_grpo.api.result import Result, Step
 from async_grpo.api.rewards import Reward, RewardFile, reward_file
-from async_grpo.api.settings import Config, Tables, plain, tables_of, with_rewards, with_workers
 from async_grpo.cli.launch_file import COMMAND, launch
-from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned, read_run
-from async_grpo.cli.run_file import flags_of, values_of
+from async_grpo.cli.local_run import LocalRun, as_toml, options_of_run, planned, read_run, values_in
+from async_grpo.cli.origin import TRUST, check_origin, here_or_shared
+from async_grpo.cli.run_file import MAY_REPEAT, flags_of, read_tables, values_of
 from async_grpo.cli.train import main as train_command
-from async_grpo.cli.trust import TRUST, check_origin
+from async_grpo.config.train import TrainConfig
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.output_folder import check_free
 from async_grpo.telemetry.rows import NewRows
+from async_grpo.types.roles import ENVIRONMENT, GENERATION, LOGPROB, REFERENCE, VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, RunFailed
 from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
 
 POLL_INTERVAL_S = 0.2
 LAUNCH_LOG = "launch.log"
+Config = str | os.PathLike[str] | Mapping[str, Any] | TrainConfig
+Tables = dict[str, list[dict[str, Any]]]
+MODES = {GENERATION: GENERATION, REFERENCE: LOGPROB, ENVIRONMENT: ENVIRONMENT}  # of roles
+OF_LAUNCH = {"prepare", "num_cpus", "ray_address", "unconfined_rewards", "unconfined_code"}
 
 
 def train(
@@ -234,4 +240,90 @@ def _as_config_error(folder: str) -> Iterator[None]:
         raise ConfigError(sentence) from (None if isinstance(error, click.UsageError) else error)
 
 
-OF_LAUNCH = {"prepare", "num_cpus", "ray_address", "unconfined_rewards", "unconfined_code"}
+def tables_of(config: Config) -> Tables:
+    """{name: tables} of a file, of a dict of its tables, or of the trainer's options alone.
+
+    >>> tables_of({"launch": {"num_cpus": 8}, "train": {"teacher_for": ("sums",), "preset": None}})
+    {'launch': [{'num_cpus': 8}], 'train': [{'teacher_for': ['sums']}]}
+    """
+    if isinstance(config, TrainConfig):
+        return {"train": [values_in(config)]}
+    if isinstance(config, Mapping):
+        found: Mapping[str, Any] = config
+    elif isinstance(config, str | os.PathLike):
+        file = os.fspath(config)
+        read_tables(file)  # which refuses what is wrong, under the file's own name
+        found = tomllib.loads(Path(here_or_shared(file)).read_text())
+    else:
+        raise ConfigError(
+            f"config must be the file of a run, a dict of its tables or a TrainConfig, got "
+            f"{config!r}: give one of these"
+        )
+    return {
+        name: [plain(_dict(each, name)) for each in _listed(its)] for name, its in found.items()
+    }
+
+
+def with_workers(tables: Tables, run: LocalRun) -> Tables:
+    """The tables of `run` with the workers that it needs where none are named, nor on a cluster.
+
+    They serve the trainer's own model; a teacher's, or a judge's, is for the file to name.
+    """
+    from async_grpo.algorithms.find import find_algorithm
+    from async_grpo.run.recruitment import needed_roles  # imports Ray
+
+    joins = run.ray_address or run.train.ray_address != "auto"
+    if "worker" in tables or joins or find_algorithm(run.train).learns_from_pairs:
+        return tables
+    model = {"model_path": run.train.model_name_or_path}
+    made = [
+        {"mode": MODES[role], **({} if role == ENVIRONMENT else model)}
+        for role in needed_roles(run.train)
+        if role in MODES
+    ]
+    return {**tables, "worker": made} if made else tables
+
+
+def with_rewards(tables: Tables, names: Sequence[str]) -> Tables:
+    """The same with these rewards at every worker that brings verifiers."""
+    workers = tables.get("worker", [])
+    grading = (GENERATION, VERIFIER)
+    if not any(table.get("mode", GENERATION) in grading for table in workers):
+        raise ConfigError(
+            "reward needs a [[worker]] of mode generation or verifier, which grades, and the run "
+            "has none: add one, or leave out the reward"
+        )
+    told = {"reward_fns": ",".join(names)}
+    graded = [
+        {**table, **told} if table.get("mode", GENERATION) in grading else table
+        for table in workers
+    ]
+    return {**tables, "worker": graded}
+
+
+def _listed(tables: Any) -> Sequence[Any]:
+    return tables if isinstance(tables, list | tuple) else [tables]
+
+
+def _dict(table: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(table, Mapping):
+        several = " or a list of them" if name in MAY_REPEAT else ""
+        raise ConfigError(f"config[{name!r}] must be a dict{several}, got {table!r}: give one")
+    return table
+
+
+def plain(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in values that a file has: paths as text, arrays' numbers as Python's, no None.
+
+    >>> plain({"data_path": Path("a"), "teacher_for": ("b",), "preset": None})
+    {'data_path': 'a', 'teacher_for': ['b']}
+    """
+    return {key: _plain_value(value) for key, value in table.items() if value is not None}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, list | tuple):
+        return [_plain_value(each) for each in value]
+    return value.item() if hasattr(value, "item") else value

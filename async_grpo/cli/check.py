@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import click
 
 from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
+from async_grpo.cli.assignment import devices_in, placed, placed_on
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.findings import setup_of
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_plan import devices_in, placed, placed_on
 from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
+from async_grpo.cli.origin import check_origin, trust_option
+from async_grpo.cli.run_processes import setup_of
 from async_grpo.cli.train import QUIET
-from async_grpo.cli.trust import check_origin, trust_option
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.util.errors import AsyncGrpoError
 
@@ -114,7 +114,7 @@ def _findings(
     facts = replace(facts, placement=found.placement, num_devices=found.num_devices)
     findings = check_all(setup, facts, cost=cost)
     if deep and not any(finding.level == "error" for finding in findings):
-        from async_grpo.cli.deep_check import deep_findings
+        from async_grpo.cli.check import deep_findings
 
         findings += deep_findings(found, facts)
     return findings

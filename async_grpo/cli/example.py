@@ -12,7 +12,7 @@ import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
-from async_grpo.launch.shared_files import shared_folder
+from async_grpo.cli.origin import shared_folder
 from async_grpo.util.errors import ConfigError
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.cli.options import is_typed
+from async_grpo.cli.origin import check_origin
 from async_grpo.cli.plot import plot
 from async_grpo.cli.run_file import MAY_REPEAT, SHARED_OPTIONS, flags_of, read_tables, values_of
 from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
-from async_grpo.cli.trust import check_origin
 from async_grpo.cli.worker import main as worker
 from async_grpo.config.data_files import split_text
 from async_grpo.config.objective import preset_options

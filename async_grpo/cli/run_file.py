@@ -34,8 +34,8 @@ from typing import Any
 
 import click
 
+from async_grpo.cli.origin import here_or_shared, with_shared
 from async_grpo.config.data_files import as_text, split_text
-from async_grpo.launch.shared_files import here_or_shared, with_shared
 from async_grpo.util.errors import ConfigError
 
 OF_TRL = {  # its name: ours, which is not near

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from async_grpo.cli.local_run import RUN_FILE, LocalRun
-from async_grpo.cli.trust import trust_words
+from async_grpo.cli.origin import trust_words
 from async_grpo.launch.interrupts import where_to_go_on
 from async_grpo.telemetry.alarm_log import ALARMS_FILE
 from async_grpo.telemetry.rows import NewRows

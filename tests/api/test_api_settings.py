@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from async_grpo import TrainConfig
-from async_grpo.api.running import plan_run
-from async_grpo.api.settings import tables_of
+from async_grpo.api.running import plan_run, tables_of
 from async_grpo.util.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
