@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,18 +21,29 @@ from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
 from async_grpo.cli.assignment import devices_in, placed, placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_run import LocalRun, options_of_run, read_run
+from async_grpo.cli.local_run import LocalRun, options_of_run, read_run, setup_of
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.origin import check_origin, trust_option
-from async_grpo.cli.run_processes import setup_of
+from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import QUIET
+from async_grpo.config.option import groups_of
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.devices.inventory import usable_devices
+from async_grpo.launch.child_processes import ChildProcess
+from async_grpo.model.model_folder import ModelFacts
+from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError
+from async_grpo.util.files import replacing
+from async_grpo.util.run_folder import METRICS_FILE
 
 if TYPE_CHECKING:
-    from async_grpo.check.facts import Setup
+    from async_grpo.check.facts import Facts, Setup
 
 EXIT_WRONG = 1
+# Of the short runs of --deep.
+KEPT_GROUPS = ("Memory and speed", "Learning rate and optimizer")
+NUM_BATCHES, NUM_PAIRS, LEAST_RATE = 20, 4, 1e-4
+HALF = NUM_BATCHES // 2
 
 
 @click.command("check", context_settings={**CONTEXT, "ignore_unknown_options": True})
@@ -41,12 +56,13 @@ EXIT_WRONG = 1
     help="devices of machines that are to run it",
 )
 @click.option("--deep", is_flag=True, help="then train shortly: minutes, and the device's memory")
-@click.option("--beside", is_flag=True, hidden=True, help="what `launch` leaves to its start")
+@click.option("--beside", default="", hidden=True, metavar="FILE",
+              help="only what `launch` leaves to its start, as JSON in FILE too")  # fmt: skip
 @trust_option
 @click.option("--json", "as_json", is_flag=True, help="print the findings as one JSON list")
 @command_boundary()
 def check(
-    *, words: Sequence[str], plan_for: str, deep: bool, beside: bool, trust: bool, as_json: bool
+    *, words: Sequence[str], plan_for: str, deep: bool, beside: str, trust: bool, as_json: bool
 ) -> None:
     """Say what is wrong with the run of FILE, or of train options alone, and start nothing of it.
 
@@ -63,10 +79,11 @@ def check(
     with _silent(logging.getLogger("async_grpo")):  # the findings say it
         cost = Cost.SECONDS if beside else EVERYTHING
         findings = findings_of(words, plan_for=plan_for, deep=deep, cost=cost, trusted=trust)
-    if as_json:
-        click.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
-        click.echo("\n".join(map(str, findings)))
+    found = json.dumps([asdict(finding) for finding in findings], indent=1)
+    if beside:
+        with replacing(Path(beside)) as new:
+            new.write(found.encode())
+    click.echo(found if as_json else "\n".join(map(str, findings)))
     if any(finding.level == "error" for finding in findings):
         sys.exit(EXIT_WRONG)
 
@@ -114,8 +131,6 @@ def _findings(
     facts = replace(facts, placement=found.placement, num_devices=found.num_devices)
     findings = check_all(setup, facts, cost=cost)
     if deep and not any(finding.level == "error" for finding in findings):
-        from async_grpo.cli.check import deep_findings
-
         findings += deep_findings(found, facts)
     return findings
 
@@ -136,3 +151,135 @@ def _read(file: str, options: Sequence[str]) -> LocalRun:
         return read_run(config="", train_options=options, prepare="", num_cpus=0, ray_address="")
     params = launch.make_context("launch", [file, *options]).params
     return read_run(**options_of_run(params))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The largest minibatch that a rank of a run may meet."""
+
+    num_tokens: int  # of a sequence
+    num_sequences: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, *, longest_prompt: int, max_positions: int) -> Sizes:
+        """
+        >>> config = TrainConfig(model_name_or_path="m", data_path="d", max_tokens_per_gpu=4096)
+        >>> Sizes.of(config, longest_prompt=100, max_positions=32768)
+        Sizes(num_tokens=612, num_sequences=6)
+        """
+        longest = min(longest_prompt + config.max_generation_tokens, max_positions)
+        return cls(longest, max(1, config.max_tokens_per_gpu // longest))
+
+
+def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
+    """Of short supervised runs with the sizes of a run, in a folder apart; the last is what fails.
+
+    They need neither workers nor Ray, and take minutes: the largest minibatch that the run may
+    meet, one batch learnt by heart, and the second half of that again from its checkpoint.
+    """
+    from async_grpo.check.facts import ids_of  # imports Ray
+
+    reads = facts.data if isinstance(facts.data, tuple) else ()
+    prompts = [ids_of(first) for read in reads for first in read.firsts.values()]
+    if not isinstance(facts.model, ModelFacts) or not prompts:
+        yield Finding("waits", "deep", "model and data are not here yet: prepare them first")
+        return
+    longest = max(int(read.lengths.max(initial=0)) for read in reads)
+    sizes = Sizes.of(run.train, longest_prompt=longest, max_positions=facts.model.max_positions)
+    with tempfile.TemporaryDirectory(prefix="async-grpo-check-") as place:
+        trials = Trials(run, facts.model, Path(place))
+        yield (found := trials.worst_minibatch(sizes))
+        if found.level == "ok":
+            yield (found := trials.overfit(prompts))
+        if found.level == "ok":
+            yield trials.resume()
+
+
+class Trials:
+    """The short runs of --deep, whose data and folders lie in one place."""
+
+    def __init__(self, run: LocalRun, model: ModelFacts, place: Path) -> None:
+        self._run, self._model, self._place = run, model, place
+
+    def worst_minibatch(self, sizes: Sizes) -> Finding:
+        """One step on as many of the longest sequences as a minibatch of each rank holds."""
+        ids = [number % self._model.vocab_size for number in range(sizes.num_tokens)]
+        pairs = [{"input_token_ids": ids[:1], "completion_token_ids": ids[1:]}] * (
+            sizes.num_sequences * self._run.num_ranks
+        )
+        what = f"{sizes.num_sequences} sequences of {sizes.num_tokens} tokens on each rank"
+        failure = self._train("worst", pairs, num_training_batches=1, checkpoint_every_batches=0)
+        if failure:
+            remedy = "lower --max-tokens-per-gpu, or add --activation-checkpointing"
+            return Finding("error", "deep", f"{what}: {failure}: {remedy}")
+        [row] = self._rows("worst")
+        passed = f"{what} went forward, backward and stepped in {row['seconds']:.1f} s"
+        return Finding("ok", "deep", passed)
+
+    def overfit(self, prompts: Sequence[Sequence[int]]) -> Finding:
+        """The loss of one batch falls when nothing else is trained: prompts, read backwards."""
+        chosen = islice(cycle(prompts), NUM_PAIRS * self._run.num_ranks)
+        pairs = [
+            {"input_token_ids": [*ids], "completion_token_ids": [*reversed(ids)]} for ids in chosen
+        ]
+        failure = self._train("batch", pairs, num_training_batches=NUM_BATCHES)
+        if failure:
+            return Finding("error", "deep", f"one batch {NUM_BATCHES} times: {failure}")
+        losses = [row["loss"] for row in self._rows("batch")]
+        change = f"from {losses[0]:.3g} to {losses[-1]:.3g} in {NUM_BATCHES} steps"
+        text = f"the loss of one batch went {change}"
+        if losses[-1] < losses[0]:
+            return Finding("ok", "deep", text)
+        return Finding("error", "deep", f"{text}: nothing is learnt, look at --learning-rate")
+
+    def resume(self) -> Finding:
+        """The second half again, from its checkpoint, comes to the same weights."""
+        saved = self._place / "batch" / "checkpoints" / f"batch_{HALF}"
+        failure = self._train("again", None, num_training_batches=NUM_BATCHES, resume=str(saved))
+        if failure:
+            return Finding("error", "deep", f"resumed after batch {HALF}: {failure}")
+        first, again = (self._weights(name) for name in ("batch", "again"))
+        text = f"batches {HALF + 1} to {NUM_BATCHES} again from their checkpoint"
+        if first == again:
+            return Finding("ok", "deep", f"{text} came to the same weights, bit for bit")
+        remedy = "a run would not go on as it was: report it, with the options of this run"
+        return Finding("error", "deep", f"{text} came to other weights: {remedy}")
+
+    def _train(self, name: str, pairs: list[Any] | None, **options: Any) -> str:
+        """Why a run has failed; empty when it has not."""
+        data = self._place / f"{name if pairs is not None else 'batch'}.jsonl"
+        if pairs is not None:
+            data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        kept = {
+            option: getattr(self._run.train, option)
+            for option, group in groups_of(TrainConfig).items()
+            if group in KEPT_GROUPS and option != "weight_transport"
+        }
+        num_lines = data.read_text().count("\n")
+        settings = {
+            **kept, "algorithm": "sft", "model_name_or_path": self._model.path,
+            "data_path": str(data), "output_dir": str(self._place / name), "trackers": "",
+            "batch_size": num_lines, "train_minibatch_size": 0, "dump_samples_filename": "",
+            "max_tokens_per_gpu": self._run.train.max_tokens_per_gpu,
+            "learning_rate": max(self._run.train.learning_rate, LEAST_RATE),
+            "lr_scheduler": "constant", "num_warmup_steps": 0, "num_warmup_samples": 0,
+            "warmup_ratio": 0.0, "schedule_clock": "steps", "checkpoint_every_batches": HALF,
+            "logging_level": "WARNING", **options,
+        }  # fmt: skip
+        run = replace(self._run, train=TrainConfig(**settings))
+        log = self._place / f"{name}.log"
+        command = [*COMMAND, "train", *run.train_options]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        with ChildProcess("the trainer", command, log=log, environment=environment,
+                     stop_timeout_s=deadlines.TRAINER_ENDED_S) as trainer:  # fmt: skip
+            code = trainer.exit_code()
+        return trainer.failure if code else ""
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        lines = (self._place / name / METRICS_FILE).read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def _weights(self, name: str) -> list[str]:
+        """Of the last export."""
+        files = sorted((self._place / name / "hf_format").glob("*/*.safetensors"))
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]

@@ -10,15 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
@@ -35,36 +32,40 @@ from async_grpo.cli.assignment import (
     with_share,
 )
 from async_grpo.cli.boundary import EXIT_ERROR, command_boundary
-from async_grpo.cli.launch_file import conclusion, finished, how_to_go_on
 from async_grpo.cli.local_run import (
     EMITTED,
     RUN_FILE,
     LocalRun,
-    as_toml,
     commands_of,
     planned,
     resolved_text,
     resuming,
 )
 from async_grpo.cli.options import CONTEXT, OptionsCommand
-from async_grpo.cli.origin import trust_option
-from async_grpo.cli.run_processes import CheckBeside, refuse_broken
+from async_grpo.cli.origin import trust_option, trust_words
+from async_grpo.cli.run_file import as_toml
+from async_grpo.cli.run_processes import (
+    COMMAND,
+    CheckBeside,
+    cluster_of,
+    dispatcher_of,
+    refuse_broken,
+    remote_dispatcher_of,
+)
 from async_grpo.cli.train import main as train
-from async_grpo.cluster import head
 from async_grpo.devices.inventory import usable_devices
 from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
-from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option
+from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option, where_to_go_on
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.output_folder import CONNECTION_FILE, LAUNCH, LAUNCH_LOGS, check_free, lock
+from async_grpo.telemetry.alarm_log import ALARMS_FILE
+from async_grpo.telemetry.rows import NewRows
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.util.files import replacing
-from async_grpo.util.ports import free_port
-from async_grpo.util.run_folder import PARAMETERS_FILE
+from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, PARAMETERS_FILE
 
 logger = logging.getLogger(__name__)
-COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
-MAX_RESTARTS = 3  # of a dispatcher that was killed
 HERE = Node("", "this machine", 0, 0.0)  # where a cluster of the run's own is
 
 
@@ -196,8 +197,12 @@ def _train(run: LocalRun) -> None:
         logger.info("starting workers (%s) and the trainer ...", in_words(run, found))
         workers: list[Watched] = [beside]
         for each in found:
-            start = dispatcher_of if each.node == nodes[0] else partial(_remote, node=each.node)
-            worker = start(with_share(run, each), each.worker, environment)
+            own = with_share(run, each)
+            worker: ChildProcess | RemoteProcess = (
+                dispatcher_of(own, each.worker, environment)
+                if each.node == nodes[0]
+                else remote_dispatcher_of(own, each.worker, node=each.node)
+            )
             stack.enter_context(worker)
             workers.append(worker)
         # At once: it waits for them itself, and what takes it longest is to import.
@@ -242,87 +247,6 @@ def _nodes(run: LocalRun) -> tuple[Node, ...]:
     )
 
 
-def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) -> ChildProcess:
-    """One of the run's dispatchers, to be started."""
-    name, command = _name_of(run, number), [*COMMAND, "worker", *run.worker_options[number]]
-    log = run.logs / f"{name}.log"
-    return ChildProcess(
-        f"the {name} worker", command, log=log, environment=environment, max_restarts=MAX_RESTARTS
-    )
-
-
-def _remote(run: LocalRun, number: int, _: Mapping[str, str], *, node: Node) -> RemoteProcess:
-    """The same on another node."""
-    name = _name_of(run, number)
-    return RemoteProcess(
-        f"the {name} worker on {node.host}",
-        [*COMMAND[1:], "worker", "--ends-with-stdin", *run.worker_options[number]],
-        node_id=node.node_id,
-        log=run.logs / f"{name}@{node.host}.log",
-        environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
-        max_restarts=MAX_RESTARTS,
-    )
-
-
-def _name_of(run: LocalRun, number: int) -> str:
-    modes = [config.mode for config in run.workers]
-    mode = modes[number]
-    return mode if modes.count(mode) == 1 else f"{mode}_{number}"
-
-
-@contextlib.contextmanager
-def cluster_of(
-    run: LocalRun, *, watched: Sequence[Watched] = ()
-) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
-    """The environment that leads to the run's cluster; its head, if it is its own, to the end."""
-    common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
-    if not run.starts_head:
-        yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {}), []
-        return
-    port = free_port()
-    # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters; below a
-    # folder of this user's alone, because Ray opens its own to everybody.
-    with (
-        head.private_cluster() as private,
-        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
-    ):
-        session = f"{folder}/s"
-        environment = common | private
-        environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
-        environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
-        command = [
-            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-            *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
-            *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
-            *("--ray-client-server-port", str(free_port())),
-            *("--include-dashboard=false", "--disable-usage-stats"),
-            "--include-log-monitor=false",  # nobody listens, and it takes 3 % of a core
-        ]
-        logger.info("starting Ray ...")
-        ray_head = ChildProcess(
-            "the Ray head",
-            command,
-            log=run.logs / "ray.log",
-            environment=environment,
-            stop_signal=signal.SIGTERM,
-        )
-        try:
-            with ray_head:
-                ray_head.wait_for(
-                    "Ray runtime started", timeout_s=deadlines.HEAD_READY_S, watched=watched
-                )
-                yield environment, [ray_head]
-        finally:
-            _keep_logs(Path(session), run.logs / "ray")
-
-
-def _keep_logs(session: Path, target: Path) -> None:
-    """Ray's folder is deleted with the run; what its workers said may be needed."""
-    shutil.rmtree(target, ignore_errors=True)
-    with contextlib.suppress(OSError, shutil.Error):
-        shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
-
-
 def _finish(*command: str) -> None:
     try:
         done = subprocess.run(
@@ -334,3 +258,86 @@ def _finish(*command: str) -> None:
         raise ConfigError(f"[launch] prepare must name a program that is there: {error}") from None
     if done.returncode:
         raise WorkerError(f"{command[1]} failed: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def how_to_go_on(run: LocalRun) -> str:
+    """What its user can do, in half a sentence."""
+    return where_to_go_on(run.folder, command=relaunch(run))
+
+
+def relaunch(run: LocalRun, *options: str) -> str:
+    """The command that goes on with it, or does with its folder what the options say."""
+    file = str(run.folder / RUN_FILE)
+    words = [file, *options, *trust_words(run, file=file)]
+    return f"`async-grpo launch {shlex.join(words)}`"
+
+
+def finished(run: LocalRun) -> str:
+    """Of one of which nothing is left to train."""
+    number = run.train.num_training_batches
+    longer = relaunch(run, "--num-training-batches", str(2 * number))
+    return (
+        f"{run.folder} is finished: all of its {number} batches are trained, nothing was started; "
+        f"{longer} trains on, {relaunch(run, '--overwrite')} begins anew"
+    )
+
+
+def conclusion(run: LocalRun, *, seconds: float) -> str:
+    """What a person wants to know, as far as the run has written it."""
+    folder = run.folder
+    lines = ["", f"{seconds / 60:.1f} minutes in all"]
+    if told := _held_out(NewRows(folder / EVALUATIONS_FILE).read()):
+        lines[1] = f"{told}, {lines[1]}"
+    rows = NewRows(folder / METRICS_FILE).read()
+    batches, total = rows[-1]["iteration"] + 1 if rows else 0, run.train.num_training_batches
+    if rows and batches < total:
+        lines.append(f"stopped after batch {batches} of {total}: {how_to_go_on(run)}")
+    lines += _alarms(run)
+    models = sorted((folder / "hf_format").glob("*"), key=os.path.getmtime)
+    for what, file in (
+        ("reward curve", folder / "reward.svg"),
+        ("metrics", folder / METRICS_FILE),
+        ("samples", folder / run.train.dump_samples_filename),
+        *(("model", model) for model in models[-1:]),
+    ):
+        if file.exists() and file != folder:
+            lines.append(f"{what:<14} {file}")
+    return "\n".join(lines)
+
+
+def _held_out(rows: list[dict[str, Any]]) -> str:
+    """Accuracy on held-out questions, of the first set that has one; empty without."""
+    names = (key for row in rows for key in row if key.startswith("eval_accuracy"))
+    name = next(names, "")
+    measured = sorted(
+        (row for row in rows if row.get(name) is not None), key=lambda row: row["step"]
+    )
+    if len(measured) < 2:
+        return ""
+    first, last = measured[0], measured[-1]
+    whose = name.replace("eval_accuracy", "").replace("/", " of ")
+    return (
+        f"held-out accuracy{whose} {first[name]:.0%} {_sampled(first)}, {last[name]:.0%} after "
+        f"{last['batch']} batches ({last['total_samples_accumulated']} samples)"
+    )
+
+
+def _sampled(first: Mapping[str, Any]) -> str:
+    """When the first evaluation's tokens are from: one engine trains on while it evaluates.
+
+    >>> _sampled({"weights": "7.0"}), _sampled({"weights": "7.0..7.4"}), _sampled({})
+    ('before', 'in the first 4 batches', 'before')
+    """
+    _, is_span, last = first.get("weights", "").partition("..")
+    return f"in the first {last.rpartition('.')[2]} batches" if is_span else "before"
+
+
+def _alarms(run: LocalRun) -> Iterator[str]:
+    """How many there were, and those that stand at the end."""
+    changes = NewRows(run.folder / ALARMS_FILE).read()
+    standing = {each["alarm"]: each for each in changes}.values()
+    told = [f"  {each['sentence']}" for each in standing if each["event"] == "raised"]
+    if num_raised := sum(each["event"] == "raised" for each in changes):
+        still = f"{len(told)} stand at the end" if told else "none stands at the end"
+        yield f"{'alarms':<14} {num_raised} raised, {still} ({run.folder / ALARMS_FILE})"
+        yield from told

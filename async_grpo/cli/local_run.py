@@ -1,42 +1,56 @@
 """A run of one machine, made of its file: every value of it, and the commands that it takes.
 
 `async-grpo launch` carries it out, `launch --dry-run` prints it, `async-grpo check` looks at it.
+`launch --emit` prints it as a script for whoever has a queue: the script brings the resolved file
+with it, which resumes, so that a job that is requeued, or submitted again, goes on with its run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
+import math
 import os
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli.options import is_typed
 from async_grpo.cli.origin import check_origin
 from async_grpo.cli.plot import plot
-from async_grpo.cli.run_file import MAY_REPEAT, SHARED_OPTIONS, flags_of, read_tables, values_of
+from async_grpo.cli.run_file import (
+    SHARED_OPTIONS,
+    Table,
+    as_toml,
+    defaults_in,
+    flags_of,
+    read_tables,
+    values_in,
+    values_of,
+)
 from async_grpo.cli.train import check_algorithm, config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.data_files import split_text
 from async_grpo.config.objective import preset_options
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
+from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import newest_checkpoint
+
+if TYPE_CHECKING:
+    from async_grpo.check.facts import Setup
+
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
 RUN_OPTIONS = (  # of `launch`
     "config", "train_options", "prepare", "num_cpus", "ray_address", "unconfined_rewards",
     "unconfined_code",
 )  # fmt: skip
-Values = Mapping[str, Any]
+END_OF_FILE = "END_OF_RUN_FILE"  # in a script for a queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +61,7 @@ class LocalRun:
     workers: tuple[WorkerConfig, ...]  # of each dispatcher
     train: TrainConfig
     num_ranks: int
-    plot: Values  # the table of its picture; empty: none
+    plot: Table  # the table of its picture; empty: none
     num_cpus: int
     ray_address: str  # empty: a head of its own
     num_devices: int = 0  # that its own head counts
@@ -84,7 +98,7 @@ class LocalRun:
     @property
     def worker_options(self) -> list[list[str]]:
         """Command lines of the dispatchers."""
-        defaults = _defaults(WorkerConfig)
+        defaults = defaults_in(WorkerConfig)
         return [_flags(worker, values_in(config), but=defaults) for config in self.workers]
 
     @property
@@ -93,14 +107,14 @@ class LocalRun:
         own = values_in(self.train) | {"nproc_per_node": self.num_ranks}
         longest = self.train.max_generation_tokens
         preset = preset_options(self.train.preset, max_generation_tokens=longest)
-        return _flags(train, own, but=_defaults(TrainConfig) | preset | {"nproc_per_node": 1})
+        return _flags(train, own, but=defaults_in(TrainConfig) | preset | {"nproc_per_node": 1})
 
     @property
     def plot_options(self) -> list[str]:
         return flags_of(values_of(self.plot, command=plot, where="[plot]"), command=plot)
 
     @property
-    def tables(self) -> dict[str, list[Values]]:
+    def tables(self) -> dict[str, list[Table]]:
         """Every value, as tables of a file; launched again they are the same run."""
         prepare = " && ".join(shlex.join(command) for command in self.prepare)
         launch = {"prepare": prepare, "num_cpus": self.num_cpus, "ray_address": self.ray_address}
@@ -112,7 +126,7 @@ class LocalRun:
         }
 
 
-def variables_of(plot: Values) -> tuple[str, ...]:
+def variables_of(plot: Table) -> tuple[str, ...]:
     """What its table has drawn.
 
     >>> variables_of({"variable": "kl"}), variables_of({"variable": ["kl", "entropy"]})
@@ -209,25 +223,6 @@ def commands_in(text: str) -> Iterator[tuple[str, ...]]:
         yield command
 
 
-def as_toml(tables: Mapping[str, Sequence[Values]]) -> str:
-    """Tables as a run's file.
-
-    >>> print(as_toml({"train": [{"data_path": "a", "deterministic": True, "adam_epsilon": 1e-8}]}))
-    [train]
-    data_path = "a"
-    deterministic = true
-    adam_epsilon = 1e-08
-    <BLANKLINE>
-    """
-    blocks = []
-    for name, repeated in tables.items():
-        head = f"[[{name}]]" if name in MAY_REPEAT else f"[{name}]"
-        for table in repeated:
-            lines = [f"{key} = {_literal(value)}" for key, value in table.items()]
-            blocks.append("\n".join([head, *lines]) + "\n")
-    return "\n".join(blocks)
-
-
 def commands_of(run: LocalRun) -> list[str]:
     """Every command that a run takes, in order."""
     commands = [shlex.join(command) for command in run.prepare]
@@ -251,42 +246,94 @@ def resolved_text(run: LocalRun, *, commands: Sequence[str]) -> str:
 def resuming(run: LocalRun) -> LocalRun:
     """The same run as its folder keeps it: launched again it goes on."""
     resume = "auto" if run.train.resume == "never" else run.train.resume
-    train = dataclasses.replace(run.train, overwrite=False, resume=resume)
-    return dataclasses.replace(run, train=train)
+    train = replace(run.train, overwrite=False, resume=resume)
+    return replace(run, train=train)
 
 
-def _flags(command: Any, values: Values, *, but: Values) -> list[str]:
+def setup_of(run: LocalRun, *, file: str = "") -> Setup:
+    """A run as checks see it."""
+    from async_grpo.check.facts import Setup  # imports Ray
+
+    return Setup(
+        train=run.train,
+        workers=run.workers,
+        num_ranks=run.num_ranks,
+        prepare=() if run.goes_on else run.prepare,
+        starts_head=run.starts_head,
+        ray_address=run.ray_address,
+        file=file,
+        num_cpus=run.given_cpus,
+        plot_variables=variables_of(run.plot),
+        types_overwrite=run.types_overwrite,
+    )
+
+
+def slurm(run: LocalRun) -> str:
+    """For `sbatch`: the whole run on one machine of a cluster."""
+    devices = num_devices(run)
+    asked = [
+        f"--job-name={shlex.quote(run.folder.name)}",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--cpus-per-task={run.num_cpus}",
+        *([f"--gpus-per-node={devices}"] if devices else []),
+        "--time=24:00:00",
+        f"--signal=INT@{deadlines.JOB_ENDED_S}",
+        "--requeue",
+        "--open-mode=append",
+    ]
+    header = "".join(f"#SBATCH {option}\n" for option in asked)
+    command = f"srun async-grpo launch {_file(run)}"
+    return f"#!/usr/bin/env bash\n{header}{_body(run, command)}"
+
+
+def ray_job(run: LocalRun) -> str:
+    """For a shell: a job of a Ray cluster that is there, whose entry point launches the run."""
+    address = '"${RAY_API_SERVER_ADDRESS:?name the dashboard, http://HOST:8265}"'
+    here = 'cd $(printf %q "$PWD")'
+    launch = f"async-grpo launch {_file(run)} --ray-address auto"
+    command = f'ray job submit --address {address} -- bash -c "{here} && exec {launch}"'
+    run = replace(run, ray_address="auto")  # so `launch` will write the same file
+    return f"#!/usr/bin/env bash\n{_body(run, command)}"
+
+
+EMITTED: dict[str, Callable[[LocalRun], str]] = {"slurm": slurm, "ray-job": ray_job}
+
+
+def num_devices(run: LocalRun) -> int:
+    """That ranks and workers take, where there are any."""
+    shares = [each.num_workers * each.num_devices * each.gpus_per_worker for each in run.workers]
+    return math.ceil(sum(shares) + run.num_ranks * run.train.gpus_per_rank)
+
+
+def _file(run: LocalRun) -> str:
+    return shlex.quote(str(run.folder / RUN_FILE))
+
+
+def _body(run: LocalRun, command: str) -> str:
+    """Write the run's file, keep an older one that says otherwise, and go on with it."""
+    file, folder = _file(run), shlex.quote(str(run.folder))
+    return (
+        "# Submit it in the folder that the paths of the run are relative to, which all machines\n"
+        f"# see; submitted again, the run goes on. Its options are those below, also in {file}.\n"
+        "set -euo pipefail\n"
+        f"mkdir -p -m 700 {folder}\n"
+        f"cat >{file}.new <<'{END_OF_FILE}'\n"
+        f"{as_toml(resuming(run).tables)}{END_OF_FILE}\n"
+        f"if [ -e {file} ] && ! cmp -s {file}.new {file}; then\n"
+        f"  cp {file} {file}.before\n"
+        f"  echo {file} had other options, now in {file}.before: those of this script hold >&2\n"
+        "fi\n"
+        f"mv {file}.new {file}\n"
+        f"exec {command}\n"
+    )
+
+
+def _flags(command: Any, values: Table, *, but: Table) -> list[str]:
     """The command line of the values that are not those of `but`."""
     given = {key: value for key, value in values.items() if value != but.get(key)}
     return flags_of(given, command=command)
 
 
-def values_in(config: Any) -> dict[str, Any]:
-    """{option: value as a file has it} of options of the trainer, or of a dispatcher."""
-    return {
-        field.name: _repeated(getattr(config, field.name), field.metadata["several"])
-        for field in dataclasses.fields(config)
-    }
-
-
-def _defaults(config_class: Any) -> dict[str, Any]:
-    return {
-        field.name: _repeated(field.default, field.metadata["several"])
-        for field in dataclasses.fields(config_class)
-    }
-
-
-def _repeated(value: Any, between: str) -> Any:
-    return split_text(value, between) if between else value
-
-
-def _without_shared(table: Values) -> Values:
+def _without_shared(table: Table) -> Table:
     return {key: value for key, value in table.items() if key not in SHARED_OPTIONS}
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_literal, value))}]"
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for one character
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -6,20 +6,16 @@ import click
 
 from async_grpo import __version__
 from async_grpo.cli.check import check
-from async_grpo.cli.completion import completion
 from async_grpo.cli.control import main as control
-from async_grpo.cli.evaluate import main as evaluate
-from async_grpo.cli.example import example
-from async_grpo.cli.generate import main as generate
+from async_grpo.cli.first_steps import completion, example, quickstart
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.plan import plan
 from async_grpo.cli.plot import main as plot
-from async_grpo.cli.quickstart import quickstart
 from async_grpo.cli.replay import main as replay
 from async_grpo.cli.rollouts import main as rollouts
-from async_grpo.cli.serve import main as serve
 from async_grpo.cli.train import main as train
+from async_grpo.cli.use_model import evaluate, generate, serve
 from async_grpo.cli.worker import main as worker
 
 HEADINGS = {

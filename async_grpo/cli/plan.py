@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from async_grpo.cli.assignment import placed_on
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_plan import placed_on
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.origin import check_origin, trust_option

@@ -26,9 +26,11 @@ examples and sample data that are not there are the package's own.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +214,50 @@ def _unknown(what: str, rule: str, name: str, known: Iterable[str]) -> click.Usa
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     nearest = own if own in known else near[0]
     return click.UsageError(f"{what} {rule}, the nearest is {nearest}: correct or remove it")
+
+
+def as_toml(tables: Mapping[str, Sequence[Table]]) -> str:
+    """Tables as a run's file.
+
+    >>> print(as_toml({"train": [{"data_path": "a", "deterministic": True, "adam_epsilon": 1e-8}]}))
+    [train]
+    data_path = "a"
+    deterministic = true
+    adam_epsilon = 1e-08
+    <BLANKLINE>
+    """
+    blocks = []
+    for name, repeated in tables.items():
+        head = f"[[{name}]]" if name in MAY_REPEAT else f"[{name}]"
+        for table in repeated:
+            lines = [f"{key} = {_literal(value)}" for key, value in table.items()]
+            blocks.append("\n".join([head, *lines]) + "\n")
+    return "\n".join(blocks)
+
+
+def values_in(config: Any) -> dict[str, Any]:
+    """{option: value as a file has it} of options of the trainer, or of a dispatcher."""
+    return {
+        field.name: _repeated(getattr(config, field.name), field.metadata["several"])
+        for field in dataclasses.fields(config)
+    }
+
+
+def defaults_in(config_class: Any) -> dict[str, Any]:
+    """The same of what its options are by default."""
+    return {
+        field.name: _repeated(field.default, field.metadata["several"])
+        for field in dataclasses.fields(config_class)
+    }
+
+
+def _repeated(value: Any, between: str) -> Any:
+    return split_text(value, between) if between else value
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool) else repr(value)

@@ -21,8 +21,8 @@ from async_grpo.cli.options import (
     given_options,
     is_typed,
     options_of,
+    predecessor_options,
 )
-from async_grpo.cli.predecessor import predecessor_options
 from async_grpo.cli.run_file import config_option
 from async_grpo.cluster.reservation import rank_device
 from async_grpo.config.option import require

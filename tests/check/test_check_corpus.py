@@ -9,6 +9,7 @@ import json
 import shutil
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ from async_grpo.check.facts import Setup
 from async_grpo.check.finding import Cost, Finding
 from async_grpo.cli import launch_file
 from async_grpo.cli.check import check, findings_of
-from async_grpo.cli.findings import CheckBeside
-from async_grpo.cli.local_run import as_toml, planned
+from async_grpo.cli.local_run import planned
 from async_grpo.cli.plan import plan
+from async_grpo.cli.run_file import as_toml
+from async_grpo.cli.run_processes import CheckBeside
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification import confinement
@@ -484,12 +486,16 @@ def beside(run, command, say):
 
 def test_the_check_beside_a_start_says_its_warnings_and_raises_its_errors():
     said = []
-    text = (
-        r"noise\nwarning  data        a b: c\nok       x           y\nerror    model       d: e\n"
-    )
+    told = [("warning", "data", "a b: c"), ("ok", "x", "y"), ("error", "model", "d: e")]
+    found = json.dumps([asdict(Finding(*each)) for each in told])
+    script = f"echo noise; echo '{found}' >$3"  # behind `check`, its file and --beside
     with pytest.raises(ConfigError, match=r"^d: e$"):
-        beside(run_of(run_file()), ("sh", "-c", f"printf '{text}'"), said.append)
+        beside(run_of(run_file()), ("sh", "-c", script), said.append)
     assert said == ["warning: a b: c"]
+
+
+def test_a_check_that_has_failed_ends_no_start():
+    beside(run_of(run_file()), ("sh", "-c", "echo Traceback; exit 1"), pytest.fail)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.cli.cluster_plan import Node, dispatches, in_words, with_share
+from async_grpo.cli.assignment import Node, dispatches, in_words, with_share
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.util.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 from click.shell_completion import BashComplete
 from click.testing import CliRunner
 
-from async_grpo.cli.completion import PLACES, PROGRAM, VARIABLE
+from async_grpo.cli.first_steps import PLACES, PROGRAM, VARIABLE
 from async_grpo.cli.main import main
 
 

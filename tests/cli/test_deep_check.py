@@ -10,9 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.check.facts import DataRead, Facts
-from async_grpo.cli import deep_check
-from async_grpo.cli.check import check
-from async_grpo.cli.deep_check import deep_findings
+from async_grpo.cli.check import Trials, check, deep_findings
 from async_grpo.cli.local_run import read_run
 from async_grpo.config.data_files import DataSource
 from async_grpo.model.model_folder import ModelFacts
@@ -60,7 +58,7 @@ def deep(tmp_path, monkeypatch):
     """The findings of a run of 2 ranks, with what the stand-in is asked to do."""
     monkeypatch.chdir(tmp_path)
     Path("trainer.py").write_text(TRAINER)
-    monkeypatch.setattr(deep_check, "COMMAND", (sys.executable, "trainer.py"))
+    monkeypatch.setattr("async_grpo.cli.check.COMMAND", (sys.executable, "trainer.py"))
     options = ["--model-name-or-path", "m", "--data-path", "d", "--max-tokens-per-gpu", "1000",
                "--max-generation-tokens", "90", "--nproc-per-node", "2", "--learning-rate", "1e-6",
                "--activation-checkpointing"]  # fmt: skip
@@ -124,14 +122,14 @@ def test_a_real_run_trains_resumes_and_exits_1_where_the_resumed_half_differs(
     fault, tmp_path, monkeypatch
 ):
     """The command itself, whose trainers are real; the fault is one that no run should have."""
-    train = deep_check.Trials._train
+    train = Trials._train
 
     def with_fault(trials, name, pairs, **options):
         if fault and name == "again":
             options["learning_rate"] = 2e-4
         return train(trials, name, pairs, **options)
 
-    monkeypatch.setattr(deep_check.Trials, "_train", with_fault)
+    monkeypatch.setattr(Trials, "_train", with_fault)
     numbers = [(2, 9, 8, 15), (1, 2, 3, 6), (5, 4, 3, 6), (9, 1, 1, 7)]
     lines = [
         {"input": f"use {a} {b} {c} to make {goal}\n", "answer": str(goal), "numbers": [a, b, c]}

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.cli.emit import num_devices
 from async_grpo.cli.launch_file import _file_kept, launch
-from async_grpo.cli.local_run import options_of_run, read_run
+from async_grpo.cli.local_run import num_devices, options_of_run, read_run
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = str(REPOSITORY / "examples" / "quickstart.toml")

@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import launch_file
+from async_grpo.cli.first_steps import quickstart
 from async_grpo.cli.launch_file import _file_kept, launch
 from async_grpo.cli.local_run import options_of_run, planned
-from async_grpo.cli.quickstart import quickstart
 from async_grpo.cli.train import resolved
 from async_grpo.run.first_checks import check_overwrite
 
@@ -310,7 +310,7 @@ def test_a_program_that_is_not_there_is_named_before_anything_starts(file, tmp_p
 def test_options_of_the_quick_start_reach_the_data_and_the_trainer(monkeypatch, tmp_path):
     runs = []
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr("async_grpo.cli.quickstart.run_here", runs.append)
+    monkeypatch.setattr("async_grpo.cli.first_steps.run_here", runs.append)
     folder = tmp_path / "first"
     typed = f"--num-batches 7 --seed 5 --num-ranks 1 --max-staleness 0 --output-dir {folder}"
     assert CliRunner().invoke(quickstart, typed.split(), catch_exceptions=False).exit_code == 0
@@ -346,7 +346,7 @@ def test_the_quick_start_run_twice_replaces_what_a_quick_start_has_made(
 ):
     monkeypatch.chdir(REPOSITORY)
     runs, folder = [], tmp_path / "first"
-    monkeypatch.setattr("async_grpo.cli.quickstart.run_here", runs.append)
+    monkeypatch.setattr("async_grpo.cli.first_steps.run_here", runs.append)
     again = ["--output-dir", str(folder)]
     assert CliRunner().invoke(quickstart, again, catch_exceptions=False).exit_code == 0
     (folder / "checkpoints" / "batch_9").mkdir(parents=True)
@@ -365,8 +365,8 @@ def started(file, tmp_path):
     """Starts `async-grpo launch` with a stand-in for the commands that it starts itself."""
     (tmp_path / "command.py").write_text(COMMAND)
     code = (
-        "import sys; from async_grpo.cli import launch_file\n"
-        "launch_file.COMMAND = (sys.executable, 'command.py')\n"
+        "import sys; from async_grpo.cli import launch_file, run_processes\n"
+        "launch_file.COMMAND = run_processes.COMMAND = (sys.executable, 'command.py')\n"
         "launch_file.refuse_broken = lambda *_, **__: None\n"  # see `_unbroken`
         "launch_file._nodes = lambda run: (launch_file.HERE,)\n"  # no cluster is there
         "launch_file.launch(prog_name='launch')"

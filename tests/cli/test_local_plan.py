@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from async_grpo.cli.assignment import placed
 from async_grpo.cli.launch_file import launch
-from async_grpo.cli.local_plan import placed
 from async_grpo.cli.local_run import options_of_run, planned
 from async_grpo.devices.inventory import Device, Inventory
 from async_grpo.util.errors import ConfigError

@@ -8,14 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli.launch_file import _file_kept, launch
-from async_grpo.cli.local_run import (
-    RUN_FILE,
-    as_toml,
-    commands_of,
-    read_run,
-    resolved_text,
-    resuming,
-)
+from async_grpo.cli.local_run import RUN_FILE, commands_of, read_run, resolved_text, resuming
+from async_grpo.cli.run_file import as_toml
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker

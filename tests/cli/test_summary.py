@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from async_grpo.cli.launch_file import conclusion
 from async_grpo.cli.local_run import read_run
-from async_grpo.cli.summary import conclusion
 
 SENTENCE = "every sample of the last 5 steps has the same reward"
 

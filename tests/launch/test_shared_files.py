@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import origin
-from async_grpo.cli.example import examples
+from async_grpo.cli.first_steps import examples
 from async_grpo.cli.launch_file import launch
 from async_grpo.cli.main import main
 from async_grpo.cli.origin import here_or_shared, with_shared

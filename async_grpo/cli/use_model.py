@@ -1,4 +1,8 @@
-"""`async-grpo evaluate`: what a model gets right of a file of questions, and how sure that is."""
+"""What is done with a model that is there: `evaluate`, `generate` and `serve`.
+
+What it gets right of a file of questions, and how sure that is; its own outputs as training pairs;
+the model behind OpenAI's protocol.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ from typing import Any
 import click
 
 from async_grpo.cli.boundary import command_boundary
-from async_grpo.cli.launch_file import cluster_of, dispatcher_of
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
+from async_grpo.cli.run_processes import cluster_of, dispatcher_of
 from async_grpo.cluster import cluster
-from async_grpo.config.command_options import EvaluateConfig
+from async_grpo.config.command_options import EvaluateConfig, GenerateConfig, ServeConfig
 from async_grpo.config.data_files import as_text
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
@@ -44,7 +48,7 @@ OF_RUNS = ("set", "batch", "weights")  # what only lines of a run have
 @click.argument("data")
 @options_of(EvaluateConfig)
 @command_boundary()
-def main(model: str, data: str, **options: Any) -> None:
+def evaluate(model: str, data: str, **options: Any) -> None:
     """Sample and grade the questions of DATA with MODEL, as a run evaluates its weights.
 
     DATA is what --eval-data-path takes. Workers and their Ray cluster are started here, and end
@@ -54,14 +58,9 @@ def main(model: str, data: str, **options: Any) -> None:
     e.g. runs/mine/hf_format/samples_1000 held_out.jsonl --samples 8 --reward-fns countdown
     """
     config = EvaluateConfig(**options)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
-    logging.getLogger("async_grpo").setLevel(config.logging_level)
-    interrupt_once()
+    _begin(logging_level=config.logging_level)
     folder = local_folder(model, revision=config.model_revision)
-    check_files(Path(folder))
-    check_tokenizer_files(Path(folder))
+    _check_model(folder)
     mapping = parse_column_mapping(config.column_mapping)
     check_source(data, option="DATA", build=lambda row: Columns(row, mapping=mapping))
     measured = _measured(config, model=os.path.abspath(folder), data=data)
@@ -145,11 +144,11 @@ def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> Train
 def _evaluated(
     run: LocalRun, config: EvaluateConfig, data: str, workers: Sequence[ChildProcess]
 ) -> dict[str, Any]:
-    from async_grpo.run.evaluating import evaluate  # seconds, as all that needs torch
+    from async_grpo.run import evaluating  # seconds, as all that needs torch
     from async_grpo.telemetry.evaluations import evaluation_row
 
     cluster.connect(run.train.ray_address, namespace=run.train.namespace)  # in the main thread
-    outcome = in_background(lambda: evaluate(run.train), name="evaluate")
+    outcome = in_background(lambda: evaluating.evaluate(run.train), name="evaluate")
     while not outcome.done():
         for worker in workers:
             worker.check()
@@ -166,3 +165,77 @@ def _tell(measured: dict[str, Any], config: EvaluateConfig) -> None:
     if config.output:
         write_json_atomic(Path(config.output), measured)
     click.echo(in_words(measured))
+
+
+@click.command("generate", cls=OptionsCommand, context_settings=CONTEXT)
+@options_of(GenerateConfig)
+@command_boundary()
+def generate(**options: Any) -> None:
+    """Write a teacher's own outputs as pairs to train on.
+
+    The pairs are the lines of the questions, each with an output as its completion. It needs
+    neither Ray nor workers. --reward-fns leaves bad outputs out.
+
+    \b
+    e.g. --model-path models/large --data-path questions.jsonl --output pairs.jsonl
+    """
+    config = GenerateConfig(**options)
+    _begin(logging_level=config.logging_level)
+    folder = local_folder(config.model_path, revision=config.model_revision)
+    config = replace(config, model_path=folder)
+    _check_at_once(config)
+    from async_grpo.run.written_pairs import generate_pairs  # seconds, as all that needs torch
+
+    count = generate_pairs(config, say=lambda sentence: click.echo(sentence, err=True))
+    click.echo(f"wrote {config.output}: {count.in_words()}")
+
+
+def _check_at_once(config: GenerateConfig) -> None:
+    """What can be seen before torch is imported."""
+    _check_model(config.model_path)
+    mapping = parse_column_mapping(config.column_mapping)
+    check_source(
+        config.data_path, option="--data-path", build=lambda row: Columns(row, mapping=mapping)
+    )
+    folder = Path(config.output).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(config.output).is_dir():
+        raise config.refusal(
+            "output", "must be a file in a folder that can be written", "name another"
+        )
+
+
+@click.command("serve", cls=OptionsCommand, context_settings=CONTEXT)
+@click.argument("model")
+@options_of(ServeConfig)
+@command_boundary()
+def serve(model: str, **options: Any) -> None:
+    """Serve MODEL, a folder or a name on a hub, to clients of OpenAI's protocol.
+
+    Chats, completions and vLLM's token ids; a path /s/NAME keeps one conversation. It needs neither
+    Ray nor workers. The token is that of ASYNC_GRPO_TOKEN, or is made and printed.
+
+    \b
+    e.g. runs/mine/hf_format/samples_1000 --port 8001
+    """
+    config = ServeConfig(**options)
+    _begin(logging_level=config.logging_level)
+    folder = local_folder(model, revision=config.model_revision)
+    _check_model(folder)
+    from async_grpo.gateway import serving  # seconds, as all that needs torch
+
+    serving.serve(folder, config, name=model, say=click.echo)
+
+
+def _begin(*, logging_level: str) -> None:
+    """What each of the commands does first."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s")
+    logging.getLogger("async_grpo").setLevel(logging_level)
+    interrupt_once()
+
+
+def _check_model(folder: str) -> None:
+    """Raise `ModelError` for what its files show at once."""
+    check_files(Path(folder))
+    check_tokenizer_files(Path(folder))

@@ -1,0 +1,165 @@
+"""What `launch` starts around the trainer: a Ray head, dispatchers, and a check beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from async_grpo.check.finding import Cost, Finding
+from async_grpo.cli.assignment import Node
+from async_grpo.cli.local_run import LocalRun, setup_of
+from async_grpo.cli.run_file import as_toml
+from async_grpo.cluster import head
+from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watched
+from async_grpo.util import deadlines
+from async_grpo.util.errors import ConfigError
+from async_grpo.util.ports import free_port
+
+logger = logging.getLogger(__name__)
+COMMAND = (sys.executable, "-m", "async_grpo.cli.main")
+MAX_RESTARTS = 3  # of a dispatcher that was killed
+Say = Callable[[str], object]
+
+
+@contextlib.contextmanager
+def cluster_of(
+    run: LocalRun, *, watched: Sequence[Watched] = ()
+) -> Iterator[tuple[dict[str, str], list[ChildProcess]]]:
+    """The environment that leads to the run's cluster; its head, if it is its own, to the end."""
+    common = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    if not run.starts_head:
+        yield common | ({"RAY_ADDRESS": run.ray_address} if run.ray_address else {}), []
+        return
+    port = free_port()
+    # Short, because Ray keeps sockets there, whose paths must not exceed 107 characters; below a
+    # folder of this user's alone, because Ray opens its own to everybody.
+    with (
+        head.private_cluster() as private,
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+    ):
+        session = f"{folder}/s"
+        environment = common | private
+        environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
+        environment.pop("RAY_AUTH_TOKEN", None)  # it would go before the cluster's own
+        command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *("--node-ip-address", "127.0.0.1", "--port", str(port), "--temp-dir", session),
+            *("--num-cpus", str(run.num_cpus), "--num-gpus", str(run.num_devices)),
+            *("--ray-client-server-port", str(free_port())),
+            *("--include-dashboard=false", "--disable-usage-stats"),
+            "--include-log-monitor=false",  # nobody listens, and it takes 3 % of a core
+        ]
+        logger.info("starting Ray ...")
+        ray_head = ChildProcess(
+            "the Ray head",
+            command,
+            log=run.logs / "ray.log",
+            environment=environment,
+            stop_signal=signal.SIGTERM,
+        )
+        try:
+            with ray_head:
+                ray_head.wait_for(
+                    "Ray runtime started", timeout_s=deadlines.HEAD_READY_S, watched=watched
+                )
+                yield environment, [ray_head]
+        finally:
+            _keep_logs(Path(session), run.logs / "ray")
+
+
+def _keep_logs(session: Path, target: Path) -> None:
+    """Ray's folder is deleted with the run; what its workers said may be needed."""
+    shutil.rmtree(target, ignore_errors=True)
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.copytree(session / "session_latest" / "logs", target, ignore_dangling_symlinks=True)
+
+
+def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) -> ChildProcess:
+    """One of the run's dispatchers, to be started."""
+    name, command = _name_of(run, number), [*COMMAND, "worker", *run.worker_options[number]]
+    log = run.logs / f"{name}.log"
+    return ChildProcess(
+        f"the {name} worker", command, log=log, environment=environment, max_restarts=MAX_RESTARTS
+    )
+
+
+def remote_dispatcher_of(run: LocalRun, number: int, *, node: Node) -> RemoteProcess:
+    """The same on another node."""
+    name = _name_of(run, number)
+    return RemoteProcess(
+        f"the {name} worker on {node.host}",
+        [*COMMAND[1:], "worker", "--ends-with-stdin", *run.worker_options[number]],
+        node_id=node.node_id,
+        log=run.logs / f"{name}@{node.host}.log",
+        environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
+        max_restarts=MAX_RESTARTS,
+    )
+
+
+def _name_of(run: LocalRun, number: int) -> str:
+    modes = [config.mode for config in run.workers]
+    mode = modes[number]
+    return mode if modes.count(mode) == 1 else f"{mode}_{number}"
+
+
+def refuse_broken(run: LocalRun, *, say: Say, is_prepared: bool = False) -> None:
+    """Raise `ConfigError` for what is wrong with a run, as far as that is seen without a process.
+
+    `is_prepared`: what its `prepare` makes is there, and warnings were said before.
+    """
+    from async_grpo.check.checks import check_all
+    from async_grpo.check.facts import gather
+
+    setup = setup_of(run, file="the run")
+    setup = replace(setup, prepare=()) if is_prepared else setup
+    facts = replace(gather(setup, cost=Cost.AT_ONCE), num_devices=run.num_devices)
+    findings = check_all(setup, facts, cost=Cost.AT_ONCE)
+    unsaid = ("warning",) if is_prepared else ()
+    _tell([each for each in findings if each.level not in unsaid], say=say)
+
+
+def _tell(findings: Sequence[Finding], *, say: Say) -> None:
+    for each in findings:
+        if each.level == "warning":
+            say(f"warning: {each.text}")
+    if errors := [each.text for each in findings if each.level == "error"]:
+        raise ConfigError(" | ".join(errors))
+
+
+class CheckBeside(ChildProcess):
+    """`async-grpo check` of all that takes seconds, in a process while the run starts.
+
+    consumes:     the run, as a file
+    produces:     warnings, or the error that ends the start
+    waits for:    nothing: whoever waits for a part of the run looks here too
+    unblocked by: the end of its process
+    """
+
+    def __init__(self, run: LocalRun, *, command: Iterable[str], say: Say) -> None:
+        self._file, self._found = run.logs / "check.toml", run.logs / "check.json"
+        self._say, self.is_told = say, False
+        self._file.write_text(as_toml(run.tables))
+        self._found.unlink(missing_ok=True)  # of a start that ended before this
+        words = [*command, "check", str(self._file), "--beside", str(self._found), "--trust"]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ
+        super().__init__("the check", words, log=run.logs / "check.log", environment=environment)
+
+    def check(self) -> None:
+        """Say what it has found, once it has ended; raises `ConfigError` for what is wrong."""
+        if self.is_told or not self.has_ended:
+            return
+        self.is_told = True
+        self._file.unlink()
+        if self._found.exists():  # or it has failed: its log tells
+            found = [Finding(**each) for each in json.loads(self._found.read_text())]
+            self._found.unlink()
+            _tell(found, say=self._say)
