@@ -5,23 +5,31 @@ A rule that a run enforces when it starts is not written again here: it is calle
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.check.arithmetic import (
-    batch_in_words,
-    disk_need,
-    in_gib,
+from async_grpo.check.data_read import DataRead
+from async_grpo.check.facts import Facts
+from async_grpo.check.finding import EVERYTHING, Cost, Finding, Setup, refused, tried
+from async_grpo.check.sizes import (
+    check_batch,
+    check_options,
+    check_room,
     lengths_in_words,
     sizes_in_words,
 )
-from async_grpo.check.facts import DataRead, Facts, Setup, tried
-from async_grpo.check.finding import EVERYTHING, Cost, Finding, refused
-from async_grpo.check.oddities import check_lines, check_options, check_prepare
-from async_grpo.check.trial import TRIAL_S
-from async_grpo.check.workers import as_registered, check_engine, check_same_rewards, room_in
+from async_grpo.check.worker_tables import (
+    TRIAL_S,
+    as_registered,
+    check_engine,
+    check_same_rewards,
+    room_in,
+)
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.environments.chat.find import AUTO, find_renderer
@@ -36,9 +44,10 @@ from async_grpo.telemetry.trackers import check_trackers
 from async_grpo.types.roles import GENERATION, JUDGE
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util.errors import AsyncGrpoError
-from async_grpo.weight_sync.routes import store_complaint
 
-STORE_SHARE, STORE_OF_SHARED = 0.3, 0.95  # of memory and of /dev/shm that Ray's store takes
+MANY_UNKNOWN = 0.1  # of the tokens of the first prompts
+OWN_PROGRAMS = ("python", "async-grpo")  # which `launch` starts as it was started itself
+
 Check = Callable[[Setup, Facts], Iterable[Finding]]
 
 
@@ -62,6 +71,22 @@ def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:
         yield from _of(
             "roles", lambda: check_roles(config, roles, where=setup.file), ", ".join(sorted(roles))
         )
+
+
+def check_prepare(setup: Setup, _: Facts) -> Iterator[Finding]:
+    """Programs, and the first script: what comes after it may have been made by it."""
+    for number, (program, *words) in enumerate(setup.prepare):
+        is_made = number and os.sep in program
+        if program not in OWN_PROGRAMS and not is_made and not shutil.which(program):
+            yield _cannot("program", program)
+        is_script = number == 0 and program.startswith("python") and words[0:1]
+        if is_script and words[0].endswith(".py") and not Path(words[0]).is_file():
+            yield _cannot("script", words[0])
+
+
+def _cannot(kind: str, name: str) -> Finding:
+    text = f"[launch] prepare must name a {kind} that is there, {name} is not: correct it"
+    return Finding("error", "prepare", text)
 
 
 def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
@@ -124,24 +149,24 @@ def _check_read(setup: Setup, read: DataRead) -> Iterator[Finding]:
         yield Finding("warning", "data", few)
 
 
-def check_batch(setup: Setup, facts: Facts) -> Iterator[Finding]:
-    """What a batch, a gradient step and the whole run come to."""
-    config, ranks = setup.train, setup.num_ranks
-    lines = 0
-    if isinstance(facts.data, tuple):
-        reads = [read for read in facts.data if read.purpose == "train"]
-        lines = sum(read.num_lines for read in reads) if all(each.is_whole for each in reads) else 0
-    is_sft = setup.learns_from_pairs
-    text = batch_in_words(config, num_ranks=ranks, num_lines=lines, is_sft=is_sft)
-    yield Finding("ok", "batch", text)
-    per_step = config.questions_per_step * (1 if is_sft else config.samples_per_question)
-    if per_step < ranks:
-        yield Finding(
-            "warning",
-            "batch",
-            f"--nproc-per-node {ranks} exceeds the {per_step} samples of a gradient step, which "
-            "leaves ranks idle: start fewer, or raise --batch-size or --train-minibatch-size",
-        )
+def check_lines(_: Setup, facts: Facts) -> Iterator[Finding]:
+    """What a file's lines have in common with each other, and with what is trained."""
+    reads = facts.data if isinstance(facts.data, tuple) else ()
+    for read in reads:
+        path = read.source.path
+        for sentence in read.notes.in_words(path):
+            yield Finding("warning", "data", sentence)
+        if read.unknown >= MANY_UNKNOWN:
+            text = f"{read.unknown:.0%} of the tokens of the first prompts of {path} are unknown"
+            yield Finding(
+                "warning", "data", f"{text} to the model's tokenizer: take text that it knows"
+            )
+        for other in reads if read.purpose == "held out" else ():
+            shared = len(read.notes.keys & other.notes.keys)
+            if shared and other.purpose != "held out":
+                text = f"{shared} of the {len(read.notes.keys)} questions of {path} (held out) are "
+                text += f"in {other.source.path}, which is trained: hold out others"
+                yield Finding("warning", "data", text)
 
 
 def check_teachers(setup: Setup, facts: Facts) -> Iterator[Finding]:
@@ -226,33 +251,6 @@ def check_rewards(setup: Setup, facts: Facts) -> Iterator[Finding]:
         answer = (question.answer or question.input)[:60]
         said = f"reward {verdict.reward:g}" if verdict.status == "scored" else verdict.reason
         yield Finding("ok", "reward", f"{verdict.adapter} on {answer!r}: {said or verdict.status}")
-
-
-def check_room(setup: Setup, facts: Facts) -> Iterator[Finding]:
-    """Disk for what the run writes, and memory for two versions of the weights."""
-    if facts.size is None:
-        return
-    config, free = setup.train, facts.disk_free_bytes
-    kept, dumped = disk_need(config, facts.size)
-    need = f"{in_gib(kept)} of checkpoints and exports and up to {in_gib(dumped)} of samples"
-    text = f"{config.output_dir} has {in_gib(free)} free, the run writes {need}"
-    remedy = "name another --output-dir, or lower --keep-checkpoints or --dump-max-gib"
-    if free < kept + dumped:
-        yield Finding("error" if free < kept else "warning", "disk", f"{text}: {remedy}")
-    else:
-        yield Finding("ok", "disk", text)
-    if setup.starts_head:
-        of_one = 2 if facts.num_devices else 4  # bytes, as they travel
-        yield _store(facts, snapshot=of_one * facts.size.num_parameters)
-
-
-def _store(facts: Facts, *, snapshot: int) -> Finding:
-    """Of the object store that Ray makes here; `snapshot` in bytes."""
-    store = int(min(STORE_SHARE * facts.memory_bytes, STORE_OF_SHARED * facts.shared_bytes))
-    if complaint := store_complaint(snapshot, store_bytes=store, share=1.0):
-        return Finding("warning", "memory", complaint)
-    text = f"two versions of the weights are {in_gib(2 * snapshot)}, Ray's store {in_gib(store)}"
-    return Finding("ok", "memory", text)
 
 
 def check_devices(setup: Setup, facts: Facts) -> Iterator[Finding]:

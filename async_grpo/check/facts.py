@@ -1,108 +1,51 @@
-"""What a check looks at, gathered once: files, the model's folder, this machine, the cluster.
+"""What a check looks at, gathered once: files, models, this machine, its packages, the cluster.
 
 What cannot be had is kept as the error that a run would end with, so that the checks stay pure.
+Interfaces of other packages that nobody promised us are read in their sources, which are not
+imported: a package that has moved one is found here, in a moment, and not by a worker.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 import os
-import re
 import shutil
-import time
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+from packaging.requirements import Requirement
 
-from async_grpo.algorithms.find import find_algorithm
-from async_grpo.check.finding import EVERYTHING, Cost
-from async_grpo.check.interfaces import (
-    broken_interfaces,
-    engine_option_names,
-    unfit_packages,
-)
-from async_grpo.check.notes import Notes
-from async_grpo.check.trial import Tried, try_here
+from async_grpo.check.data_read import DataRead, ids_of, read_data
+from async_grpo.check.finding import EVERYTHING, Cost, Known, Setup, tried
+from async_grpo.check.worker_tables import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
-from async_grpo.config.data_files import DataSource
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.data.lines import may_be_hub_name
 from async_grpo.gateway.run_gateway import free_address
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import (
     ModelFacts,
     WeightsSize,
     check_model_folder,
-    first_line,
     stated_facts,
     weights_size,
 )
-from async_grpo.run.data import Part, Purpose, parts_of
 from async_grpo.run.first_checks import check_sources
-from async_grpo.types import GivenPair, Question, TrainingPair
+from async_grpo.types import Question
 from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.util.errors import AsyncGrpoError
 
-T = TypeVar("T")
-Known: TypeAlias = T | AsyncGrpoError
-DATA_S = 3.0  # of reading a file, beyond which the rest is left to the run
 WEIGHTS_S = 2.0  # of looking at their values
 SHARED_MEMORY = Path("/dev/shm")
 WITH_MODEL = (GENERATION, LOGPROB, TEACHER, JUDGE)
 MOST_VERIFIED_BYTES = 1 << 30  # of checkpoints, whose bytes a start reads
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """A run as its file and options describe it."""
-
-    train: TrainConfig
-    workers: tuple[WorkerConfig, ...] = ()
-    num_ranks: int = 1
-    prepare: tuple[tuple[str, ...], ...] = ()
-    starts_head: bool = False  # or runs on a cluster that is there, if on any
-    ray_address: str = ""  # empty: the trainer's
-    file: str = ""
-    trusted: bool = False  # its code may do what it likes, here and over the network
-    num_cpus: int = 0  # of Ray, as they were given; 0: this machine's
-    plot_variables: tuple[str, ...] = ()  # that are drawn at the end
-    types_overwrite: bool = False
-
-    @property
-    def learns_from_pairs(self) -> bool:
-        """Whether it needs neither cluster nor workers; False for an algorithm that is refused."""
-        algorithm = tried(lambda: find_algorithm(self.train))
-        return not isinstance(algorithm, AsyncGrpoError) and algorithm.learns_from_pairs
-
-    def is_prepared(self, path: str) -> bool:
-        """Whether `prepare` makes what does not exist at a path, to all appearances."""
-        words = [word for command in self.prepare for word in command]
-        named = re.compile(rf"(?<![\w./-]){re.escape(path)}(?![\w/-])")  # in a script, or after =
-        made = any(named.search(word) or path.startswith(f"{word}/") for word in words)
-        return made and not os.path.exists(path)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataRead:
-    """What was read of one source of data."""
-
-    purpose: Purpose
-    source: DataSource
-    num_lines: int = 0
-    is_whole: bool = True  # or time was up
-    lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [R] tokens
-    firsts: Mapping[str, Any] = field(default_factory=dict)  # by dataset_type, the first record
-    problem: AsyncGrpoError | None = None
-    waits: str = ""  # why it cannot be read yet
-    unknown: float = 0.0  # share of its first prompts' tokens that stand for nothing known
-    notes: Notes = field(default_factory=Notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,20 +154,6 @@ def read_model(
     return folder, tried(lambda: look(folder))
 
 
-def tried(look: Callable[[], T]) -> Known[T]:
-    """What was found, or the error that a run would end with; what nobody foresaw is one too."""
-    try:
-        return look()
-    except AsyncGrpoError as error:
-        return error
-    except Exception as error:  # other people's files, read by other people's libraries
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return AsyncGrpoError(
-            f"it cannot be looked at, {type(error).__name__}: {first_line(error)} "
-            f"({os.path.basename(frame.filename)}:{frame.lineno}): correct the file that this is of"
-        )
-
-
 def _folder(setup: Setup) -> str:
     """Of the model; empty where it is not here yet."""
     config = setup.train
@@ -249,84 +178,6 @@ def _worker_model(
     if isinstance(folder, str):
         return tried(lambda: look(folder)) if folder else None
     return folder
-
-
-def read_data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
-    """Every source of the run's data, as much of each as can be read in `DATA_S`."""
-    config = replace(setup.train, model_name_or_path=model.path)
-    for part in parts_of(config, model):
-        path = part.source.path
-        if setup.is_prepared(path):
-            waits = f"{path} is made by [launch] prepare"
-        elif not os.path.exists(path) and may_be_hub_name(path):
-            waits = f"{path} is read from the hub when the run loads"
-        else:
-            yield _read(part)
-            continue
-        yield DataRead(purpose=part.purpose, source=part.source, waits=waits)
-
-
-def _read(part: Part) -> DataRead:
-    lengths: list[int] = []
-    firsts: dict[str, Any] = {}
-    notes, is_whole, deadline = Notes(), True, float("inf")
-
-    def goes_on() -> bool:  # from the first line on: what reads the format is imported before it
-        nonlocal is_whole, deadline
-        deadline = deadline if lengths else time.monotonic() + DATA_S
-        is_whole = time.monotonic() < deadline
-        return is_whole
-
-    def build(row: Mapping[str, Any]) -> Any:
-        record = part.build(row)
-        notes.take(row, ids_of(record), answer=answer_of(record), kind=type_of(record))
-        return record
-
-    def read() -> None:
-        for record in replace(part, build=build).records(goes_on=goes_on):
-            lengths.append(num_tokens(record))
-            firsts.setdefault(type_of(record), record)
-
-    problem = tried(read)
-    return DataRead(
-        purpose=part.purpose,
-        source=part.source,
-        num_lines=len(lengths),
-        is_whole=is_whole,
-        lengths=np.asarray(lengths, np.int64),
-        firsts=firsts,
-        problem=problem,
-        notes=notes,
-    )
-
-
-def num_tokens(record: Question | TrainingPair | GivenPair) -> int:
-    """Of the prompt, or of the whole pair."""
-    if isinstance(record, Question):
-        return len(record.input_token_ids)
-    if isinstance(record, GivenPair):
-        return record.num_tokens
-    return len(record.prompt_token_ids) + len(record.completion_token_ids)
-
-
-def ids_of(record: Question | TrainingPair | GivenPair) -> list[int]:
-    """The prompt's."""
-    if isinstance(record, TrainingPair):
-        return [int(each) for each in record.prompt_token_ids]
-    question = record.question if isinstance(record, GivenPair) else record
-    return [int(each) for each in question.input_token_ids]
-
-
-def answer_of(record: Question | TrainingPair | GivenPair) -> str | bytes | None:
-    """What is to be learnt of it."""
-    return record.answer if isinstance(record, Question) else record.completion_token_ids.tobytes()
-
-
-def type_of(record: Question | TrainingPair | GivenPair) -> str:
-    """The dataset_type of a record; a supervised pair has none."""
-    if isinstance(record, GivenPair):
-        record = record.question
-    return record.dataset_type if isinstance(record, Question) else ""
 
 
 def _questions(config: TrainConfig, reads: Collection[DataRead]) -> list[Question]:
@@ -377,3 +228,131 @@ def _machine(output: Path) -> dict[str, int]:
         "shared_bytes": shutil.disk_usage(shared).free,
         "memory_bytes": pages,
     }
+
+
+OURS = "async-grpo"
+# (package, file, name): arguments of a function, methods and fields of a class that we use.
+RELIED_ON: dict[tuple[str, str, str], tuple[str, ...]] = {
+    ("ray", "ray/_private/state.py", "available_resources_per_node"): (),
+    ("ray", "ray/_private/state.py", "actors"): ("actor_id",),
+    ("ray", "ray/_private/services.py", "find_gcs_addresses"): (),
+    ("ray", "ray/_private/gcs_utils.py", "create_gcs_channel"): ("address",),
+    (
+        "ray",
+        "ray/_private/authentication/authentication_token_setup.py",
+        "_enable_token_auth",
+    ): (),
+    ("vllm", "vllm/v1/core/sched/scheduler.py", "Scheduler"): (
+        "update_from_output",
+        "finish_requests",
+        "has_requests",
+    ),
+    ("vllm", "vllm/v1/core/sched/async_scheduler.py", "AsyncScheduler"): (),
+    ("vllm", "vllm/v1/core/sched/interface.py", "PauseState"): ("PAUSED_ALL",),
+    ("vllm", "vllm/v1/engine/async_llm.py", "AsyncLLM"): (
+        "pause_generation",
+        "resume_generation",
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "update_weight_version",
+        "get_weight_version",
+        "collective_rpc",
+        "add_request",
+        "abort",
+    ),
+    ("vllm", "vllm/engine/arg_utils.py", "EngineArgs"): (
+        "scheduler_cls",
+        "scheduling_policy",
+        "worker_extension_cls",
+        "weight_transfer_config",
+        "logprobs_mode",
+    ),
+    ("vllm", "vllm/distributed/weight_transfer/factory.py", "WeightTransferEngineFactory"): (
+        "register_engine",
+    ),
+    ("torch", "torch/distributed/fsdp/_fully_shard/_fully_shard.py", "FSDPModule"): (
+        "set_gradient_divide_factor",
+        "set_force_sum_reduction_for_comms",
+        "set_requires_gradient_sync",
+    ),
+}
+
+
+@functools.cache
+def broken_interfaces() -> tuple[str, ...]:
+    """A sentence for each that the installed packages do not have."""
+    return tuple(_broken(RELIED_ON))
+
+
+@functools.cache
+def engine_option_names() -> frozenset[str]:
+    """Fields of the arguments of vLLM's engine; empty where vLLM is not installed."""
+    return frozenset(
+        field.target.id
+        for file in _files_of("vllm", "vllm/engine/arg_utils.py")
+        for node in ast.walk(ast.parse(file.read_bytes()))
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
+
+
+@functools.cache
+def unfit_packages() -> tuple[str, ...]:
+    """A sentence for each package that this one asks for, and that is missing or another."""
+    return tuple(_unfit(metadata.requires(OURS) or ()))
+
+
+def _broken(relied_on: Mapping[tuple[str, str, str], Sequence[str]]) -> Iterator[str]:
+    for (package, file, name), used in relied_on.items():
+        for source in _files_of(package, file):
+            if missing := _missing_name(source, name, used):
+                yield f"{package} must have {missing} in {file}, the installed one has none"
+
+
+def _files_of(package: str, file: str) -> Iterator[Path]:
+    """Where an installed package has that file; none where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    for folder in spec.submodule_search_locations or () if spec else ():
+        yield Path(folder).parent / file
+
+
+def _unfit(requirements: Iterable[str]) -> Iterator[str]:
+    for text in requirements:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            yield f"{wanted.name} must be installed, it is not"
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            yield f"{wanted.name} must be {wanted.specifier}, got {found}"
+
+
+def _missing_name(file: Path, name: str, used: Collection[str]) -> str:
+    """The first name that a source does not define; empty when it has all."""
+    if not file.is_file():
+        return name
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            known = set(_names_in(node))
+            return next((f"{name}.{each}" for each in used if each not in known), "")
+    return name
+
+
+def _names_in(node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef):
+        arguments = node.args
+        yield from (each.arg for each in (*arguments.args, *arguments.kwonlyargs))
+        return
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield each.name
+        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            yield each.target.id
+        elif isinstance(each, ast.Assign):
+            yield from (target.id for target in each.targets if isinstance(target, ast.Name))

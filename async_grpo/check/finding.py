@@ -1,12 +1,27 @@
-"""What a check says: one line that names the field, its value and what to do."""
+"""What a check is given, a run as its file describes it, and what it says.
+
+A finding is one line that names the field, its value and what to do.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
+from async_grpo.model.folder import first_line
 from async_grpo.util.errors import AsyncGrpoError
+
+if TYPE_CHECKING:
+    from async_grpo.config.train import TrainConfig
+    from async_grpo.config.worker import WorkerConfig
+
+T = TypeVar("T")
+Known: TypeAlias = T | AsyncGrpoError
 
 
 class Cost(Flag):
@@ -36,3 +51,49 @@ class Finding:
 def refused(subject: str, error: AsyncGrpoError) -> list[Finding]:
     """The findings of an error that a run would end with: one a line of it."""
     return [Finding("error", subject, " ".join(line.split())) for line in str(error).splitlines()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A run as its file and options describe it."""
+
+    train: TrainConfig
+    workers: tuple[WorkerConfig, ...] = ()
+    num_ranks: int = 1
+    prepare: tuple[tuple[str, ...], ...] = ()
+    starts_head: bool = False  # or runs on a cluster that is there, if on any
+    ray_address: str = ""  # empty: the trainer's
+    file: str = ""
+    trusted: bool = False  # its code may do what it likes, here and over the network
+    num_cpus: int = 0  # of Ray, as they were given; 0: this machine's
+    plot_variables: tuple[str, ...] = ()  # that are drawn at the end
+    types_overwrite: bool = False
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether it needs neither cluster nor workers; False for an algorithm that is refused."""
+        from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
+
+        algorithm = tried(lambda: find_algorithm(self.train))
+        return not isinstance(algorithm, AsyncGrpoError) and algorithm.learns_from_pairs
+
+    def is_prepared(self, path: str) -> bool:
+        """Whether `prepare` makes what does not exist at a path, to all appearances."""
+        words = [word for command in self.prepare for word in command]
+        named = re.compile(rf"(?<![\w./-]){re.escape(path)}(?![\w/-])")  # in a script, or after =
+        made = any(named.search(word) or path.startswith(f"{word}/") for word in words)
+        return made and not os.path.exists(path)
+
+
+def tried(look: Callable[[], T]) -> Known[T]:
+    """What was found, or the error that a run would end with; what nobody foresaw is one too."""
+    try:
+        return look()
+    except AsyncGrpoError as error:
+        return error
+    except Exception as error:  # other people's files, read by other people's libraries
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return AsyncGrpoError(
+            f"it cannot be looked at, {type(error).__name__}: {first_line(error)} "
+            f"({os.path.basename(frame.filename)}:{frame.lineno}): correct the file that this is of"
+        )

@@ -37,7 +37,8 @@ from async_grpo.util.files import replacing
 from async_grpo.util.run_folder import METRICS_FILE
 
 if TYPE_CHECKING:
-    from async_grpo.check.facts import Facts, Setup
+    from async_grpo.check.facts import Facts
+    from async_grpo.check.finding import Setup
 
 EXIT_WRONG = 1
 # Of the short runs of --deep.
@@ -120,7 +121,8 @@ def _findings(
     run: LocalRun, setup: Setup, tries_rewards: bool, *, plan_for: str, deep: bool, cost: Cost
 ) -> list[Finding]:
     from async_grpo.check.checks import check_all  # imports Ray
-    from async_grpo.check.facts import gather, tried
+    from async_grpo.check.facts import gather
+    from async_grpo.check.finding import tried
 
     facts = gather(setup, tries_rewards=tries_rewards, cost=cost)
     found = tried(
@@ -177,7 +179,7 @@ def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
     They need neither workers nor Ray, and take minutes: the largest minibatch that the run may
     meet, one batch learnt by heart, and the second half of that again from its checkpoint.
     """
-    from async_grpo.check.facts import ids_of  # imports Ray
+    from async_grpo.check.data_read import ids_of  # imports Ray
 
     reads = facts.data if isinstance(facts.data, tuple) else ()
     prompts = [ids_of(first) for read in reads for first in read.firsts.values()]

@@ -42,7 +42,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import newest_checkpoint
 
 if TYPE_CHECKING:
-    from async_grpo.check.facts import Setup
+    from async_grpo.check.finding import Setup
 
 
 RUN_FILE = "run.toml"  # in a run's folder: the file that resumes it
@@ -252,7 +252,7 @@ def resuming(run: LocalRun) -> LocalRun:
 
 def setup_of(run: LocalRun, *, file: str = "") -> Setup:
     """A run as checks see it."""
-    from async_grpo.check.facts import Setup  # imports Ray
+    from async_grpo.check.finding import Setup  # imports Ray
 
     return Setup(
         train=run.train,

@@ -18,9 +18,8 @@ from click.testing import CliRunner
 from no_namespaces import REFUSAL, refusing_bwrap
 from safetensors.torch import load_file, save_file
 
-from async_grpo.check import checks, facts, trial
-from async_grpo.check.facts import Setup
-from async_grpo.check.finding import Cost, Finding
+from async_grpo.check import checks, data_read, facts, worker_tables
+from async_grpo.check.finding import Cost, Finding, Setup
 from async_grpo.cli import launch_file
 from async_grpo.cli.check import check, findings_of
 from async_grpo.cli.local_run import planned
@@ -338,7 +337,7 @@ def test_a_broken_reward_is_told(case):
 
 
 def test_a_reward_that_hangs_is_told_while_it_hangs(monkeypatch):
-    monkeypatch.setattr(trial, "TRIAL_S", 0.5)
+    monkeypatch.setattr(worker_tables, "TRIAL_S", 0.5)
     write("own.py", "import time\n\n\ndef grade(sample):\n    time.sleep(100)\n")
     began = time.monotonic()
     [line] = look(worker={"reward_fns": "own.py:grade"}, tries_rewards=True)
@@ -571,7 +570,7 @@ def test_a_judge_at_an_address_is_no_error(monkeypatch):
 
 
 def test_each_file_has_a_time_of_its_own(monkeypatch):
-    monkeypatch.setattr(facts, "DATA_S", 0.2)
+    monkeypatch.setattr(data_read, "DATA_S", 0.2)
     write("questions.jsonl", *questions(num=30_000))
     run_file(train={"eval_data_path": "sums.jsonl"})
     text = " ".join(each.text for each in findings_of(["run.toml"], tries_rewards=False))

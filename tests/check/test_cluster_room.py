@@ -2,8 +2,8 @@
 
 import pytest
 
-from async_grpo.check.facts import Setup
-from async_grpo.check.workers import room_in
+from async_grpo.check.finding import Setup
+from async_grpo.check.worker_tables import room_in
 from async_grpo.cluster.head import ClusterResources
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_grpo.check.interfaces import (
+from async_grpo.check.facts import (
     RELIED_ON,
     _broken,
     _unfit,

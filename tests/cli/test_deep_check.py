@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from async_grpo.check.facts import DataRead, Facts
+from async_grpo.check.data_read import DataRead
+from async_grpo.check.facts import Facts
 from async_grpo.cli.check import Trials, check, deep_findings
 from async_grpo.cli.local_run import read_run
 from async_grpo.config.data_files import DataSource
