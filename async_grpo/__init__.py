@@ -54,7 +54,7 @@ Every loop of it, what it waits for, and what unblocks it:
     algorithms/express.exchange   the next chunk's end       sends in the plan's order; a loss
     run/sampled_data.publish            the announcement before    the workers' acknowledgements
     run/recruitment.recruit         a worker of each role      controller/controller.register
-    launch/dispatcher.check     nothing: once a second     its workers' deaths, the controller's
+    launch/dispatcher.check         nothing: once a second     its workers' deaths, the controller's
 
 All of these end when the controller is lost: `errors.RunLost` or `errors.ProcessLostError` on the
 ranks, and run/main_rank.recover begins the run again at the last whole gradient step. How long
