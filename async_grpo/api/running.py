@@ -28,7 +28,7 @@ from async_grpo.cli.origin import TRUST, check_origin, here_or_shared
 from async_grpo.cli.run_file import MAY_REPEAT, as_toml, flags_of, read_tables, values_in, values_of
 from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import main as train_command
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.output_folder import check_free

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.check.finding import Setup, tried
-from async_grpo.config.source import DataSource
+from async_grpo.config.data_files import DataSource
 from async_grpo.data.lines import may_be_hub_name
-from async_grpo.model.folder import (
+from async_grpo.model.model_folder import (
     ModelFacts,
 )
 from async_grpo.run.data import Part, Purpose, parts_of

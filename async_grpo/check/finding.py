@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from async_grpo.model.folder import first_line
+from async_grpo.model.model_folder import first_line
 from async_grpo.util.errors import AsyncGrpoError
 
 if TYPE_CHECKING:
-    from async_grpo.config.train import TrainConfig
-    from async_grpo.config.worker import WorkerConfig
+    from async_grpo.config.train_config import TrainConfig
+    from async_grpo.config.worker_config import WorkerConfig
 
 T = TypeVar("T")
 Known: TypeAlias = T | AsyncGrpoError

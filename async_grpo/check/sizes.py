@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from async_grpo.check.data_read import DataRead
 from async_grpo.check.facts import Facts
 from async_grpo.check.finding import Finding, Setup
-from async_grpo.config.train import TrainConfig
-from async_grpo.model.folder import ModelFacts, WeightsSize
+from async_grpo.config.train_config import TrainConfig
+from async_grpo.model.model_folder import ModelFacts, WeightsSize
 from async_grpo.weight_sync.routes import store_complaint
 
 HOT = 2.0  # a sampling temperature above which outputs are close to noise

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from async_grpo.cli.local_run import LocalRun
-from async_grpo.config.worker import WorkerConfig
+from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
 from async_grpo.devices.placement import Demand, Plan, Seat, plan
 from async_grpo.types.roles import GENERATION, JUDGE

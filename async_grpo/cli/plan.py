@@ -20,7 +20,7 @@ from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_ru
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.origin import check_origin, trust_option
 from async_grpo.types.roles import ENVIRONMENT, VERIFIER
-from async_grpo.util.errors import AsyncGrpoError, ConfigError, ModelError
+from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 
 if TYPE_CHECKING:
     from async_grpo.planning.asked import Asked
@@ -83,7 +83,7 @@ def plan_of(
     prompt_tokens: int = 0,
     shape_of: str = "",
 ) -> Plan:
-    """The plan of a run; raises `ConfigError` or `ModelError` for what cannot be planned."""
+    """The plan of a run; raises `ConfigError` or `UnfitModel` for what cannot be planned."""
     from async_grpo.planning.bills import bills_of
     from async_grpo.planning.fits import check_fits
     from async_grpo.planning.page import Plan
@@ -252,7 +252,7 @@ def _earlier(folder: str, asked: Asked, shape_of: str) -> Run:
     run = _read(str(file), ())
     earlier = asked_of(run, asked.fleet, shape_of=shape_of)
     if earlier.model != asked.model:
-        raise ModelError(
+        raise UnfitModel(
             f"--from-run {folder} must have trained a model of the same sizes, it has "
             f"{earlier.model.num_parameters:,} parameters and {run.train.model_name_or_path}, this "
             f"one {asked.model.num_parameters:,}: leave it out, or give --rates"
