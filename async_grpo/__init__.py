@@ -19,7 +19,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
       or more        ─▶ environments/environment_worker.play, which asks for each turn and for
                      the verdicts by ask_controller ─▶ controller/controller.ask
     a visitor      ─▶ gateway/run_gateway.sample ─▶ controller/controller.ask, beside all this
-    advantages     ─▶ algorithms/base.finish_group; of a whole step batching/step_groups.join
+    advantages     ─▶ algorithms/base.finish_group; of a whole step batching/rounds.join
     scores         ─▶ rollout/logprob_worker.logprobs: the reference's, a teacher's
     rounds         ─▶ batching/rounds.offer; batching/batcher._send_rounds
                      ─▶ batching/rounds.next_round ─▶ batching/outbox.put
@@ -31,7 +31,7 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
     gradient       run/loop.train_steps ─▶ training/learner.accumulate ─▶ model/collate.collate
                      ─▶ training/step.accumulate ─▶ algorithms/base.loss
     held-out       ─▶ batching/evaluations.published, of the same news ─▶ controller/registry.held
-    questions      ─▶ batching/evaluation.run ─▶ batching/pipeline.play, as above, beside all this;
+    questions      ─▶ batching/evaluations.run ─▶ batching/pipeline.play, as above, beside all this;
                    training/stream.__next__ brings rank 0 what came of them
     step           ─▶ training/learner.update ─▶ training/audit.end_step ─▶ training/step.finish
     its record     training/minibatch_log.end_step; async-grpo replay: run/replaying.replay

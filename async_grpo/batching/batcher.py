@@ -19,23 +19,19 @@ from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.controls import Controls
-from async_grpo.batching.evaluations import Evaluations
-from async_grpo.batching.given import given_group
+from async_grpo.batching.evaluations import Evaluations, Lane
+from async_grpo.batching.failures import Hopeless
 from async_grpo.batching.grading import Requests
-from async_grpo.batching.hopeless import Hopeless
-from async_grpo.batching.lanes import Lane
-from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
-from async_grpo.batching.ledger import FATES, Ledger
+from async_grpo.batching.leased_work import QUARANTINE, Quarantine, SlotFailed
+from async_grpo.batching.ledger import FATES, Ledger, SlotBooks
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan
-from async_grpo.batching.rounds import Round, RoundFormer
+from async_grpo.batching.rounds import Round, RoundFormer, StepGroups
 from async_grpo.batching.sample_log import SampleLog
-from async_grpo.batching.slot_books import SlotBooks
-from async_grpo.batching.statistics import StepSums, num_taught
-from async_grpo.batching.step_groups import StepGroups
+from async_grpo.batching.statistics import SampleSums, num_taught
+from async_grpo.batching.supervised import given_group
 from async_grpo.batching.teachers import Teachers
 from async_grpo.types import (
     Control,
@@ -114,7 +110,7 @@ class ExperienceBatcher:
         self._outbox = Outbox(plan.num_ranks)
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
         self._by_express = bool(config.express)
-        self._sums = StepSums(
+        self._sums = SampleSums(
             staleness_of=self._window.staleness_of,
             express_bytes=self._teachers.express_bytes,
             types=config.types,

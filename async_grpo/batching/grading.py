@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from async_grpo.batching.leased_work import MAX_KINDS, Progress, SlotFailed
+from async_grpo.batching.leased_work import MAX_KINDS, SlotFailed, WorkProgress
 from async_grpo.environments.base import FailureClass
 from async_grpo.types import Problem, Verdict, VerificationRequest
 from async_grpo.types.roles import ENVIRONMENT
@@ -35,7 +35,7 @@ class Grading:
         ask: Callable[..., Awaitable[tuple[Verdict, ...]]],
         *,
         timeout_s: float,
-        progress: Progress,
+        progress: WorkProgress,
     ) -> None:
         """`ask` has any verifier grade, and raises `SlotFailed` when none can.
 

@@ -1,12 +1,34 @@
-"""How often one piece of work may be tried on leased workers, and what came of the tries. Pure."""
+"""One piece of work on leased workers: which answers are good, and how often it is tried. Pure.
+
+A worker that dies takes all its requests along, and says not which of them did it. A slot that was
+there at two deaths is on probation: slots on probation are sampled one at a time, so that the next
+death tells. A further one there, and its question is quarantined for the rest of the run.
+
+    deaths   0, 1: ordinary   2: on probation   3: quarantined
+
+With one such question, exactly that one is quarantined: it was there at every death that its
+neighbours saw, so that none of them is on probation before it, and none beside it. Deaths of
+another cause count too: a slot must meet three of them to be quarantined for nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal
 
-from async_grpo.batching.quarantine import Quarantine
-from async_grpo.types import Problem
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.types import (
+    Episode,
+    EpisodesRequest,
+    GenerationRequest,
+    LogprobRequest,
+    Problem,
+    Turn,
+    VersionSpan,
+    WeightsVersion,
+)
 from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import (
     AsyncGrpoError,
@@ -16,6 +38,7 @@ from async_grpo.util.errors import (
     WorkerError,
 )
 
+Scores = NDArray[np.float32]  # [L]
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
 QUARANTINE = "quarantine"  # the stage that loses a question which kills workers
 # Seconds before each try that the worker's answer was to blame for the one before.
@@ -23,6 +46,8 @@ TRIES_AFTER_S = (0.0, 1.0, 8.0)
 # Workers that are lost are no fault of the work: deaths are bounded by the quarantine, these here.
 MAX_REVOCATIONS = 16
 AFTER_LOSS_S = 1.0
+PROBATION_DEATHS = 2
+QUARANTINE_DEATHS = 3
 MAX_KINDS = 50  # told; what fails in ever new ways is told often enough by then
 
 
@@ -37,7 +62,7 @@ class SlotFailed(WorkerError):
         return type(self), (self.stage, str(self))
 
 
-class Progress:
+class WorkProgress:
     """What has moved, and what is in the way: shared by the stages of a pipeline."""
 
     def __init__(self) -> None:
@@ -97,3 +122,106 @@ def _reason(error: AsyncGrpoError) -> Reason:
             return "worker died"
         return "stalled" if error.cause is LossCause.STALLED else "lease revoked"
     return "stale answer" if isinstance(error, StaleAnswerError) else "worker error"
+
+
+class Quarantine:
+    """Deaths by slot, kept while the slot is open; and the questions excluded by their index."""
+
+    def __init__(self, questions: Iterable[int] = ()) -> None:
+        self._deaths: dict[Hashable, int] = {}
+        self._questions = set(questions)
+
+    def __contains__(self, question: int) -> bool:
+        return question in self._questions
+
+    @property
+    def questions(self) -> tuple[int, ...]:
+        """Indices of the questions that are not asked any more, in order."""
+        return tuple(sorted(self._questions))
+
+    def died(self, slot: Hashable, *, weight: int = 1) -> bool:
+        """A worker died while it had `slot`'s request; whether that was once too often.
+
+        `weight`: 2 for episodes, which are played again once: alone, so that a neighbour's death
+        is not theirs.
+
+        >>> quarantine = Quarantine()
+        >>> quarantine.died("a"), quarantine.is_on_probation("a")
+        (False, False)
+        >>> quarantine.died("a"), quarantine.is_on_probation("a")
+        (False, True)
+        >>> quarantine.died("a")
+        True
+        """
+        self._deaths[slot] = self._deaths.get(slot, 0) + weight
+        return self._deaths[slot] >= QUARANTINE_DEATHS
+
+    def is_on_probation(self, slot: Hashable) -> bool:
+        """Whether the slot must be sampled while no other suspect is."""
+        return self._deaths.get(slot, 0) >= PROBATION_DEATHS
+
+    def forget(self, slot: Hashable) -> None:
+        """The slot is finished, or failed."""
+        self._deaths.pop(slot, None)
+
+    def exclude(self, question: int) -> None:
+        """This question is asked no more."""
+        self._questions.add(question)
+
+
+def check_completions(
+    request: GenerationRequest, completions: tuple[Turn, ...], oldest: WeightsVersion
+) -> None:
+    """Raise unless `completions` are finished, and of `oldest` or later weights, every token."""
+    if len(completions) != request.num_samples:
+        raise WorkerError(f"{len(completions)} samples came back, {request.num_samples} were asked")
+    for completion in completions:
+        if completion.finish_reason == "abort":
+            raise WorkerError("the worker gave up the request before it was finished")
+        is_sampled = np.ones(len(completion.token_ids), np.bool_)
+        _check_versions(completion.weights_versions, is_sampled, oldest)
+
+
+def check_episodes(request: EpisodesRequest, episodes: tuple[Episode, ...]) -> None:
+    """Raise unless these are all episodes, every token of weights that the group may have."""
+    if len(episodes) != request.num_samples:
+        raise WorkerError(f"{len(episodes)} episodes came back, {request.num_samples} were asked")
+    for episode in episodes:
+        for row in episode.rows:
+            is_sampled = row.loss_mask & (row.logprobs is not None)
+            _check_versions(row.weights_versions, is_sampled, request.oldest)
+
+
+def _check_versions(
+    spans: Sequence[VersionSpan], is_sampled: NDArray[np.bool_], oldest: WeightsVersion
+) -> None:
+    if not covers(spans, is_sampled):
+        raise WorkerError("the worker did not say of every token which weights sampled it")
+    for span in spans:
+        if span.version < oldest or span.version.incarnation != oldest.incarnation:
+            raise StaleAnswerError(
+                f"tokens of weights {span.version} came back, {oldest} or later were asked"
+            )
+
+
+def covers(spans: Sequence[VersionSpan], is_sampled: NDArray[np.bool_]) -> bool:
+    """Every token that was sampled has exactly one version, and no other has several."""
+    ends = [0, *(span.stop for span in spans)]
+    if ends == sorted(ends) and [*(s.start for s in spans), len(is_sampled)] == ends:
+        return True  # one after another, as an engine's are
+    num_versions = np.zeros(len(is_sampled), np.int64)
+    for span in spans:
+        if not 0 <= span.start <= span.stop <= len(num_versions):
+            return False
+        num_versions[span.start : span.stop] += 1
+    return bool((num_versions <= 1).all() and (num_versions[is_sampled] == 1).all())
+
+
+def check_scores(request: LogprobRequest, scores: tuple[Scores, ...]) -> None:
+    """Raise unless there is a finite score for every token."""
+    lengths = [len(score) for score in scores]
+    asked = [len(ids) for ids in request.output_token_ids]
+    if lengths != asked:
+        raise WorkerError(f"scores of outputs of {lengths} tokens came back, {asked} were asked")
+    if not all(np.isfinite(score).all() for score in scores):
+        raise WorkerError("reference log-probabilities must be finite, and are not")

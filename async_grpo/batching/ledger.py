@@ -9,17 +9,20 @@ the place of what was admitted, for tokens. Memory is that of the open slots and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from async_grpo.batching.admission import StepKey
+from async_grpo.types import PlayedGroup, Turn
+from async_grpo.util.errors import WorkerError
 
 Fate = Literal["trained", "zero_contribution", "failed", "discarded", "replaced"]
 # Also the order in which a slot takes its fate from its samples: one trained sample makes it
 # trained, and attempts that were replaced or done again matter only when nothing else came of it.
 FATES: tuple[Fate, ...] = get_args(Fate)
 FATES_WITH_REASON: tuple[Fate, ...] = ("failed", "discarded")
+UNUSED = "unused"  # why tokens are discarded that were cut, or asked for and not waited for
 
 
 class LedgerError(RuntimeError):
@@ -307,3 +310,57 @@ def _plain(fates: Fates) -> dict[str, dict[str, int]]:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise LedgerError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBooks:
+    """The ledger as the work on one slot sees it, until its group is finished."""
+
+    ledger: Ledger
+    ordinal: int
+    resampled: Counter[str] = field(default_factory=Counter)  # times, by reason: the whole group
+
+    def received(self, turns: Sequence[Turn]) -> None:
+        """An engine has answered."""
+        self.ledger.receive(self.ordinal, num_tokens=sum(len(turn.token_ids) for turn in turns))
+
+    def sampled_again(self, reason: str) -> None:
+        """All that is in flight is lost."""
+        self.resampled[reason] += 1
+        self.ledger.reissue(self.ordinal, fate="discarded", reason=reason)
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether an engine has answered since the group was begun."""
+        return self.ledger.tokens_in_flight(self.ordinal) > 0
+
+    def played_again(self, again: Mapping[str, tuple[int, int]]) -> None:
+        """Episodes that an environment worker has played again, see `PlayedGroup`."""
+        for reason, (num_episodes, num_tokens) in again.items():
+            self._discard(num_episodes, num_tokens, reason)
+
+    def played(self, group: PlayedGroup) -> None:
+        """Discard what is not in the episodes that have ended.
+
+        Raises `WorkerError` for more tokens than engines have answered.
+        """
+        num_tokens = sum(episode.num_sampled_tokens for episode in group.episodes)
+        num_again = sum(tokens for _, tokens in group.again.values())
+        num_received = self.ledger.tokens_in_flight(self.ordinal)
+        unused = num_received - num_tokens - num_again
+        if unused < 0:
+            raise WorkerError(
+                f"episodes of {num_tokens} tokens came back, and {num_again} of others that were "
+                f"played again, but engines have sampled {num_received} for them"
+            )
+        self.played_again(group.again)
+        self._discard(0, unused, UNUSED)
+
+    def _discard(self, num_samples: int, num_tokens: int, reason: str) -> None:
+        self.ledger.reissue(
+            self.ordinal,
+            fate="discarded",
+            num_samples=num_samples,
+            num_tokens=num_tokens,
+            reason=reason,
+        )

@@ -17,15 +17,20 @@ from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, n
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.batching.answers import check_completions, check_episodes
+from async_grpo.batching.failures import Outages
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require_graded
-from async_grpo.batching.lanes import Lane
-from async_grpo.batching.leased_work import AFTER_LOSS_S, Attempts, Progress, SlotFailed
-from async_grpo.batching.outages import Outages
-from async_grpo.batching.quarantine import Quarantine
+from async_grpo.batching.leased_work import (
+    AFTER_LOSS_S,
+    Attempts,
+    Quarantine,
+    SlotFailed,
+    WorkProgress,
+    check_completions,
+    check_episodes,
+)
+from async_grpo.batching.ledger import SlotBooks
 from async_grpo.batching.scoring import Scoring
-from async_grpo.batching.slot_books import SlotBooks
-from async_grpo.batching.stages import StageClock
+from async_grpo.batching.statistics import StageClock
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, Next, decide
 from async_grpo.types import (
@@ -49,6 +54,7 @@ from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, N
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
+    from async_grpo.batching.evaluations import Lane
     from async_grpo.batching.teachers import Teachers
     from async_grpo.config.train_config import TrainConfig
     from async_grpo.controller.leases import Lease
@@ -88,7 +94,7 @@ class SlotPipeline:
         self._rules = rules
         self._quarantine = quarantine
         self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
-        self.progress = Progress()
+        self.progress = WorkProgress()
         self.judged = Counter[str]()  # what judges have said since it was taken
         self._sampled = Counter[str]()  # groups, and those that were sampled again
         self.grading = Grading(

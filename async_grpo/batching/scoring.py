@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.batching.answers import Scores, check_scores
-from async_grpo.batching.leased_work import Reason
+from async_grpo.batching.leased_work import Reason, Scores, check_scores
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import (
     Group,

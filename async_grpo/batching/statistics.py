@@ -1,4 +1,7 @@
-"""The sums of each gradient step, over all its samples; docs/metrics.md says what they become."""
+"""The sums of each gradient step, of its samples and of their seconds in each stage. Pure.
+
+docs/metrics.md says what they become.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from async_grpo.types.roles import TEACHER
 
 Sums = dict[str, float]
 FAILED = -1  # in the place of an attempt: the slot has no group to keep
+STAGES = ("generating", "verifying", "in_reference")
+NOTHING = {"pipeline_seconds": 0.0} | {
+    f"{stage}_{kind}": 0.0 for stage in STAGES for kind in ("idle_seconds", "seconds")
+}
 
 
 class StalenessError(RuntimeError):
@@ -28,7 +35,7 @@ class _Step:
     num_tokens: int = 0
 
 
-class StepSums:
+class SampleSums:
     """Numerators and denominators of the open steps. Order of arrival does not matter."""
 
     def __init__(
@@ -229,3 +236,44 @@ def _total(step: _Step) -> Sums:
     if not total:
         return {}
     return {**total, "lag_max": step.lag_max} if total["num_groups"] else dict(total)
+
+
+class StageClock:
+    """How many samples are in each stage of the pipeline, and for how long none is.
+
+    A generator that has nothing to do waits for the staleness window; how long it does is the price
+    of a small window, or of a straggler at its edge. The clock is the caller's.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.counts = Counter(dict.fromkeys(STAGES, 0))
+        self._changed_s = now_s
+        self._sums = dict(NOTHING)
+
+    def add(self, stage: str, num_samples: int, *, now_s: float) -> None:
+        """Samples enter a stage, or leave it (negative)."""
+        self._advance(now_s)
+        self.counts[stage] += num_samples
+
+    def take(self, now_s: float) -> dict[str, float]:
+        """Seconds since the last call, and of these, for each stage: idle ones, sample-seconds.
+
+        >>> clock = StageClock(0.0)
+        >>> clock.add("generating", 8, now_s=1.0)
+        >>> clock.add("generating", -8, now_s=3.0)
+        >>> sums = clock.take(4.0)
+        >>> sums["pipeline_seconds"], sums["generating_idle_seconds"], sums["generating_seconds"]
+        (4.0, 2.0, 16.0)
+        """
+        self._advance(now_s)
+        sums, self._sums = self._sums, dict(NOTHING)
+        return sums
+
+    def _advance(self, now_s: float) -> None:
+        elapsed_s = now_s - self._changed_s
+        self._changed_s = now_s
+        self._sums["pipeline_seconds"] += elapsed_s
+        for stage, count in self.counts.items():
+            self._sums[f"{stage}_seconds"] += elapsed_s * count
+            if not count:
+                self._sums[f"{stage}_idle_seconds"] += elapsed_s

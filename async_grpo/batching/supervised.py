@@ -1,7 +1,7 @@
-"""Demonstrations as a trainer's stream, so that SFT is the RL step with an advantage of 1. Pure.
+"""Pairs that nobody samples: a stream of demonstrations, or a slot of given ones. Pure.
 
-Every rank computes the same rounds from the same inputs and takes its own bins: ranks agree
-without talking to each other.
+SFT is the RL step with an advantage of 1. Every rank computes the same rounds from the same inputs
+and takes its own bins: ranks agree without talking to each other.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import (
     EndOfStep,
     Episode,
+    GivenPair,
+    Group,
     Minibatch,
     Question,
     Sample,
@@ -30,6 +32,7 @@ from async_grpo.types import (
 )
 
 DEMONSTRATION = Verdict("scored", 1.0, None, "sft", "", 0.0)
+NOT_GRADED = Verdict("scored", 0.0, None, "", "", 0.0)  # which nothing reads of given samples
 PairRound = list[tuple[Sample, ...]]  # a minibatch for each rank
 
 
@@ -110,3 +113,17 @@ def _end_of_step(step: StepKey, rounds: Sequence[PairRound], *, is_last: bool) -
             "output_tokens": float(num_output_tokens),
         },
     )
+
+
+def given_group(ordinal: int, pairs: Sequence[GivenPair]) -> Group:
+    """The pairs of a slot as its samples, in their order: without advantages, and not scored."""
+    samples = (
+        Sample(ordinal, index, pair.question, _episode(pair), NOT_GRADED, advantage=0.0)
+        for index, pair in enumerate(pairs)
+    )
+    return Group(ordinal, 0, tuple(samples))
+
+
+def _episode(pair: GivenPair) -> Episode:
+    tokens = TrainingPair(pair.question.input_token_ids, pair.completion_token_ids)
+    return Episode.of_pair(tokens, text=pair.completion)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from async_grpo.batching.batcher import ExperienceBatcher
-from async_grpo.batching.lanes import LAST
+from async_grpo.batching.evaluations import LAST
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.controller.heartbeat import until_gone

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from async_grpo.batching.lanes import Lane
 from async_grpo.cluster import cluster
 from async_grpo.controller.heartbeat import in_ticks
 from async_grpo.controller.holds import Hold
@@ -17,6 +16,7 @@ from async_grpo.types import Turn, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
+    from async_grpo.batching.evaluations import Lane
     from async_grpo.controller.handles import WorkerHandle
 
 T = TypeVar("T")

@@ -10,11 +10,9 @@ from scripted_run import make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.leased_work import SlotFailed
-from async_grpo.batching.ledger import Ledger
+from async_grpo.batching.leased_work import Quarantine, SlotFailed
+from async_grpo.batching.ledger import Ledger, SlotBooks
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.quarantine import Quarantine
-from async_grpo.batching.slot_books import SlotBooks
 from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, roles
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)

@@ -10,11 +10,10 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.given import given_group
+from async_grpo.batching.leased_work import Quarantine
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.quarantine import Quarantine
-from async_grpo.batching.teacher_buffer import TeacherBuffer
-from async_grpo.batching.teachers import Teachers
+from async_grpo.batching.supervised import given_group
+from async_grpo.batching.teachers import TeacherBuffer, Teachers
 from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerInfo
 from async_grpo.types.roles import GENERATION, teacher
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from async_grpo.batching.answers import covers
+from async_grpo.batching.leased_work import covers
 from async_grpo.types import VersionSpan, WeightsVersion
 
 FOUR = np.ones(4, np.bool_)

@@ -9,7 +9,7 @@ from script import Script
 from scripted import make_completion, make_question, run
 from scripted_run import ATTENTION_RATIO, Run, make_config, split_steps
 
-from async_grpo.batching.hopeless import MAX_SEQUENTIAL_FAILURES
+from async_grpo.batching.failures import MAX_SEQUENTIAL_FAILURES
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.types import EndOfStep, Minibatch, WeightsVersion
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, WorkerError

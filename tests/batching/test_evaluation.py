@@ -8,9 +8,7 @@ from script import Script
 from scripted import Registry, make_question, run
 from scripted_run import INCARNATION, ROWS, Run, make_config, split_steps
 
-from async_grpo.batching.evaluation import SetEvaluation, first_seed
-from async_grpo.batching.evaluations import STILL_RUNNING
-from async_grpo.batching.lanes import Lane
+from async_grpo.batching.evaluations import STILL_RUNNING, Lane, SetEvaluation, first_seed
 from async_grpo.config.evaluation_sets import SAMPLES_PER_QUESTION
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.types import Control, WeightsVersion

@@ -19,7 +19,7 @@ from test_histories import identity, scripts
 
 from async_grpo.algorithms.base import LocalRules, ScoreNeed
 from async_grpo.algorithms.grpo import Grpo
-from async_grpo.batching.hopeless import MAX_SEQUENTIAL_FAILURES
+from async_grpo.batching.failures import MAX_SEQUENTIAL_FAILURES
 from async_grpo.batching.ledger import Ledger
 from async_grpo.data.order import MixedOrder, QuestionStream
 from async_grpo.telemetry.metrics import metrics_row

@@ -6,7 +6,7 @@ import pytest
 from scripted import make_completion, make_question, make_verdict, run
 
 from async_grpo.batching.grading import Grading, require_graded
-from async_grpo.batching.leased_work import MAX_KINDS, Progress, SlotFailed
+from async_grpo.batching.leased_work import MAX_KINDS, SlotFailed, WorkProgress
 from async_grpo.types import VerificationRequest, WeightsVersion
 
 QUESTION, COMPLETION = make_question(), make_completion(WeightsVersion(7, 0))
@@ -30,7 +30,7 @@ class Pool:
 
 
 def make_grading(pool):
-    return Grading(pool.verify, timeout_s=TIMEOUT_S, progress=Progress())
+    return Grading(pool.verify, timeout_s=TIMEOUT_S, progress=WorkProgress())
 
 
 def raised(text, *, place="ValueError mine.py:3", cause="exception"):

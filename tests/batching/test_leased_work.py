@@ -8,9 +8,14 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.leased_work import AFTER_LOSS_S, QUARANTINE, Attempts, SlotFailed
+from async_grpo.batching.leased_work import (
+    AFTER_LOSS_S,
+    QUARANTINE,
+    Attempts,
+    Quarantine,
+    SlotFailed,
+)
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.quarantine import Quarantine
 from async_grpo.types import WeightsVersion
 from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.errors import (

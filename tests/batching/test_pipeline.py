@@ -17,8 +17,12 @@ from staged import (
     group,
 )
 
-from async_grpo.batching.leased_work import MAX_REVOCATIONS, TRIES_AFTER_S, SlotFailed
-from async_grpo.batching.quarantine import QUARANTINE_DEATHS
+from async_grpo.batching.leased_work import (
+    MAX_REVOCATIONS,
+    QUARANTINE_DEATHS,
+    TRIES_AFTER_S,
+    SlotFailed,
+)
 from async_grpo.types import VersionSpan, WeightsVersion
 from async_grpo.util.errors import ProcessLostError, StaleAnswerError, WorkerError
 

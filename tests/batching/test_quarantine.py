@@ -16,9 +16,8 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.leased_work import QUARANTINE, SlotFailed
+from async_grpo.batching.leased_work import QUARANTINE, QUARANTINE_DEATHS, Quarantine, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.quarantine import QUARANTINE_DEATHS, Quarantine
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import Pulse, WorkerInfo
 from async_grpo.types.roles import ENVIRONMENT, GENERATION, role_of

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.batching.stages import STAGES, StageClock
+from async_grpo.batching.statistics import STAGES, StageClock
 
 changes = st.lists(
     st.tuples(st.sampled_from(STAGES), st.integers(1, 8), st.integers(0, 9), st.integers(0, 9)),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scripted import make_completion, make_sample, make_verdict
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.statistics import StalenessError, StepSums, group_sums, tokens_by_lag
+from async_grpo.batching.statistics import SampleSums, StalenessError, group_sums, tokens_by_lag
 from async_grpo.telemetry.metrics import COUNTS
 from async_grpo.telemetry.schema import METRICS
 from async_grpo.types import Episode, Group, VersionSpan, WeightsVersion
@@ -27,7 +27,7 @@ def group(*samples, ordinal=0, attempt=0, is_replaced=False):
 
 
 def close(*groups, max_staleness=3):
-    sums = StepSums(staleness_of=lambda _: max_staleness)
+    sums = SampleSums(staleness_of=lambda _: max_staleness)
     for added in groups:
         sums.add(STEP, added, batch=3)
     return sums.close(STEP)[2]
@@ -131,7 +131,7 @@ def test_the_order_of_arrival_changes_nothing_not_even_a_last_bit(shapes):
     ]
     results = []
     for order in (groups, random.Random(0).sample(groups, len(groups))):
-        sums = StepSums(staleness_of=lambda _: 3)
+        sums = SampleSums(staleness_of=lambda _: 3)
         for arrived in order:
             sums.add(STEP, arrived, batch=3)
             for sample in arrived.samples:
@@ -145,14 +145,14 @@ def test_the_order_of_arrival_changes_nothing_not_even_a_last_bit(shapes):
 
 
 def test_masked_tokens_do_not_count_in_the_denominator():
-    sums = StepSums(staleness_of=lambda _: 0)
+    sums = SampleSums(staleness_of=lambda _: 0)
     sums.count_denominator(STEP, make_sample(VERSION, num_tokens=6, num_masked=2))
     sums.count_denominator(STEP, make_sample(VERSION, num_tokens=6, num_masked=6))
     assert sums.close(STEP) == (2, 4, {})
 
 
 def test_steps_are_counted_apart_and_forgotten():
-    sums = StepSums(staleness_of=lambda _: 0)
+    sums = SampleSums(staleness_of=lambda _: 0)
     sums.add(LATER, group(make_sample(VERSION, reward=0.5)), batch=3)
     sums.add(STEP, group(make_sample(VERSION, reward=1.0)), batch=3)
     assert sums.current_reward() == (1.0, 1)

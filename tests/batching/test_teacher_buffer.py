@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import run
 
-from async_grpo.batching import teacher_buffer
-from async_grpo.batching.teacher_buffer import TeacherBuffer
+from async_grpo.batching import teachers
+from async_grpo.batching.teachers import TeacherBuffer
 
 NUM_STEPS, FIRST = 4, 3
 PAYLOADS = st.lists(
@@ -138,7 +138,7 @@ def test_a_wait_that_is_given_up_holds_nothing():
 def test_the_seconds_of_all_that_wait_are_told_once(monkeypatch):
     async def scenario():
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(teacher_buffer, "time", SimpleNamespace(monotonic=loop.time))
+        monkeypatch.setattr(teachers, "time", SimpleNamespace(monotonic=loop.time))
         buffer = TeacherBuffer(10, step=0)
         await buffer.hold(5, step=0)
         waiting = [asyncio.ensure_future(buffer.hold(n, step=0)) for n in (2, 3)]

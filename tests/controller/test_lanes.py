@@ -7,7 +7,7 @@ import numpy as np
 from scripted import make_completion, run
 from test_controller import House, without_ray
 
-from async_grpo.batching.lanes import LAST, Lane
+from async_grpo.batching.evaluations import LAST, Lane
 from async_grpo.types import (
     GenerationRequest,
     GradingRequest,

@@ -12,9 +12,8 @@ from staged import OLDEST, QUESTION, REFERENCE, REQUEST, make_books
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching import leased_work
-from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.leased_work import Quarantine, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.batching.quarantine import Quarantine
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.environments import episode
 from async_grpo.environments.environment_worker import EnvironmentWorker

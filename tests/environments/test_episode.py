@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from players import VERSION, make_turn
 
-from async_grpo.batching.answers import covers
+from async_grpo.batching.leased_work import covers
 from async_grpo.batching.statistics import tokens_by_lag
 from async_grpo.environments.episode import EpisodePolicy, NoRoom
 from async_grpo.types import SamplingContract

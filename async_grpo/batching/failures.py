@@ -1,0 +1,136 @@
+"""What a run makes of work that fails: it waits for a server that is away, or it ends.
+
+consumes:     that an episode waits for a server, for as long as it does; how slots end
+produces:     a gate for groups of the type of questions whose server is away; what is told to
+              people; the error that ends a run in which nothing works
+waits for:    nothing
+unblocked by: the end of each wait, or its deadline
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from async_grpo.batching.grading import UNGRADED, nothing_graded
+from async_grpo.batching.leased_work import SlotFailed, WorkProgress
+from async_grpo.types import OutageRequest, Problem
+from async_grpo.types.roles import ENVIRONMENT
+from async_grpo.util.errors import DeadlineError, WorkerError
+
+logger = logging.getLogger(__name__)
+SHOWN_INTERVAL_S = 1.0  # an answer to others takes a problem away from the screen
+MAX_SEQUENTIAL_FAILURES = 32
+# Of one type among several, that a run ends at: of a rare type few groups may fail by chance.
+MAX_FAILED_BATCHES, LEAST_FAILED_GROUPS = 3, 8
+
+
+class Outages:
+    """Servers that are away, by type of question: nothing of it starts or is trained meanwhile.
+
+    An episode trained without what it did not need would be a selection.
+    """
+
+    def __init__(self, *, timeout_s: float, progress: WorkProgress) -> None:
+        self.told: dict[str, str] = {}  # the first of each type, for people
+        self._timeout_s = timeout_s
+        self._progress = progress
+        self._open = Counter[str | None]()  # None: what belongs to no type never stands still
+        self._ended = asyncio.Event()
+
+    def is_open(self, dataset_type: str | None) -> bool:
+        return self._open[dataset_type] > 0
+
+    async def over(self, dataset_type: str | None) -> None:
+        """Wait until no server of that type is away."""
+        while self._open[dataset_type]:
+            self._ended.clear()
+            await self._ended.wait()
+
+    @contextmanager
+    def opened(self, outage: OutageRequest) -> Iterator[None]:
+        """The type of questions stands still."""
+        if not self._open[outage.dataset_type]:
+            self._tell(outage)
+        self._open[outage.dataset_type] += 1
+        try:
+            yield
+        finally:
+            self._open[outage.dataset_type] -= 1
+            self._ended.set()
+
+    async def last(self, outage: OutageRequest) -> None:
+        """Until this is cancelled; raises `DeadlineError` when it has lasted for too long."""
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._timeout_s
+        with self.opened(outage):
+            while clock() < ends:
+                self._progress.problem = Problem(ENVIRONMENT, outage.why)
+                await asyncio.sleep(SHOWN_INTERVAL_S)
+        raise DeadlineError(
+            f"a server that episodes need must be back within --stall-timeout-s "
+            f"{self._timeout_s:g}: {outage.why}; once it is, the same command goes on from the "
+            "last checkpoint, or begins again"
+        )
+
+    def _tell(self, outage: OutageRequest) -> None:
+        whose = f" of type {outage.dataset_type}" if outage.dataset_type else ""
+        said = (
+            f"a server is away, no question{whose} is begun or trained meanwhile; it is asked "
+            f"again for up to --stall-timeout-s {self._timeout_s:g}: {outage.why}"
+        )
+        logger.warning("%s", said)
+        self.told.setdefault(outage.dataset_type, said)
+
+
+class Hopeless:
+    """Hears how slots end, and raises `WorkerError` where there is no hope left."""
+
+    def __init__(self, *, graded: int | None = None) -> None:
+        """`graded`: a batch that may have had a graded group before the run went on."""
+        # By whether slots are given: where all that is sampled fails, given ones hide nothing.
+        self._failures_in_a_row = [0, 0]
+        # By open batch: the types of its graded groups, and (type, why) of those that failed.
+        self._graded: dict[int, set[str]] = {} if graded is None else {graded: {""}}
+        self._failed: dict[int, list[tuple[str, SlotFailed]]] = {}
+        # By type: the failures of the latest batches, in all of which no group was graded.
+        self._dead: dict[str, list[list[SlotFailed]]] = {}
+
+    def sampled(self, batch: int, *, dataset_type: str = "") -> None:
+        """A group of this batch was graded."""
+        self._failures_in_a_row[False] = 0
+        self._graded.setdefault(batch, set()).add(dataset_type)
+
+    def given(self) -> None:
+        """A slot of given pairs has ended well."""
+        self._failures_in_a_row[True] = 0
+
+    def failed(
+        self, batch: int, failure: SlotFailed, *, is_given: bool, dataset_type: str = ""
+    ) -> None:
+        """A slot was dropped; it has no type where there is only one, or its pairs are given."""
+        self._failed.setdefault(batch, []).append((dataset_type, failure))
+        self._failures_in_a_row[is_given] += 1
+        if self._failures_in_a_row[is_given] >= MAX_SEQUENTIAL_FAILURES:
+            raise WorkerError(
+                f"{MAX_SEQUENTIAL_FAILURES} questions in a row failed, the last: {failure}"
+            )
+
+    def settled(self, batch: int) -> None:
+        """All slots of a batch have ended: it is about to be counted as trained."""
+        graded, failed = self._graded.pop(batch, set()), self._failed.pop(batch, [])
+        ungraded = [failure for _, failure in failed if failure.stage in UNGRADED]
+        if ungraded and not graded:
+            raise WorkerError(nothing_graded(f"batch {batch + 1}", ungraded[0]))
+        for kind in graded:
+            self._dead.pop(kind, None)
+        for kind in {kind for kind, _ in failed} - graded - {""}:
+            dead = self._dead.setdefault(kind, [])
+            dead.append([failure for other, failure in failed if other == kind])
+            num_groups = sum(map(len, dead))
+            if len(dead) >= MAX_FAILED_BATCHES and num_groups >= LEAST_FAILED_GROUPS:
+                of = f"the {num_groups} groups of type {kind!r} in {len(dead)} batches in a row"
+                raise WorkerError(nothing_graded(of, dead[-1][-1]))
