@@ -39,7 +39,7 @@ from async_grpo.util.errors import NoWorkerError, WorkerError
 from async_grpo.util.together import together
 
 if TYPE_CHECKING:
-    from async_grpo.controller.holds import Hold
+    from async_grpo.controller.balancer import Hold
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)

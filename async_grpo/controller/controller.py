@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 
 from async_grpo.batching.batcher import ExperienceBatcher
+from async_grpo.batching.controls import check_folder, run_status
 from async_grpo.batching.evaluations import LAST
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
-from async_grpo.controller.live_control import check_folder, registry_with, run_status
-from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.controller.verifiers import VerifierTerms
+from async_grpo.controller.registry import WorkerRegistry, registry_with
+from async_grpo.controller.verifier_terms import VerifierTerms
 from async_grpo.types import (
     AT_ONCE,
     Control,
@@ -179,7 +179,7 @@ class Controller:
         return dict(self.registry_of(role).history.exclusions)
 
     async def counts(self, role: str) -> dict[str, int]:
-        """How often what has happened to workers of a role, see `history`."""
+        """How often what has happened to workers of a role, see `History`."""
         return dict(self.registry_of(role).history.counts)
 
     async def begin_run(

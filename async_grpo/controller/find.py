@@ -13,6 +13,7 @@ import ray
 
 import async_grpo
 from async_grpo.cluster import cluster
+from async_grpo.controller.handles import WHO
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from async_grpo.controller.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
-WHO = "the controller"
 POLL_INTERVAL_S = 0.2
 
 

@@ -7,6 +7,7 @@ protocols to the actors' classes.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
     )
     from async_grpo.types.requests import EpisodesRequest
 
+WHO = "the controller"
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
 
-class Remote(Protocol[P, R_co]):
+class Method(Protocol[P, R_co]):
     """A method of an actor."""
 
     def remote(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R_co]: ...
@@ -55,69 +57,117 @@ class Remote(Protocol[P, R_co]):
 class WorkerHandle(Protocol):
     """A worker of any role: the first methods are every worker's, the others those of its role."""
 
-    info: Remote[[], WorkerInfo]
-    ping: Remote[[float], Pulse]
-    abort_all: Remote[[], None]
-    load_weights: Remote[[WeightsSnapshot], WeightsAck]  # of roles that follow the trainer's
-    generate: Remote[[GenerationRequest], tuple[Turn, ...]]
-    open_route: Remote[[dict[str, Any], float], None]  # of the device transport, as the next two
-    expect_weights: Remote[[WeightsSnapshot], None]
-    receive_weights: Remote[[WeightsSnapshot, dict[str, Any], float], None]
-    logprobs: Remote[[LogprobRequest], Sequence[Any]]  # of references and teachers
-    teach: Remote[[LogprobRequest], tuple[Any, ...]]  # of teachers, as the next three
-    head: Remote[[HeadRequest], tuple[Any, ...]]
-    join_express: Remote[[Meeting, int], None]
-    serve_express: Remote[[ExpressRound], None]
-    play: Remote[[EpisodesRequest], PlayedGroup]  # of environments
-    judge: Remote[[JudgeRequest], JudgeAnswer]  # of judges
-    verify: Remote[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below
-    try_out: Remote[[VerificationRequest], tuple[Verdict, ...]]
-    take_share: Remote[[int], None]
-    complaint: Remote[[], str]
+    info: Method[[], WorkerInfo]
+    ping: Method[[float], Pulse]
+    abort_all: Method[[], None]
+    load_weights: Method[[WeightsSnapshot], WeightsAck]  # of roles that follow the trainer's
+    generate: Method[[GenerationRequest], tuple[Turn, ...]]
+    open_route: Method[[dict[str, Any], float], None]  # of the device transport, as the next two
+    expect_weights: Method[[WeightsSnapshot], None]
+    receive_weights: Method[[WeightsSnapshot, dict[str, Any], float], None]
+    logprobs: Method[[LogprobRequest], Sequence[Any]]  # of references and teachers
+    teach: Method[[LogprobRequest], tuple[Any, ...]]  # of teachers, as the next three
+    head: Method[[HeadRequest], tuple[Any, ...]]
+    join_express: Method[[Meeting, int], None]
+    serve_express: Method[[ExpressRound], None]
+    play: Method[[EpisodesRequest], PlayedGroup]  # of environments
+    judge: Method[[JudgeRequest], JudgeAnswer]  # of judges
+    verify: Method[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below
+    try_out: Method[[VerificationRequest], tuple[Verdict, ...]]
+    take_share: Method[[int], None]
+    complaint: Method[[], str]
 
 
 class RecorderHandle(Protocol):
     """A `RunRecorder`."""
 
-    write: Remote[[str, int, Sequence[bytes]], tuple[int, tuple[str, ...]]]
+    write: Method[[str, int, Sequence[bytes]], tuple[int, tuple[str, ...]]]
 
 
 class WitnessHandle(Protocol):
     """A `Witness`."""
 
-    until_death: Remote[[], None]
+    until_death: Method[[], None]
 
 
 class GatewayHandle(Protocol):
     """The `Gateway` of a run."""
 
-    url: Remote[[], str]
+    url: Method[[], str]
 
 
 class ControllerHandle(Protocol):
     """A `Controller`, whose methods those of a run name it first."""
 
-    hello: Remote[[str], None]
-    register: Remote[[WorkerInfo, WorkerHandle], None]
-    deregister: Remote[[str, str], None]
-    drain: Remote[[str, str], None]
-    standing: Remote[[Mapping[str, Sequence[str]]], dict[str, Standing]]
-    roles: Remote[[], tuple[str, ...]]
-    members: Remote[[str], tuple[WorkerInfo, ...]]
-    receivers: Remote[[str], tuple[tuple[WorkerInfo, WorkerHandle], ...]]
-    fenced: Remote[[str], dict[str, str]]
-    begin_run: Remote[[BatcherPlan, WitnessHandle, RecorderHandle | None], int]
-    end_run: Remote[[RunId], None]
-    heard: Remote[[RunId], None]
-    publish: Remote[[RunId, WeightsSnapshot, tuple[str, ...], float], dict[str, PublishReport]]
-    published: Remote[[RunId, WeightsVersion], None]
-    next_items: Remote[[RunId, int, int], StreamItems]
-    hungry: Remote[[RunId, int], None]
-    taught_again: Remote[[RunId, int, int, Sequence[RowKey]], Minibatch]
-    teacher_head: Remote[[RunId, str], tuple[Any, ...]]
-    evaluated: Remote[[RunId], tuple[EvaluationResult, ...]]
-    status: Remote[[RunId], PipelineStatus]
-    control: Remote[[str, Control], None]
-    running: Remote[[str], RunStatus]
-    abort: Remote[[RunId, str], None]
-    ask: Remote[..., Any]  # the answer of a worker of any role
+    hello: Method[[str], None]
+    register: Method[[WorkerInfo, WorkerHandle], None]
+    deregister: Method[[str, str], None]
+    drain: Method[[str, str], None]
+    standing: Method[[Mapping[str, Sequence[str]]], dict[str, Standing]]
+    roles: Method[[], tuple[str, ...]]
+    members: Method[[str], tuple[WorkerInfo, ...]]
+    receivers: Method[[str], tuple[tuple[WorkerInfo, WorkerHandle], ...]]
+    fenced: Method[[str], dict[str, str]]
+    begin_run: Method[[BatcherPlan, WitnessHandle, RecorderHandle | None], int]
+    end_run: Method[[RunId], None]
+    heard: Method[[RunId], None]
+    publish: Method[[RunId, WeightsSnapshot, tuple[str, ...], float], dict[str, PublishReport]]
+    published: Method[[RunId, WeightsVersion], None]
+    next_items: Method[[RunId, int, int], StreamItems]
+    hungry: Method[[RunId, int], None]
+    taught_again: Method[[RunId, int, int, Sequence[RowKey]], Minibatch]
+    teacher_head: Method[[RunId, str], tuple[Any, ...]]
+    evaluated: Method[[RunId], tuple[EvaluationResult, ...]]
+    status: Method[[RunId], PipelineStatus]
+    control: Method[[str, Control], None]
+    running: Method[[str], RunStatus]
+    abort: Method[[RunId, str], None]
+    ask: Method[..., Any]  # the answer of a worker of any role
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunClient:
+    """The controller as one run calls it: each call names the run, and returns a reference.
+
+    Whoever calls waits with `cluster.wait` and a deadline. `RunLost` says that the run has ended
+    there, or goes on under another epoch.
+    """
+
+    controller: ControllerHandle
+    run: RunId
+
+    def next_items(self, rank: int, index: int) -> Any:
+        return self.controller.next_items.remote(self.run, rank, index)
+
+    def taught_again(self, rank: int, index: int, keys: Sequence[RowKey]) -> Any:
+        return self.controller.taught_again.remote(self.run, rank, index, keys)
+
+    def teacher_head(self, role: str) -> Any:
+        return self.controller.teacher_head.remote(self.run, role)
+
+    def hungry(self, index: int) -> Any:
+        return self.controller.hungry.remote(self.run, index)
+
+    def status(self) -> Any:
+        return self.controller.status.remote(self.run)
+
+    def evaluated(self) -> Any:
+        return self.controller.evaluated.remote(self.run)
+
+    def publish(self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float) -> Any:
+        return self.controller.publish.remote(self.run, snapshot, roles, timeout_s)
+
+    def published(self, version: WeightsVersion) -> Any:
+        return self.controller.published.remote(self.run, version)
+
+    def receivers(self, role: str) -> Any:
+        return self.controller.receivers.remote(role)
+
+    def heard(self) -> Any:
+        return self.controller.heard.remote(self.run)
+
+    def abort(self, reason: str) -> Any:
+        return self.controller.abort.remote(self.run, reason)
+
+    def end_run(self) -> Any:
+        return self.controller.end_run.remote(self.run)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo.cluster import cluster
+from async_grpo.controller.balancer import Hold
 from async_grpo.controller.heartbeat import in_ticks
-from async_grpo.controller.holds import Hold
 from async_grpo.types import Turn, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 

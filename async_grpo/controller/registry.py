@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from async_grpo.cluster import cluster
-from async_grpo.controller.balancer import Balancer
+from async_grpo.controller.balancer import Balancer, Hold, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
-from async_grpo.controller.history import History
-from async_grpo.controller.holds import Hold, Holds
 from async_grpo.controller.leases import Lease, WaitingLine
-from async_grpo.controller.updates import Member, Updates
+from async_grpo.controller.members import History, Member
+from async_grpo.controller.updates import Updates
 from async_grpo.types import (
     PublishReport,
     Pulse,
@@ -38,6 +37,7 @@ from async_grpo.types.roles import Role
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     AsyncGrpoError,
+    ConfigError,
     DeadlineError,
     LeaseLost,
     LossCause,
@@ -371,3 +371,15 @@ class WorkerRegistry:
         serving = snapshot.version if snapshot else "none yet"
         draining = f", {num} of them draining" if (num := self._balancer.num_draining) else ""
         return f"{len(self._members)} registered{draining}, weights published: {serving}{excluded}"
+
+
+def registry_with(worker_id: str, registries: Collection[WorkerRegistry]) -> WorkerRegistry:
+    """Where a worker is registered; raises `ConfigError` when it is nowhere."""
+    for registry in registries:
+        if any(member.info.worker_id == worker_id for member in registry.members):
+            return registry
+    known = [member.info.worker_id for registry in registries for member in registry.members]
+    raise ConfigError(
+        f"the worker must be one of {', '.join(known) or 'those that have registered'}, got "
+        f"{worker_id!r}: async-grpo control RUN show lists them"
+    )

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_grpo.cluster import cluster
 from async_grpo.controller.heartbeat import Loss
-from async_grpo.controller.leases import Lease
-from async_grpo.controller.token_watch import TokenWatch
-from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
+from async_grpo.controller.members import Member
+from async_grpo.types import PublishReport, WeightsAck, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     AsyncGrpoError,
@@ -26,17 +24,6 @@ if TYPE_CHECKING:
     from async_grpo.controller.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Member:
-    """A worker that is admitted."""
-
-    info: WorkerInfo
-    handle: WorkerHandle
-    heartbeat: asyncio.Task[Loss]
-    leases: dict[int, Lease] = field(default_factory=dict)  # those that are valid, by id
-    watch: TokenWatch = field(default_factory=TokenWatch)
 
 
 class Updates:

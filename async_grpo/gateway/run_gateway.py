@@ -25,7 +25,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.config.command_options import TOKEN_VARIABLE
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.controller.client import WHO, RunClient
+from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
 from async_grpo.environments.chat.messages import ToolSpec

@@ -34,15 +34,15 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import read_reference
 from async_grpo.cluster import cluster
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.controller.client import WHO, RunClient
 from async_grpo.controller.find import find_or_make_controller
+from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.run.companions import start_recorder, start_witness
 from async_grpo.run.journals import ControlJournal
 from async_grpo.run.output_folder import leave_connection
 from async_grpo.run.recruitment import Demand, recruit
 from async_grpo.run.report import Report
 from async_grpo.run.watch import RunRecord, Watcher
-from async_grpo.telemetry.ray_gauges import RayGauges
+from async_grpo.telemetry.gauges import RayGauges
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.training.stream import Standstill
 from async_grpo.types import (

@@ -20,7 +20,7 @@ from async_grpo.cluster import cluster
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.controller.client import WHO
+from async_grpo.controller.handles import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.output_folder import LAUNCH_LOGS

@@ -24,7 +24,7 @@ import ray
 from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
-from async_grpo.controller.client import WHO, RunClient
+from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.training.express_receiver import ExpressReceiver
 from async_grpo.types import (
     EndOfStep,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from async_grpo.controller.holds import Hold
+from async_grpo.controller.balancer import Hold
 from async_grpo.controller.leases import Lease
 from async_grpo.types import (
     Episode,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.controller.token_watch import TokenWatch
+from async_grpo.controller.members import TokenWatch
 from async_grpo.types import Pulse, RequestPulse
 
 INTERVAL_S, LIMIT_S = 5.0, 20.0

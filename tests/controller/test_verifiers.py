@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from async_grpo.controller.updates import Member
-from async_grpo.controller.verifiers import VerifierTerms
+from async_grpo.controller.members import Member
+from async_grpo.controller.verifier_terms import VerifierTerms
 from async_grpo.types import Rewards, WorkerInfo
 from async_grpo.types.roles import VERIFIER
 from async_grpo.util import deadlines

@@ -41,7 +41,7 @@ ACTORS = [
 @pytest.mark.parametrize(("actor", "handle", "methods"), ACTORS)
 def test_an_actor_has_the_methods_of_its_handle_and_as_many_arguments(actor, handle, methods):
     for name in methods:
-        stated = handle.__annotations__[name].removeprefix("Remote[")
+        stated = handle.__annotations__[name].removeprefix("Method[")
         arguments = stated[1 : stated.index("]")] if stated.startswith("[") else None
         method = getattr(actor, name)
         assert inspect.iscoroutinefunction(method)

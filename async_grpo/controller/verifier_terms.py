@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from async_grpo.cluster import cluster
-from async_grpo.controller.updates import Member
+from async_grpo.controller.members import Member
 from async_grpo.types import Rewards, WorkerInfo, share_out
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError

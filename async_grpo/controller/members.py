@@ -1,17 +1,26 @@
-"""Which leases of a worker have died, by the tokens that its pulses tell of. Pure.
+"""Workers that are admitted: who they are, which leases have died, who came and went. Pure.
 
 A deadline on an answer would drop the long outputs and keep the short ones. So a lease lives as
 long as tokens come for it, however many; and while its request stands in the worker's line, as long
-as tokens come for others, behind whom it waits.
+as tokens come for others, behind whom it waits. Its worker's pulses tell of the tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from async_grpo.types import Pulse, RequestPulse
+from async_grpo.types import Pulse, RequestPulse, WorkerInfo
 
+if TYPE_CHECKING:
+    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.controller.heartbeat import Loss
+    from async_grpo.controller.leases import Lease
+
+NUM_EXCLUSIONS_KEPT = 256
 UNKNOWN = RequestPulse(0, is_waiting=False)  # on its way to the worker, or lost on the way
 
 
@@ -26,7 +35,7 @@ class _Silence:
 
 
 class TokenWatch:
-    """Hears the pulses of one worker.
+    """Hears the pulses of one worker, and tells which of its leases have died.
 
     Silence is counted in pulses, not by the clock: whoever is frozen itself accuses nobody. A
     worker that sends none is not judged here.
@@ -87,3 +96,47 @@ def _describe(silence: _Silence) -> str:
             f"{silence.num_others} for others"
         )
     return f"its worker has made no token for {silence.seconds:g} s"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A worker that is admitted."""
+
+    info: WorkerInfo
+    handle: WorkerHandle
+    heartbeat: asyncio.Task[Loss]
+    leases: dict[int, Lease] = field(default_factory=dict)  # those that are valid, by id
+    watch: TokenWatch = field(default_factory=TokenWatch)
+
+
+class History:
+    """What a registry remembers of its workers' comings and goings.
+
+    It counts events for ever, and knows the newest exclusions.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()  # by `kind` or `kind: cause`
+        self.exclusions: dict[str, str] = {}  # the latest workers that were fenced, with the reason
+
+    def note(
+        self, kind: str, worker_id: str = "", cause: str = "", reason: str = "", *, num: int = 1
+    ) -> None:
+        """Something has happened to a worker, or to `num` of its leases.
+
+        `cause` is a word or two, such as "died", `reason` a sentence.
+
+        >>> history = History()
+        >>> history.note("registered", "w0")
+        >>> history.note("fenced", "w0", "died", "its process has ended")
+        >>> history.note("revoked", "w0", "died", num=3)
+        >>> dict(history.counts)
+        {'registered': 1, 'fenced: died': 1, 'revoked: died': 3}
+        """
+        if not num:
+            return
+        self.counts[f"{kind}: {cause}" if cause else kind] += num
+        if kind == "fenced":
+            self.exclusions[worker_id] = reason
+            if len(self.exclusions) > NUM_EXCLUSIONS_KEPT:
+                del self.exclusions[next(iter(self.exclusions))]
