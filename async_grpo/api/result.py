@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from async_grpo.cli.plot import MANY
+from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.telemetry.progress import number, step_line
-from async_grpo.telemetry.rows import NewRows
 from async_grpo.util.run_folder import EVALUATIONS_FILE, METRICS_FILE, newest_checkpoint
 
 if TYPE_CHECKING:

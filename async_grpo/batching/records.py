@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
 
 
-class Replacement(Protocol):
+class ReplacementOf(Protocol):
     """Index of the question that `slot` draws at its `attempt`-th replacement, from 1."""
 
     def __call__(self, slot: int, *, attempt: int) -> int: ...
@@ -62,7 +62,7 @@ class BatcherPlan:
     questions: Sequence[Question]  # a `data.table.QuestionTable`: read by index
     held_out: Sequence[Question]  # the unnamed set of evaluations; may be empty
     order: Callable[[int], int]  # ordinal -> index of its question
-    replacement: Replacement  # asked with dynamic sampling only
+    replacement: ReplacementOf  # asked with dynamic sampling only
     seed_of: SeedOf | None  # None: engines draw their own
     sampling: SamplingContract
     num_ranks: int

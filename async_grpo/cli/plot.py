@@ -125,8 +125,7 @@ main.add_command(list_variables, "info")  # as the predecessor calls it
 
 
 def _read_runs(paths: Sequence[str], names: Sequence[str], remote: str) -> list[Run]:
-    from async_grpo.telemetry.seeds import default_names, names_of
-    from async_grpo.viewing.curves import read_run
+    from async_grpo.viewing.curves import default_names, names_of, read_run
 
     if names and len(names) != len(paths):
         raise ConfigError(

@@ -145,7 +145,7 @@ def _evaluated(
     run: LocalRun, config: EvaluateConfig, data: str, workers: Sequence[ChildProcess]
 ) -> dict[str, Any]:
     from async_grpo.run import evaluating  # seconds, as all that needs torch
-    from async_grpo.telemetry.evaluations import evaluation_row
+    from async_grpo.telemetry.estimates import evaluation_row
 
     cluster.connect(run.train.ray_address, namespace=run.train.namespace)  # in the main thread
     outcome = in_background(lambda: evaluating.evaluate(run.train), name="evaluate")
@@ -159,7 +159,7 @@ def _evaluated(
 
 
 def _tell(measured: dict[str, Any], config: EvaluateConfig) -> None:
-    from async_grpo.telemetry.evaluations import in_words
+    from async_grpo.telemetry.estimates import in_words
     from async_grpo.telemetry.jsonl import write_json_atomic
 
     if config.output:

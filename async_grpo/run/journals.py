@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.telemetry.evaluations import Row, evaluation_row, in_words
+from async_grpo.telemetry.estimates import Row, evaluation_row, in_words
 from async_grpo.telemetry.jsonl import to_json
 from async_grpo.types import AT_ONCE, Control, EvaluationResult, WeightsVersion
 from async_grpo.util.files import LineFile

@@ -1,44 +1,36 @@
 """Raises and clears alarms of a run, in words, from its metrics and the size of its fleets. Pure.
 
 An alarm is raised once when its condition has held for so many steps in a row, and cleared when the
-condition has not held for a few. A step that cannot tell changes neither.
+condition has not held for a few. A step that cannot tell changes neither. `AlarmLog` tells of both:
+once each in the run's log, in `alarms.jsonl`, and to whoever shows them.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import json
+import logging
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from statistics import median
+from datetime import UTC, datetime
+from pathlib import Path
 
-Row = Mapping[str, float | int | None]
-Condition = Callable[[Sequence[Row]], "str | None"]
+from async_grpo.telemetry.alarm_conditions import CONDITIONS, Row
+from async_grpo.telemetry.jsonl import JsonlWriter
 
-NUM_STEPS = 5  # in a row: fewer may be chance
+logger = logging.getLogger(__name__)
+ALARMS_FILE = "alarms.jsonl"
 NUM_CLEAN = 5  # steps in a row after which an alarm is cleared
 NUM_KEPT = 200  # steps that the past is made of
-MAX_MISMATCH_KL = 3.0  # nats a token: more than lag, rounding or one odd token make of it
-NUM_COMPARED = 20  # steps of the past, and of now, whose medians or means are compared
-MISMATCH_FACTOR, LEAST_MISMATCH_KL = 5.0, 0.02  # of the past; nats a token
-LENGTH_FACTOR = 1.5  # of the past
-MOST_TRUNCATED, MOST_EVEN = 0.9, 0.95  # shares of outputs and of questions that are as good as all
-NUM_NOW = 5  # steps whose median is what a value is now
-NOISE = 3.0  # deviations of one step, which a median over some does not move by
-REWARD_SHARE, LEAST_REWARD = 0.5, 0.01  # of what it was, by which it falls; a fall worth a word
-ENTROPY_FACTOR, LEAST_ENTROPY = 5.0, 0.5  # of what it was; nats a token that are worth a word
-KL_FACTOR, LEAST_KL = 10.0, 0.5
-LEAST_PAST = 10  # values that a median of the past must be made of
-SPIKE_FACTOR = 10.0  # of the median gradient norm
 SHRUNK_S = 60.0  # which workers that restart may take
 SETTLED_S = 3600.0  # after which a fleet is not smaller, but small
 GROUPS_FAIL = "groups_fail"  # of every kind of failure
-NUM_DEAD_STEPS = 2  # in which all groups of a type have failed
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AlarmChange:
     """An alarm that is raised, or that is cleared."""
 
     alarm: str  # its name
@@ -65,7 +57,7 @@ class Alarms:
     _fleets: dict[str, _Fleet] = field(default_factory=dict)  # by role
     _failures: set[str] = field(default_factory=set)  # kinds that have been told
 
-    def see_row(self, row: Row) -> list[Change]:
+    def see_row(self, row: Row) -> list[AlarmChange]:
         """Take in the metrics of the step that has just ended."""
         self._rows.append(row)
         changes = []
@@ -81,21 +73,21 @@ class Alarms:
                 changes += self._clear(name)
         return changes + self._see_failed(row.get("perc_failed_samples"))
 
-    def see_failures(self, failures: Mapping[str, str]) -> list[Change]:
+    def see_failures(self, failures: Mapping[str, str]) -> list[AlarmChange]:
         """Take in why groups were dropped: each kind is raised once in a run."""
         new = {kind: failures[kind] for kind in failures if kind not in self._failures}
         self._failures |= new.keys()
         self._clean[GROUPS_FAIL] = 0 if new else self._clean[GROUPS_FAIL]
         return [change for kind in new for change in self._raise(kind, new[kind], GROUPS_FAIL)]
 
-    def _see_failed(self, share: float | int | None) -> list[Change]:
+    def _see_failed(self, share: float | int | None) -> list[AlarmChange]:
         """All kinds are over when no group has failed for a few steps."""
         self._clean[GROUPS_FAIL] = 0 if share else self._clean[GROUPS_FAIL] + (share is not None)
         if self._clean[GROUPS_FAIL] < NUM_CLEAN:
             return []
         return [change for kind in self._failures for change in self._clear(kind, GROUPS_FAIL)]
 
-    def see_workers(self, workers: Mapping[str, int], *, now_s: float) -> list[Change]:
+    def see_workers(self, workers: Mapping[str, int], *, now_s: float) -> list[AlarmChange]:
         """Take in how many workers each role has; times are of one clock."""
         changes = []
         for role in {*self._fleets, *workers}:
@@ -114,15 +106,15 @@ class Alarms:
                 changes += self._raise(name, _shrunk(role, fleet.size, count))
         return changes
 
-    def _raise(self, name: str, sentence: str, alarm: str = "") -> list[Change]:
+    def _raise(self, name: str, sentence: str, alarm: str = "") -> list[AlarmChange]:
         if name in self.active:
             return []
         self.active[name] = sentence
-        return [Change(alarm or name, True, sentence)]
+        return [AlarmChange(alarm or name, True, sentence)]
 
-    def _clear(self, name: str, alarm: str = "") -> list[Change]:
+    def _clear(self, name: str, alarm: str = "") -> list[AlarmChange]:
         sentence = self.active.pop(name, None)
-        return [] if sentence is None else [Change(alarm or name, False, sentence)]
+        return [] if sentence is None else [AlarmChange(alarm or name, False, sentence)]
 
 
 def _shrunk(role: str, size: int, count: int) -> str:
@@ -133,245 +125,66 @@ def _shrunk(role: str, size: int, count: int) -> str:
     )
 
 
-# Each condition is told of the last rows, the newest last: in a sentence where it holds, in an
-# empty one where it does not, by None where the newest row cannot tell.
+class AlarmLog:
+    """Follows a run; the thread that trains and the one that watches may both tell it.
 
-
-def _collapsed(rows: Sequence[Row]) -> str | None:
-    """Trainer and engine disagree about what was sampled by more than any lag explains."""
-    row = rows[-1]
-    mismatch = row.get("mismatch_kl")
-    if not row.get("trained_tokens") or row.get("avg_reward") is None:
-        return None
-    if mismatch is not None and mismatch <= MAX_MISMATCH_KL:
-        return ""
-    size = "more than floats hold" if mismatch is None else f"{mismatch:.3g} nats a token"
-    return (
-        "the policy has collapsed: between sampling and training the probabilities of its own "
-        f"outputs moved by {size} (mismatch_kl, usually below 0.1); the learning rate was "
-        f"{row.get('learning_rate') or 0.0:.3g}: lower --learning-rate and start again from an "
-        "earlier checkpoint"
-    )
-
-
-def _mismatch_rises(rows: Sequence[Row]) -> str | None:
-    """Trainer and engine disagree more and more; not yet by so much that all is lost."""
-    compared = _past_and_now(rows, "mismatch_kl")
-    if compared is None:
-        return None
-    before, now = map(median, compared)
-    if now < LEAST_MISMATCH_KL or now < MISMATCH_FACTOR * before:
-        return ""
-    return (
-        f"trainer and engine disagree more and more: mismatch_kl rose from {before:.2g} to "
-        f"{now:.2g} nats a token; lower --learning-rate or --max-staleness, or correct for it "
-        "by --importance-correction; if canary_mean rises too, engines serve other weights"
-    )
-
-
-def _not_finite(rows: Sequence[Row]) -> str | None:
-    """A step was skipped, for its loss or its gradient was not finite."""
-    count = rows[-1].get("skipped_steps_non_finite")
-    if count is None:
-        return None
-    # The first row of a run that goes on tells those of its earlier parts.
-    is_first = rows[-1].get("step") == 1
-    before = rows[-2].get("skipped_steps_non_finite") if len(rows) > 1 else 0 if is_first else count
-    if count <= (before or 0):
-        return ""
-    return (
-        "a gradient step was skipped, for its loss or its gradient was not finite: its minibatches "
-        "are in non_finite/; lower --learning-rate if it happens again"
-    )
-
-
-def _gradient_spikes(rows: Sequence[Row]) -> str | None:
-    """The gradient is many times what it usually is."""
-    norm = rows[-1].get("grad_norm")
-    usual = [before for row in list(rows)[:-1] if (before := row.get("grad_norm"))]
-    if norm is None or len(usual) < LEAST_PAST:
-        return None
-    middle = median(usual)
-    if norm < SPIKE_FACTOR * middle:
-        return ""
-    return (
-        f"the gradient norm was {norm:.3g}, {norm / middle:.0f} times its median ({middle:.3g}); "
-        "--max-grad-norm bounds what a step does of it: if it happens again, lower "
-        "--learning-rate, and read the samples of such a step"
-    )
-
-
-def _all_truncated(rows: Sequence[Row]) -> str | None:
-    row = rows[-1]
-    share = row.get("perc_truncated_samples") or 0.0
-    if share < MOST_TRUNCATED:
-        return ""
-    return (
-        f"{share:.0%} of the outputs were cut at --max-generation-tokens, of "
-        f"{row.get('avg_output_tokens') or 0.0:.0f} tokens on average, and so for {NUM_STEPS} "
-        "steps: raise it, or, if outputs used to end, the policy has collapsed: read some in the "
-        "dump of samples"
-    )
-
-
-def _no_signal(rows: Sequence[Row]) -> str | None:
-    row = rows[-1]
-    mean, share = row.get("avg_reward") or 0.0, row.get("perc_with_0_advantage") or 0.0
-    if not row.get("num_samples") or share < MOST_EVEN:
-        return ""
-    best = row.get("avg_max_reward_in_group", mean) or 0.0
-    if share == 1 and not math.isclose(mean, best, abs_tol=1e-9):
-        return ""  # an algorithm without advantages
-    if row["num_samples"] == row.get("num_groups"):  # of one sample each: a teacher's alone
-        return ""
-    return (
-        f"in the last {NUM_STEPS} steps the samples of {share:.0%} of the questions all had the "
-        f"same reward (mean {mean:.3g}): little is learnt from rewards; look at the reward "
-        "function and at some outputs in the dump of samples: the task may be solved, too hard, "
-        "or its answers not found"
-    )
-
-
-def _length_bias(rows: Sequence[Row]) -> str | None:
-    """Outputs grow, and nothing is won by it."""
-    lengths, rewards = _past_and_now(rows, "avg_output_tokens"), _past_and_now(rows, "avg_reward")
-    if lengths is None or rewards is None:
-        return None
-    (length, longer), (reward, later) = map(_means, (lengths, rewards))
-    if longer < LENGTH_FACTOR * length or later > reward:
-        return ""
-    return (
-        f"outputs grow and rewards do not: from {length:.0f} to {longer:.0f} tokens, from "
-        f"{reward:.3g} to {later:.3g}; a mean over each sample's own tokens favours long wrong "
-        "outputs (--aggregation token-mean and constant do not), and --overlong-buffer-tokens "
-        "makes length cost"
-    )
-
-
-def _reward_falls(rows: Sequence[Row]) -> str | None:
-    """Rewards are far below what they were, whatever their scale."""
-    course = _course(rows, "avg_reward")
-    if course is None:
-        return None
-    early, late, now, noise = course
-    usual = max(early, late)
-    if usual - now < max(noise, REWARD_SHARE * abs(usual), LEAST_REWARD):
-        return ""
-    return (
-        f"rewards fell from {usual:.3g} to {now:.3g}: read outputs of both times in the dump of "
-        "samples; if those of now are worse, lower --learning-rate and start again from an earlier "
-        "checkpoint, else look at what the reward function asks"
-    )
-
-
-def _entropy_falls(rows: Sequence[Row]) -> str | None:
-    """Outputs become all alike: more so than learning explains, where rewards rose meanwhile."""
-    course, rewards = _course(rows, "entropy"), _course(rows, "avg_reward")
-    if course is None:
-        return None
-    early, _, now, _ = course
-    has_learnt = rewards is not None and rewards[2] > rewards[0] + rewards[3]
-    if not early or now * ENTROPY_FACTOR ** (1 + has_learnt) > early:
-        return ""
-    return (
-        f"the policy's entropy fell from {early:.2g} to {now:.2g} nats a token: outputs become "
-        "alike, and little is tried; lower --learning-rate or raise --clip-high, and start again "
-        "from an earlier checkpoint"
-    )
-
-
-def _rises(name: str, *, factor: float, least: float, words: str) -> Condition:
-    """A value is many times what it was."""
-
-    def tell(rows: Sequence[Row]) -> str | None:
-        course = _course(rows, name)
-        if course is None:
-            return None
-        early, _, now, noise = course
-        is_high = now > max(factor * early, early + noise, least)
-        return words.format(early=early, now=now) if is_high else ""
-
-    return tell
-
-
-def _course(rows: Sequence[Row], name: str) -> tuple[float, float, float, float] | None:
-    """Medians of a value long ago, before now, and now; and how far one of these moves by chance.
-
-    Chance is told by differences of neighbours, which no trend makes larger: of normal values their
-    median is 0.95 deviations.
-
-    >>> _course([{"x": value} for value in [2, 8] * 16 + [1] * 5], "x")
-    (5.0, 5.0, 1.0, 18.0)
+    Raises `ConfigError` when its file cannot be opened; a disk that refuses later costs lines only.
     """
-    if rows[-1].get(name) is None:
-        return None
-    values = [float(value) for row in rows if (value := row.get(name)) is not None]
-    past, now = values[:-NUM_NOW], values[-NUM_NOW:]
-    if len(past) < LEAST_PAST:
-        return None
-    noise = NOISE * median(abs(after - before) for before, after in pairwise(past))
-    return median(past[: len(past) // 2]), median(past[-NUM_COMPARED:]), median(now), noise
+
+    def __init__(self, folder: Path, *, num_raised: int = 0, metrics: Path | None = None) -> None:
+        """`num_raised`: in earlier parts of the run, whose `metrics` say which alarms hold."""
+        self.num_raised = num_raised
+        self.file = JsonlWriter(folder / ALARMS_FILE)
+        self._alarms = Alarms()
+        self._step: float | int | None = None
+        self._lock = threading.Lock()
+        for row in _last_rows(metrics) if metrics else ():
+            self._alarms.see_row(row)  # which its log and its file know of
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """What is wrong now, in sentences."""
+        with self._lock:
+            return tuple(self._alarms.active.values())
+
+    def see_row(self, row: Row) -> dict[str, int]:
+        """Take in a step's metrics; returns those of the alarms themselves."""
+        with self._lock:
+            self._step = row.get("step")
+            self._tell(self._alarms.see_row(row))
+            return {"alarms": len(self._alarms.active), "alarms_raised": self.num_raised}
+
+    def see_workers(self, workers: Mapping[str, int], *, now_s: float) -> None:
+        """Take in how many workers each role has; times are of one clock."""
+        with self._lock:
+            self._tell(self._alarms.see_workers(workers, now_s=now_s))
+
+    def see_failures(self, failures: Mapping[str, str]) -> None:
+        """Take in why groups were dropped, a sentence a kind."""
+        with self._lock:
+            self._tell(self._alarms.see_failures(failures))
+
+    def _tell(self, changes: Sequence[AlarmChange]) -> None:
+        for change in changes:
+            self.num_raised += change.is_raised
+            if change.is_raised:
+                logger.warning("%s", change.sentence)
+            else:
+                logger.info("no longer so, by step %s: %s", self._step, change.sentence)
+            self.file.write(
+                {
+                    "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                    "step": self._step,  # the last one that has ended
+                    "alarm": change.alarm,
+                    "event": "raised" if change.is_raised else "cleared",
+                    "sentence": change.sentence,
+                }
+            )
 
 
-def _types_fail(rows: Sequence[Row]) -> str | None:
-    """Of a type among several no group comes to an end."""
-    start = "perc_failed_samples/"
-    dead = []
-    for name in (name for name in rows[-1] if name.startswith(start)):
-        shares = [share for row in rows if (share := row.get(name)) is not None]
-        if shares[-NUM_DEAD_STEPS:] == [1.0] * NUM_DEAD_STEPS:
-            dead.append(name.removeprefix(start))
-    if not dead:
-        return ""
-    return (
-        f"all groups of the types {', '.join(dead)} failed in their last {NUM_DEAD_STEPS} steps: "
-        "nothing is learnt of them; alarms of groups_fail, and lines of the dump whose fate is "
-        "failed, say why; a type that goes on so ends the run"
-    )
-
-
-def _past_and_now(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]] | None:
-    """The first and the last values that are kept; None before there are enough.
-
-    >>> rows = [{"x": float(n)} for n in range(2 * NUM_COMPARED)]
-    >>> past, now = _past_and_now(rows, "x")
-    >>> past[0], past[-1], now[0], now[-1]
-    (0.0, 19.0, 20.0, 39.0)
-    """
-    if rows[-1].get(name) is None:
-        return None
-    values = [float(value) for row in rows if (value := row.get(name)) is not None]
-    if len(values) < 2 * NUM_COMPARED:
-        return None
-    return values[:NUM_COMPARED], values[-NUM_COMPARED:]
-
-
-def _means(compared: tuple[list[float], list[float]]) -> tuple[float, float]:
-    before, now = compared
-    return sum(before) / len(before), sum(now) / len(now)
-
-
-CONDITIONS: Mapping[str, tuple[int, Condition]] = {
-    "collapsed": (1, _collapsed),
-    "not_finite": (1, _not_finite),
-    "gradient_spike": (1, _gradient_spikes),
-    "mismatch_rising": (NUM_STEPS, _mismatch_rises),
-    "all_truncated": (NUM_STEPS, _all_truncated),
-    "no_signal": (NUM_STEPS, _no_signal),
-    "length_bias": (NUM_STEPS, _length_bias),
-    "reward_fell": (NUM_STEPS, _reward_falls),
-    "entropy_fell": (NUM_STEPS, _entropy_falls),
-    "entropy_rose": (NUM_STEPS, _rises(
-        "entropy", factor=ENTROPY_FACTOR, least=LEAST_ENTROPY,
-        words="the policy's entropy rose from {early:.2g} to {now:.2g} nats a token: outputs turn "
-        "into noise; lower --learning-rate and start again from an earlier checkpoint",
-    )),
-    "kl_rose": (NUM_STEPS, _rises(
-        "kl", factor=KL_FACTOR, least=LEAST_KL,
-        words="the policy left its reference: kl rose from {early:.2g} to {now:.2g} nats a token; "
-        "lower --learning-rate or raise --kl-coefficient, and start again from an earlier "
-        "checkpoint",
-    )),
-    "types_fail": (1, _types_fail),
-}  # fmt: skip
-"""{alarm: (for how many steps in a row its condition must hold, the condition)}"""
+def _last_rows(path: Path) -> Iterator[Row]:
+    """Those that alarms are made of, and as many before them: one may have held for long."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in deque(file, maxlen=2 * NUM_KEPT):
+            with contextlib.suppress(ValueError):  # a line that a full disk has cut
+                yield json.loads(line)

@@ -21,7 +21,7 @@ LARGE = 0.2  # of the wall clock, of every other kind
 FEW = 0.15  # of a step's samples, in generation at a time: the others have ended
 
 
-class Cause(Enum):
+class StepCause(Enum):
     """What more of would make steps shorter."""
 
     GENERATION = "generation"
@@ -40,49 +40,49 @@ class Cause(Enum):
 WAITED = "trainers waited {waiting:.0%} of the time for samples"
 IDLE = "generators stood idle {generators_idle:.0%}"
 # Of each cause: what was measured; what it means, and what helps.
-WORDS: Mapping[Cause, tuple[str, str]] = {
-    Cause.GENERATION: (
+WORDS: Mapping[StepCause, tuple[str, str]] = {
+    StepCause.GENERATION: (
         WAITED + ", {generating:.0f} of which were in generation at a time",
         "generation is the bottleneck; add generation workers, or raise --max-staleness",
     ),
-    Cause.STRAGGLERS: (
+    StepCause.STRAGGLERS: (
         WAITED + ", with {generating:.1f} of a step's {num_samples:.0f} in generation at a time",
         "a few long outputs are the bottleneck; raise --max-staleness, and later batches are "
         "generated meanwhile",
     ),
-    Cause.VERIFICATION: (
+    StepCause.VERIFICATION: (
         WAITED + ", {verifying:.0f} of which were being graded at a time",
         "verification is the bottleneck; add verifier processes, or make the rewards cheaper",
     ),
-    Cause.SCORING: (
+    StepCause.SCORING: (
         WAITED + ", {scoring:.0f} of which were being scored at a time",
         "the reference or a teacher is the bottleneck; add workers of its mode",
     ),
-    Cause.SYNC: (
+    StepCause.SYNC: (
         WAITED + " and " + IDLE + ", while new weights were under way {syncing:.0%}",
         "sending weights is the bottleneck; raise --max-staleness, or send less by --weight-delta",
     ),
-    Cause.WINDOW: (
+    StepCause.WINDOW: (
         WAITED + " and " + IDLE,
         "they take turns at the edge of the staleness window; raise --max-staleness",
     ),
-    Cause.TRAINING: (
+    StepCause.TRAINING: (
         IDLE + " of the time while trainers computed {computing:.0%}",
         "training is the bottleneck; add trainer ranks, or raise --max-tokens-per-gpu",
     ),
-    Cause.PUBLISHING: (
+    StepCause.PUBLISHING: (
         "trainers stood still {publishing:.0%} of the time to publish weights, once a batch",
         "raise --batch-size and leave --train-minibatch-size as it is",
     ),
-    Cause.CHECKPOINTING: (
+    StepCause.CHECKPOINTING: (
         "trainers stood still {checkpointing:.0%} of the time for checkpoints",
         "raise --checkpoint-every-batches and --checkpoint-every-minutes",
     ),
-    Cause.EVALUATION: (
+    StepCause.EVALUATION: (
         "trainers stood still {evaluating:.0%} of the time for evaluations",
         "raise --eval-every-batches, or hold out fewer questions",
     ),
-    Cause.NONE: (WAITED + ", " + IDLE, "no bottleneck: only more of both makes steps shorter"),
+    StepCause.NONE: (WAITED + ", " + IDLE, "no bottleneck: only more of both makes steps shorter"),
 }
 
 
@@ -135,7 +135,7 @@ def shares_of(rows: Sequence[Row]) -> Shares | None:
     )
 
 
-def cause_of(shares: Shares) -> Cause:
+def cause_of(shares: Shares) -> StepCause:
     """What holds the steps up.
 
     A trainer that waits waits for the stage in which most samples are at a time: by Little's law
@@ -145,27 +145,29 @@ def cause_of(shares: Shares) -> Cause:
     if shares.waiting >= MUCH:
         in_all = shares.generating + shares.verifying + shares.scoring
         if shares.verifying > in_all / 2:
-            return Cause.VERIFICATION
+            return StepCause.VERIFICATION
         if shares.scoring > in_all / 2:
-            return Cause.SCORING
+            return StepCause.SCORING
         if shares.generators_idle >= LARGE:
-            return Cause.SYNC if shares.syncing > shares.generators_idle / 2 else Cause.WINDOW
+            return (
+                StepCause.SYNC if shares.syncing > shares.generators_idle / 2 else StepCause.WINDOW
+            )
         busy = 1 - shares.generators_idle
         if shares.generating < FEW * shares.num_samples * busy:
-            return Cause.STRAGGLERS
-        return Cause.GENERATION
+            return StepCause.STRAGGLERS
+        return StepCause.GENERATION
     stalls = {
-        Cause.EVALUATION: shares.evaluating,
-        Cause.CHECKPOINTING: shares.checkpointing,
-        Cause.PUBLISHING: shares.publishing,
+        StepCause.EVALUATION: shares.evaluating,
+        StepCause.CHECKPOINTING: shares.checkpointing,
+        StepCause.PUBLISHING: shares.publishing,
     }
     longest = max(stalls, key=lambda cause: stalls[cause])
     if stalls[longest] >= LARGE:
         return longest
-    return Cause.TRAINING if shares.generators_idle >= LARGE else Cause.NONE
+    return StepCause.TRAINING if shares.generators_idle >= LARGE else StepCause.NONE
 
 
-def in_words(cause: Cause, shares: Shares) -> str:
+def in_words(cause: StepCause, shares: Shares) -> str:
     """What was measured, what it means, and what helps."""
     stalls = shares.waiting + shares.publishing + shares.checkpointing + shares.evaluating
     return ": ".join(WORDS[cause]).format(**asdict(shares), computing=1 - stalls)
@@ -176,10 +178,10 @@ class Bottleneck:
 
     def __init__(self) -> None:
         self.sentence = ""  # of the cause that is shown; empty at first
-        self.cause: Cause | None = None
+        self.cause: StepCause | None = None
         self._rows: deque[Row] = deque(maxlen=NUM_AVERAGED)
         self._num_seen = 0
-        self._contender: Cause | None = None
+        self._contender: StepCause | None = None
         self._num_led = 0  # steps in a row in which it led
 
     def see_row(self, row: Row) -> bool:

@@ -1,16 +1,117 @@
-"""What samples of held-out questions tell of a model, and how sure that is. Pure.
+"""One evaluation in numbers: rates, pass@k, and between what they lie. Pure.
 
-Legend: Q questions, M statistics.
+Legend: Q graded questions, M statistics.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.config.evaluation import EvaluationSet
+from async_grpo.telemetry.progress import in_brackets, number
+from async_grpo.types import EvaluationResult, QuestionOutcome
+
 Floats = NDArray[np.float64]
+Row = dict[str, Any]
+WITH_INTERVAL = ("eval_accuracy", "eval_reward", "eval_solved")
 NUM_RESAMPLES = 1000
 CONFIDENCE = 0.95
+
+
+def evaluation_row(result: EvaluationResult, found: EvaluationSet, *, has_types: bool) -> Row:
+    """What a line of evaluation_metrics.jsonl holds of one set, and of each type in it.
+
+    Names of a named set end in /NAME, those of a type in /TYPE; `has_types`: the unnamed set tells
+    of each type.
+    """
+    span = dict.fromkeys((str(result.oldest), str(result.newest)))
+    row: Row = {
+        "set": result.name,
+        "batch": result.version.batches,
+        "weights": "..".join(span),
+        "samples_per_question": result.samples_per_question,
+    }
+    if result.skipped:
+        return row | {"skipped": result.skipped}
+    row |= _with_suffix(_measured(result, found), result.name)
+    if has_types and not result.name:
+        for kind, own in result.by_type.items():
+            row |= _with_suffix(_measured(own, found), kind)
+    counts = ("num_questions", "num_samples", "num_failed", "num_correct", "num_solved")
+    row |= {name: getattr(result, name) for name in (*counts, "reward_sum", "seconds")}
+    return row | {"failures": dict(result.failures)}
+
+
+def in_words(row: Row) -> str:
+    """A line for people.
+
+    >>> in_words({"set": "math", "batch": 20, "skipped": "it was not done"})
+    'nothing is evaluated of math after batch 20: it was not done'
+    """
+    name = row.get("set", "")
+    end, when = f"/{name}" if name else "", f" after batch {row['batch']}" if "batch" in row else ""
+    if "skipped" in row:
+        what = name or "the held-out questions"
+        return f"nothing is evaluated of {what}{when}: {row['skipped']}"
+    accuracy, low, high = (row[f"eval_accuracy{each}{end}"] for each in ("", "_low", "_high"))
+    found = (re.fullmatch(rf"eval_pass_at_(\d+){end}", key) for key in row)
+    passes = [f"pass@{each[1]} {number(row[each[0]])}" for each in found if each]
+    of_types = "" if name else in_brackets(row, "eval_accuracy")
+    whose = f" of {name}" if name else ""
+    sampled = row["num_samples"] + row["num_failed"]
+    graded = f", graded {row['num_samples']} of {sampled}" if row["num_failed"] else ""
+    return (
+        f"held-out accuracy{whose} {number(accuracy)}{of_types}{when} "
+        f"({number(low)} to {number(high)}), mean reward {number(row[f'eval_reward{end}'])}"
+        f", {', '.join(passes)}{graded}"
+    )
+
+
+def _measured(result: EvaluationResult, found: EvaluationSet) -> Row:
+    graded, ks = result.graded, found.pass_ks
+    names = [*WITH_INTERVAL, *(f"eval_pass_at_{k}" for k in ks)]
+    values = _values(graded, ks)
+    low, high = bootstrap_intervals(values, seed=found.seed)
+    means = values.mean(0) if len(graded) else np.full(len(names), np.nan)
+    row: Row = {}
+    for name, mean, least, most in zip(names, means, low, high, strict=True):
+        row |= {name: _known(mean), f"{name}_low": _known(least), f"{name}_high": _known(most)}
+    num_samples = result.num_samples
+    num_tokens = sum(each.num_tokens for each in graded)
+    num_truncated = sum(each.num_truncated for each in graded)
+    return row | {
+        "eval_failed": result.num_failed / max(num_samples + result.num_failed, 1),
+        "eval_output_tokens": num_tokens / num_samples if num_samples else None,
+        "eval_truncated": num_truncated / num_samples if num_samples else None,
+    }
+
+
+def _values(graded: Sequence[QuestionOutcome], ks: Sequence[int]) -> Floats:
+    """[Q, M] of each question, in the order of their names."""
+    rows = [
+        [
+            each.num_correct / each.num_samples,
+            each.reward_sum / each.num_samples,
+            float(each.num_correct > 0),
+            *(pass_at_k(each.num_samples, each.num_correct, k) for k in ks),
+        ]
+        for each in graded
+    ]
+    return np.array(rows, np.float64).reshape(len(rows), len(WITH_INTERVAL) + len(ks))
+
+
+def _with_suffix(row: Row, suffix: str) -> Row:
+    return {f"{name}/{suffix}" if suffix else name: value for name, value in row.items()}
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if np.isnan(value) else float(value)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -70,3 +70,27 @@ def write_json_atomic(path: Path, value: Mapping[str, Any], *, mode: int = 0o666
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, mode=mode) as file:
             file.write(to_json(value, indent=2) + b"\n")
+
+
+class NewRows:
+    """The whole lines of a file that another process writes, which were not read yet.
+
+    A file that was cut is read anew.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._num_read = 0  # bytes
+
+    def read(self) -> list[dict[str, Any]]:
+        """In order; none while there is no file."""
+        try:
+            with self._file.open("rb") as file:
+                if file.seek(0, 2) < self._num_read:
+                    self._num_read = 0
+                file.seek(self._num_read)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._num_read += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines() if line]

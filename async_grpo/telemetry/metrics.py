@@ -31,7 +31,7 @@ def metrics_row(
     """One line of the metrics file: every metric of the schema, those that its algorithm has
     `declared`, then counts that nobody can list.
 
-    `sums`: those of the step's samples, of all ranks, and the facts of `schema.Step`.
+    `sums`: those of the step's samples, of all ranks, and the facts of `schema.StepFacts`.
     Those of `schema.OF_TYPES` follow for each type, as `avg_reward/TYPE`, those of `OF_RANKS` for
     each rank, as `peak_process_bytes/rank_0`.
     The counts are `fate_<name>`, `failed_<why>` and `discarded_<why>` where there are any, the same

@@ -23,7 +23,7 @@ def quotient(numerator: str, denominator: str, unit: Unit, label: str) -> Metric
     return Metric("", numerator, denominator, unit, label, "")
 
 
-class Step:
+class StepFacts:
     """Facts of the gradient step, as trainer rank 0 knows them."""
 
     step = fact("steps", "Gradient step", window="run")
@@ -339,7 +339,7 @@ def _declared_in(section: type) -> tuple[Metric, ...]:
 
 SECTIONS = {
     section: _declared_in(section)
-    for section in (Step, Pipeline, Replacement, Trainer, Hardware, Evaluation)
+    for section in (StepFacts, Pipeline, Replacement, Trainer, Hardware, Evaluation)
 }
 METRIC_BY_NAME = {metric.name: metric for metrics in SECTIONS.values() for metric in metrics}
 OF_TYPES = (

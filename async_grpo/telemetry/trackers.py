@@ -1,30 +1,29 @@
 """The metrics in TensorBoard, W&B, MLflow, Trackio and whatever else accelerate can talk to.
 
 Each tracker has a thread of its own: what it is slow at, or hangs in, holds up no step. One that
-fails is given up, which is told once and counted; the run goes on.
+fails is given up, which is told once and counted; the run goes on. Metrics are called
+`reward/avg_reward` there, so that charts come in groups, and a run that goes on is one run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distributions
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.telemetry.tracker_runs import (
-    TrackedRun,
-    arguments,
-    keep,
-    name_given,
-    tracked_run,
-)
+from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 
@@ -35,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 Numbers = dict[str, float | int]
 
+RUNS_FILE = "trackers.json"  # what each tracker calls the run, for when it goes on
 MAX_BEHIND = 1000  # rows that wait for a tracker before it is given up
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # Those that accelerate can talk to, by their packages, and packages that will do as well.
@@ -42,6 +42,25 @@ TRACKERS = (
     "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb",
 )  # fmt: skip
 ALTERNATIVES = {"mlflow": "mlflow-skinny", "tensorboard": "tensorboardX"}
+NO_CHARTS = ("step", "iteration")  # the axis itself, and its like
+GROUPS = (  # the first pattern that a name begins with
+    ("run", r"alarms|total_|optimizer_|skipped_|failed_(checkpoints|trackers)"),
+    ("reward", r"avg_(max_|format_|replaced_)?reward|avg_\w+_penalty|perc_with|perc_unscorable"),
+    ("length", r"avg_(output|prompt)_tokens|perc_truncated|perc_masked"),
+    (
+        "ledger",
+        r"\w*fate_|perc_resampled|lost_|failed_|discarded_|num_replacements|replaced_|\w+_(retries|restarts)",
+    ),
+    ("lag", r"lag_|avg_lag|avg_token_lag|max_lag"),
+    ("engine", r"mismatch_|effective_|corrected_|canary_"),
+    ("sync", r"sync_|recomputed_"),
+    ("hardware", r"mfu|tflops_|peak_|seconds_(gathering|agreeing)"),
+    (
+        "speed",
+        r"seconds|\w+_per_second|\w+_idle_fraction|packing_|avg_(generating|verifying|scoring)",
+    ),
+    ("update", r""),
+)
 
 
 class Trackers:
@@ -73,7 +92,7 @@ class Trackers:
                 feed.end()
             raise
         given = {feed.name: feed.name_given(run) for feed in self._feeds}
-        keep(run, {tracker: name for tracker, name in given.items() if name})
+        keep_names(run, {tracker: name for tracker, name in given.items() if name})
 
     @property
     def num_failed(self) -> int:
@@ -224,3 +243,92 @@ def _start(name: str, config: TrainConfig, run: TrackedRun) -> GeneralTracker:
             "set it up as its documentation says, or leave it out"
         ) from error
     return tracker
+
+
+def as_charts(row: Mapping[str, float | int | None]) -> dict[str, float]:
+    """The numbers of a row of metrics under the names that trackers show.
+
+    >>> as_charts({"step": 3, "avg_reward": 0.5, "fate_trained": 8, "loss": 1.5, "kl": None})
+    {'reward/avg_reward': 0.5, 'ledger/fate_trained': 8, 'update/loss': 1.5}
+    """
+    return {
+        f"{_group(name)}/{name}": value
+        for name, value in row.items()
+        if value is not None and name not in NO_CHARTS
+    }
+
+
+def _group(name: str) -> str:
+    return next(group for group, pattern in GROUPS if re.match(pattern, name))
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """A run as its trackers are told of it."""
+
+    folder: Path  # where it leaves its files
+    project: str
+    name: str
+    first_step: int  # what an earlier part of the run has logged from there on is undone
+    known_as: Mapping[str, str] = field(default_factory=dict)  # {tracker: what it calls the run}
+
+    @property
+    def goes_on(self) -> bool:
+        return self.first_step > 1
+
+
+def tracked_run(config: TrainConfig, *, first_step: int) -> TrackedRun:
+    """The run of `config`; where it goes on, with what its folder says that trackers call it."""
+    folder = Path(config.output_dir)
+    known_as: dict[str, str] = {}
+    if first_step > 1 and (folder / RUNS_FILE).exists():
+        try:
+            known_as = json.loads((folder / RUNS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            logger.warning("trackers begin a new run: cannot read %s (%s)", RUNS_FILE, error)
+    return TrackedRun(folder, config.tracker_project, config.shown_name, first_step, known_as)
+
+
+def arguments(tracker: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
+    """The first argument of accelerate's class of a tracker, and its others.
+
+    They keep its files in the run's folder, name the run, and go on with one that it knows.
+    """
+    folder, known = run.folder, run.known_as.get(tracker)
+    match tracker:
+        case "tensorboard":  # a run is a folder
+            return known or run.name, {"purge_step": run.first_step} if run.goes_on else {}
+        case "wandb":
+            named = {"id": known, "resume": "allow"} if known else {}
+            return run.project, {"dir": str(folder), "name": run.name, **named}
+        case "mlflow":
+            return run.project, {"run_name": run.name, **({"run_id": known} if known else {})}
+        case "trackio":
+            resume = "allow" if known else "never"
+            return run.project, {"name": known or run.name, "resume": resume, "embed": False}
+        case "dvclive":
+            return run.project, {"dir": str(folder / "dvclive"), "resume": run.goes_on}
+        case _:
+            return run.project, {}
+
+
+def name_given(tracker: GeneralTracker, run: TrackedRun) -> str | None:
+    """What a tracker that has started calls the run; None where it cannot go on with one."""
+    match tracker.name:
+        case "tensorboard" | "trackio":
+            return run.known_as.get(tracker.name) or run.name
+        case "wandb":
+            return str(tracker.tracker.id)
+        case "mlflow":
+            return str(tracker.tracker.info.run_id)
+        case _:
+            return None
+
+
+def keep_names(run: TrackedRun, names: Mapping[str, str]) -> None:
+    """Leave `names`, {tracker: what it calls the run}, for when the run goes on."""
+    if names:
+        try:
+            write_json_atomic(run.folder / RUNS_FILE, {**run.known_as, **names})
+        except ConfigError as error:
+            logger.warning("%s; a run that goes on is a new one in trackers", error)

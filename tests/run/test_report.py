@@ -12,7 +12,7 @@ from async_grpo.checkpoint.resume import Start
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.data import warn_of_few
 from async_grpo.run.report import Report
-from async_grpo.telemetry.alarm_log import ALARMS_FILE
+from async_grpo.telemetry.alarms import ALARMS_FILE
 from async_grpo.training.learner import HeldOutLoss
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import NON_FINITE, StepResult

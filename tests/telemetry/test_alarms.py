@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 
 from async_grpo.config.option import flag
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.telemetry.alarm_log import ALARMS_FILE, AlarmLog
+from async_grpo.telemetry.alarm_conditions import CONDITIONS, NUM_COMPARED, NUM_NOW, NUM_STEPS
 from async_grpo.telemetry.alarms import (
-    CONDITIONS,
+    ALARMS_FILE,
     GROUPS_FAIL,
     NUM_CLEAN,
-    NUM_COMPARED,
-    NUM_NOW,
-    NUM_STEPS,
     SETTLED_S,
     SHRUNK_S,
+    AlarmLog,
     Alarms,
 )
 

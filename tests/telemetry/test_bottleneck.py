@@ -16,7 +16,7 @@ from async_grpo.telemetry.bottleneck import (
     NUM_HELD,
     WORDS,
     Bottleneck,
-    Cause,
+    StepCause,
     cause_of,
     in_words,
     shares_of,
@@ -39,27 +39,28 @@ BUSY = {
 }
 STARVED = BUSY | {"seconds_waiting": 6.2}
 ROWS = {
-    Cause.NONE: BUSY,
-    Cause.GENERATION: STARVED,
-    Cause.STRAGGLERS: STARVED | {"avg_generating_samples": 2.0, "avg_verifying_samples": 0.1},
-    Cause.VERIFICATION: STARVED | {"avg_verifying_samples": 60.0},
-    Cause.SCORING: STARVED | {"avg_scoring_samples": 60.0},
-    Cause.SYNC: STARVED | {"generator_idle_fraction": 0.4, "sync_seconds": 3.0},
-    Cause.WINDOW: STARVED | {"generator_idle_fraction": 0.4},
-    Cause.TRAINING: BUSY | {"generator_idle_fraction": 0.4},
-    Cause.PUBLISHING: BUSY | {"seconds_publishing": 3.0},
-    Cause.CHECKPOINTING: BUSY | {"seconds_checkpointing": 3.0},
-    Cause.EVALUATION: BUSY | {"seconds_evaluating": 3.0},
+    StepCause.NONE: BUSY,
+    StepCause.GENERATION: STARVED,
+    StepCause.STRAGGLERS: STARVED | {"avg_generating_samples": 2.0, "avg_verifying_samples": 0.1},
+    StepCause.VERIFICATION: STARVED | {"avg_verifying_samples": 60.0},
+    StepCause.SCORING: STARVED | {"avg_scoring_samples": 60.0},
+    StepCause.SYNC: STARVED | {"generator_idle_fraction": 0.4, "sync_seconds": 3.0},
+    StepCause.WINDOW: STARVED | {"generator_idle_fraction": 0.4},
+    StepCause.TRAINING: BUSY | {"generator_idle_fraction": 0.4},
+    StepCause.PUBLISHING: BUSY | {"seconds_publishing": 3.0},
+    StepCause.CHECKPOINTING: BUSY | {"seconds_checkpointing": 3.0},
+    StepCause.EVALUATION: BUSY | {"seconds_evaluating": 3.0},
 }
 SENTENCES = {
-    Cause.GENERATION: "trainers waited 62% of the time for samples, 48 of which were in generation "
-    "at a time: generation is the bottleneck; add generation workers, or raise --max-staleness",
-    Cause.TRAINING: "generators stood idle 40% of the time while trainers computed 93%: training "
-    "is the bottleneck; add trainer ranks, or raise --max-tokens-per-gpu",
-    Cause.SYNC: "trainers waited 62% of the time for samples and generators stood idle 40%, while "
-    "new weights were under way 30%: sending weights is the bottleneck; raise --max-staleness, or "
-    "send less by --weight-delta",
-    Cause.NONE: "trainers waited 5% of the time for samples, generators stood idle 5%: no "
+    StepCause.GENERATION: "trainers waited 62% of the time for samples, 48 of which were in "
+    "generation at a time: generation is the bottleneck; add generation workers, or raise "
+    "--max-staleness",
+    StepCause.TRAINING: "generators stood idle 40% of the time while trainers computed 93%: "
+    "training is the bottleneck; add trainer ranks, or raise --max-tokens-per-gpu",
+    StepCause.SYNC: "trainers waited 62% of the time for samples and generators stood idle 40%, "
+    "while new weights were under way 30%: sending weights is the bottleneck; raise "
+    "--max-staleness, or send less by --weight-delta",
+    StepCause.NONE: "trainers waited 5% of the time for samples, generators stood idle 5%: no "
     "bottleneck: only more of both makes steps shorter",
 }
 
@@ -74,7 +75,7 @@ def shown(rows):
     return found
 
 
-@pytest.mark.parametrize("cause", Cause)
+@pytest.mark.parametrize("cause", StepCause)
 def test_each_cause_is_told_by_what_steps_measure(cause):
     shares = shares_of([ROWS[cause]])
     assert cause_of(shares) is cause
@@ -90,28 +91,28 @@ def test_words_name_options_that_exist():
 
 def test_a_cause_is_shown_once_it_has_led_for_some_steps():
     before = [None] * (NUM_BEFORE + NUM_HELD - 1)
-    assert shown([STARVED] * 8) == before + [Cause.GENERATION] * (8 - len(before))
+    assert shown([STARVED] * 8) == before + [StepCause.GENERATION] * (8 - len(before))
 
 
 def test_the_first_steps_wait_for_engines_and_tell_nothing():
     warming = STARVED | {"seconds": 100.0, "seconds_waiting": 95.0}
-    assert set(shown([warming] * NUM_BEFORE + [BUSY] * 20)) == {None, Cause.NONE}
+    assert set(shown([warming] * NUM_BEFORE + [BUSY] * 20)) == {None, StepCause.NONE}
 
 
 def test_one_odd_step_changes_nothing():
     steady = [BUSY] * 12
-    assert shown([*steady, ROWS[Cause.CHECKPOINTING], *steady])[-13:] == [Cause.NONE] * 13
+    assert shown([*steady, ROWS[StepCause.CHECKPOINTING], *steady])[-13:] == [StepCause.NONE] * 13
 
 
 def test_a_run_whose_bottleneck_moves_is_told_so_within_the_averaged_steps():
-    found = shown([STARVED] * 20 + [ROWS[Cause.TRAINING]] * (NUM_AVERAGED + NUM_HELD))
-    assert found[19] is Cause.GENERATION
-    assert found[-1] is Cause.TRAINING
+    found = shown([STARVED] * 20 + [ROWS[StepCause.TRAINING]] * (NUM_AVERAGED + NUM_HELD))
+    assert found[19] is StepCause.GENERATION
+    assert found[-1] is StepCause.TRAINING
 
 
 def test_steps_that_alternate_are_one_average():
     pair = [BUSY | {"seconds_waiting": share} for share in (0.0, 8.0)]
-    assert set(shown(pair * 30)[8:]) == {Cause.GENERATION}
+    assert set(shown(pair * 30)[8:]) == {StepCause.GENERATION}
 
 
 @given(st.lists(st.sampled_from(sorted(ROWS, key=lambda cause: cause.value)), max_size=80))

@@ -1,5 +1,5 @@
-from async_grpo.telemetry.charts import NO_CHARTS, as_charts
 from async_grpo.telemetry.schema import METRICS
+from async_grpo.telemetry.trackers import NO_CHARTS, as_charts
 
 
 def test_every_metric_has_a_chart_in_a_group_but_for_the_axis():

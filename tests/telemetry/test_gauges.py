@@ -11,9 +11,8 @@ import pytest
 from local_ray import local_ray
 
 from async_grpo.cluster import cluster
-from async_grpo.telemetry import ray_gauges
-from async_grpo.telemetry.gauges import points
-from async_grpo.telemetry.ray_gauges import RayGauges
+from async_grpo.telemetry import gauges as module
+from async_grpo.telemetry.gauges import RayGauges, points
 from async_grpo.telemetry.schema import METRIC_BY_NAME, METRICS
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +89,7 @@ def lines_of(name, port):
 @pytest.mark.slow
 def test_ray_serves_what_is_repeated_under_the_names_of_the_page(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_metrics_report_interval_ms", "1000")  # of the agent, too
-    monkeypatch.setattr(ray_gauges, "REPEATED_S", 0.5)
+    monkeypatch.setattr(module, "REPEATED_S", 0.5)
 
     def until(holds):
         due_at = time.monotonic() + 40

@@ -13,8 +13,15 @@ from full_disk import no_file_beyond
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.telemetry.tracker_runs import RUNS_FILE, arguments, tracked_run
-from async_grpo.telemetry.trackers import MAX_BEHIND, TRACKERS, Trackers, check_trackers
+from async_grpo.telemetry.trackers import (
+    MAX_BEHIND,
+    RUNS_FILE,
+    TRACKERS,
+    Trackers,
+    arguments,
+    check_trackers,
+    tracked_run,
+)
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 

@@ -6,7 +6,7 @@ import json
 from oracle import make_config
 
 from async_grpo.run.report import METRICS_FILE, Report
-from async_grpo.telemetry.schema import SECTIONS, Step
+from async_grpo.telemetry.schema import SECTIONS, StepFacts
 from async_grpo.training.schedule import Clocks
 from async_grpo.training.step import StepResult
 from async_grpo.types import EndOfStep
@@ -39,12 +39,12 @@ def test_a_line_has_the_facts_of_the_latest_finished_sync(tmp_path):
 
 
 def test_every_fact_of_a_sync_is_a_metric_with_a_meaning():
-    declared = {metric.name: metric for metric in SECTIONS[Step]}
+    declared = {metric.name: metric for metric in SECTIONS[StepFacts]}
     for name in NAMES:
         assert declared[name].numerator == name and declared[name].meaning
 
 
 def test_every_fact_of_the_schema_is_measured(tmp_path):
     (row,) = rows_of(tmp_path, synced=[FIRST])
-    missing = [metric.name for metric in SECTIONS[Step] if row[metric.name] is None]
+    missing = [metric.name for metric in SECTIONS[StepFacts] if row[metric.name] is None]
     assert missing == ["unrecorded_minibatches"]  # which a learner counts, and there is none here
