@@ -10,16 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from async_grpo.planning.engine import EngineRates
-from async_grpo.planning.scenario import (
+from async_grpo.planning.rates import (
     ControlCosts,
-    Scenario,
+    EngineRates,
     SyncRates,
     TrainerRates,
     even,
     heavy_tail,
 )
-from async_grpo.planning.service import mean, simulate, whole_batch
+from async_grpo.planning.service import Scenario, mean, simulate, whole_batch
 from benchmarks.results import Figure, median
 
 GOAL_SHARE_OF_BOUND = 0.9

@@ -58,8 +58,8 @@ from async_grpo.launch.child_processes import ChildProcess, RemoteProcess, Watch
 from async_grpo.launch.interrupts import Interrupted, interrupt_once, stdin_option, where_to_go_on
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.output_folder import CONNECTION_FILE, LAUNCH, LAUNCH_LOGS, check_free, lock
-from async_grpo.telemetry.alarm_log import ALARMS_FILE
-from async_grpo.telemetry.rows import NewRows
+from async_grpo.telemetry.alarms import ALARMS_FILE
+from async_grpo.telemetry.jsonl import NewRows
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.util.files import replacing

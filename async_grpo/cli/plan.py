@@ -23,9 +23,8 @@ from async_grpo.types.roles import ENVIRONMENT, VERIFIER
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 
 if TYPE_CHECKING:
-    from async_grpo.planning.asked import Asked
-    from async_grpo.planning.kinds import Fleet
-    from async_grpo.planning.measured import Run
+    from async_grpo.planning.asked import Asked, Fleet
+    from async_grpo.planning.known import Run
     from async_grpo.planning.page import Plan
 
 ASSUMED_LONGEST = 32_768
@@ -84,10 +83,9 @@ def plan_of(
     shape_of: str = "",
 ) -> Plan:
     """The plan of a run; raises `ConfigError` or `UnfitModel` for what cannot be planned."""
-    from async_grpo.planning.bills import bills_of
-    from async_grpo.planning.fits import check_fits
+    from async_grpo.planning.bills import bills_of, check_fits
+    from async_grpo.planning.known import Known, lengths_of, work_of
     from async_grpo.planning.page import Plan
-    from async_grpo.planning.planner import Known, lengths_of, work_of
     from async_grpo.planning.search import search
 
     fleet = _fleet(devices)
@@ -213,7 +211,7 @@ def _fleet(text: str) -> Fleet:
     """What was typed, or this machine's devices, or its cores."""
     from async_grpo.devices.cores import num_threads, read_speed
     from async_grpo.devices.inventory import read_inventory
-    from async_grpo.planning.kinds import CPU, KINDS, Fleet, fleet_of
+    from async_grpo.planning.asked import CPU, KINDS, Fleet, fleet_of
 
     if text:
         return fleet_of(text)
@@ -241,7 +239,7 @@ def _tables(file: str) -> dict[str, Any]:
 
 def _earlier(folder: str, asked: Asked, shape_of: str) -> Run:
     """A run that `launch` has made, of the same model."""
-    from async_grpo.planning.measured import Run, read_lengths, read_rows
+    from async_grpo.planning.known import Run, read_lengths, read_rows
 
     file = Path(folder) / RUN_FILE
     if not file.is_file():

@@ -39,7 +39,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Placement:
     """Where everybody works, and how it came to that."""
 
     seats: tuple[Seat, ...]
@@ -47,7 +47,7 @@ class Plan:
     sentence: str
 
 
-def plan(nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand]) -> Plan:
+def plan(nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand]) -> Placement:
     """Place the ranks and all workers on `nodes`, so many devices each.
 
     No device is promised to more than its whole. Raises `ConfigError`, in one sentence, when no
@@ -57,11 +57,11 @@ def plan(nodes: Sequence[int], *, ranks: Demand, workers: Sequence[Demand]) -> P
     if not sum(nodes):
         seats = [Seat(f"{each.who} {i}", 0, (), 1.0) for each in demands for i in range(each.count)]
         words = "no NVIDIA device: everything runs on the CPUs"
-        return Plan(tuple(seats), demands, words)
+        return Placement(tuple(seats), demands, words)
     for wanted in _from_best_to_least(nodes, ranks, workers):
         seats_found = _place(nodes, wanted)
         if seats_found is not None:
-            return Plan(tuple(seats_found), wanted, _in_words(nodes, wanted, asked=demands))
+            return Placement(tuple(seats_found), wanted, _in_words(nodes, wanted, asked=demands))
     raise _refusal(nodes, ranks, workers)
 
 

@@ -1,7 +1,7 @@
 """What a run takes, before it is started: memory of every role, time of a step, who gets devices.
 
-    shapes ─▶ bills      what each role holds, a line and a formula each
-    shapes ─▶ rates      how fast each role is: given, measured in earlier runs, or of peaks
+    asked  ─▶ bills      what each role holds, a line and a formula each, and whether it fits
+    asked  ─▶ rates      how fast each role is by peaks; known: given, measured in earlier runs
     rates  ─▶ service    the run on a virtual clock: what decides is the service's own admission,
                          balancer, ledger, rounds and packing; what takes time is a rate
     service ─▶ search    which split of the devices, and which staleness

@@ -1,17 +1,25 @@
-"""A run as the plan sees it: options, sizes of models, devices that it may have. Pure."""
+"""A run as the plan sees it: options, sizes of models, devices that it may have. Pure.
+
+What makers' data sheets say of devices: dense products of bfloat16 without sparsity, one direction
+of links. What config.json, or its published name, says of a model, a dense decoder: embedding
+[V, H], in each layer queries [H, Q], keys and values [H, K] each, output [Q, H], a gated MLP of
+three [H, I], two norms; a last norm and, unless tied, a head [V, H].
+"""
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
-from async_grpo.planning.kinds import Fleet
 from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
-from async_grpo.util.errors import ConfigError
+from async_grpo.util.errors import ConfigError, ModelError
 
 BF16 = 2
 
@@ -113,3 +121,207 @@ class Split:
     engines: int
     ranks: int
     scorers: tuple[int, ...] = ()  # in the order of `Asked.scorers`
+
+
+A_NODE = 8  # devices of a machine, where nobody says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One device; a CPU is one core, whose memory is its machine's."""
+
+    name: str
+    flops: float  # products of the compute type
+    bytes_per_s: float  # of its memory
+    memory_bytes: float
+    link_bytes_per_s: float  # to the devices of its machine
+    network_bytes_per_s: float = 50e9  # a device's share: 400 Gb/s
+    host_bytes_per_s: float = 64e9  # PCIe Gen5 x16
+    is_cpu: bool = False
+    has_large_batches: bool = True  # of vLLM's defaults by device
+    source: str = ""  # who says so; empty: its maker
+
+
+H100 = Kind(name="H100", flops=989e12, bytes_per_s=3.35e12, memory_bytes=80e9,
+            link_bytes_per_s=450e9)  # fmt: skip
+A100 = Kind(name="A100", flops=312e12, bytes_per_s=2.04e12, memory_bytes=80e9,
+            link_bytes_per_s=300e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9,
+            has_large_batches=False)  # fmt: skip
+L40S = Kind(name="L40S", flops=362e12, bytes_per_s=0.864e12, memory_bytes=48e9,
+            link_bytes_per_s=32e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9,
+            has_large_batches=False)  # fmt: skip
+CPU = Kind(name="CPU", flops=18e9, bytes_per_s=8e9, memory_bytes=0, link_bytes_per_s=2e9,
+           network_bytes_per_s=1e9, host_bytes_per_s=8e9, is_cpu=True)  # fmt: skip
+KINDS = {
+    each.name: each
+    for each in (
+        H100,
+        replace(H100, name="H200", bytes_per_s=4.8e12, memory_bytes=141e9),
+        replace(H100, name="B200", flops=2250e12, bytes_per_s=7.7e12, memory_bytes=180e9,
+                link_bytes_per_s=900e9),
+        A100,
+        replace(A100, name="A100-40", bytes_per_s=1.555e12, memory_bytes=40e9),
+        L40S,
+        replace(L40S, name="A10G", flops=70e12, bytes_per_s=0.6e12, memory_bytes=24e9),
+        replace(L40S, name="L4", flops=121e12, bytes_per_s=0.3e12, memory_bytes=24e9),
+        replace(L40S, name="RTX4090", flops=165e12, bytes_per_s=1.008e12, memory_bytes=24e9),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The devices that a run may have: machines of so many of one kind; none: CPUs alone."""
+
+    nodes: tuple[int, ...]
+    kind: Kind
+    num_cores: int = 0  # that everything shares; 0: devices do the work
+    threads: int = 1  # of each process that computes on them
+
+    @property
+    def num_devices(self) -> int:
+        return sum(self.nodes)
+
+    @property
+    def of_a_node(self) -> int:
+        return max(self.nodes, default=1)
+
+    def __str__(self) -> str:
+        if not self.num_devices:
+            return f"{self.num_cores} CPU cores"
+        nodes = f" on {len(self.nodes):,} machines" if len(self.nodes) > 1 else ""
+        return f"{self.num_devices:,} x {self.kind.name}{nodes}"
+
+
+def fleet_of(text: str, *, kind: str = "") -> Fleet:
+    """Of 16, of 8,8 (machines), or of 16xH200; more than 8 devices stand 8 in a machine.
+
+    Raises `ConfigError` for a text that says no devices, and for an unknown kind.
+
+    >>> fleet_of("20xA100").nodes, str(fleet_of("8,8"))
+    ((8, 8, 4), '16 x H100 on 2 machines')
+    """
+    count, _, named = text.partition("x")
+    name = named or kind or H100.name
+    if name not in KINDS:
+        raise ConfigError(
+            f"--devices must name a kind that is known ({', '.join(KINDS)}), got {name!r}: choose "
+            "the nearest, and give what it really does with --rates"
+        )
+    if not re.fullmatch(r"\d+(,\d+)*", count) or not sum(map(int, count.split(","))):
+        raise ConfigError(
+            f"--devices must be a number of devices, those of each machine, or a number and a "
+            f"kind, got {text!r}: 16, 8,8 and 16xH200 are such"
+        )
+    nodes = [int(part) for part in count.split(",")]
+    if len(nodes) == 1:
+        whole, rest = divmod(nodes[0], A_NODE)
+        nodes = [A_NODE] * whole + [rest] * (rest > 0)
+    return Fleet(tuple(each for each in nodes if each), KINDS[name])
+
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+WITH_BIAS = ("qwen2",)  # model types whose queries, keys and values have one
+WITH_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2")
+
+
+def _config(  # as config.json of the published models has it
+    kind: str, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int,
+    vocabulary: int, *, head: int = 0, tied: bool = False,
+) -> Mapping[str, Any]:  # fmt: skip
+    return {
+        "model_type": kind, "hidden_size": hidden, "intermediate_size": intermediate,
+        "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": key_heads, "vocab_size": vocabulary, "head_dim": head or None,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+PUBLISHED = {
+    "smollm2-135m": _config("llama", 576, 1536, 30, 9, 3, 49152, tied=True),
+    "qwen2.5-0.5b": _config("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _config("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-3b": _config("qwen2", 2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _config("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _config("qwen2", 5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _config("qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _config("qwen2", 8192, 29568, 80, 64, 8, 152064),
+    "deepseek-r1-distill-qwen-1.5b": _config("qwen2", 1536, 8960, 28, 12, 2, 151936),
+    "deepseek-r1-distill-qwen-7b": _config("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen3-0.6b": _config("qwen3", 1024, 3072, 28, 16, 8, 151936, head=128, tied=True),
+    "qwen3-1.7b": _config("qwen3", 2048, 6144, 28, 16, 8, 151936, head=128, tied=True),
+    "qwen3-4b": _config("qwen3", 2560, 9728, 36, 32, 8, 151936, head=128, tied=True),
+    "qwen3-8b": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, head=128),
+    "qwen3-14b": _config("qwen3", 5120, 17408, 40, 40, 8, 151936, head=128),
+    "qwen3-32b": _config("qwen3", 5120, 25600, 64, 64, 8, 151936, head=128),
+    "llama-3.2-1b": _config("llama", 2048, 8192, 16, 32, 8, 128256, head=64, tied=True),
+    "llama-3.2-3b": _config("llama", 3072, 8192, 28, 24, 8, 128256, head=128, tied=True),
+    "llama-3.1-8b": _config("llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.3-70b": _config("llama", 8192, 28672, 80, 64, 8, 128256),
+}
+ENDINGS = ("-instruct", "-base", "-chat")
+
+
+def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int = 0) -> ModelShape:
+    """Of a decoder's config.json; `num_parameters` as its files count them, 0: by arithmetic.
+
+    Raises `ModelError` for a config that does not say what is needed.
+    """
+    if missing := [name for name in NEEDED if not isinstance(config.get(name), int)]:
+        raise ModelError(
+            f"config.json of {who} must say {missing[0]}: name the folder of a text model, or one "
+            "of the same sizes with --shape-of"
+        )
+    hidden, layers, heads, vocabulary = (int(config[name]) for name in NEEDED)
+    head = config.get("head_dim") or hidden // heads
+    query, key = heads * head, (config.get("num_key_value_heads") or heads) * head
+    mlp = config.get("intermediate_size") or 4 * hidden
+    kind = str(config.get("model_type"))
+    norms_heads = kind in WITH_HEAD_NORMS
+    layer = 2 * hidden * query + 2 * hidden * key + 3 * hidden * mlp + 2 * hidden
+    layer += (query + 2 * key) * (kind in WITH_BIAS) + 2 * head * norms_heads
+    root = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2) + hidden
+    if num_parameters > root:
+        layer = (num_parameters - root) // layers
+    return ModelShape(
+        num_parameters=num_parameters or layers * layer + root,
+        layer_parameters=layer,
+        root_parameters=root,
+        num_layers=layers,
+        hidden=hidden,
+        intermediate=mlp,
+        query_width=query,
+        key_width=key,
+        num_heads=heads,
+        vocab_size=vocabulary,
+        norms_heads=norms_heads,
+    )
+
+
+def published_config(name: str) -> Mapping[str, Any] | None:
+    """The sizes that a model of this name was published with; None for a name unknown here.
+
+    >>> published_config("Qwen/Qwen2.5-7B-Instruct")["num_hidden_layers"]
+    28
+    """
+    plain = name.rpartition("/")[2].lower().replace("meta-", "")
+    for ending in ENDINGS:
+        plain = plain.replace(ending, "")
+    return PUBLISHED.get(plain)
+
+
+def unknown_model(name: str) -> ModelError:
+    """What there is to say of a model whose sizes cannot be had."""
+    plain = name.rpartition("/")[2].lower()
+    [near] = difflib.get_close_matches(plain, PUBLISHED, n=1, cutoff=0.0)
+    return ModelError(
+        f"--model-name-or-path or --model-path {name} is no folder of this machine, nor a name "
+        f"whose sizes are known here (the nearest is {near}): fetch it, or name a model of the "
+        "same sizes with --shape-of"
+    )
+
+
+def multiplied(model: ModelShape) -> int:
+    """Parameters that a token is multiplied by: with the head, without the embedding."""
+    return model.num_layers * model.layer_parameters + model.vocab_size * model.hidden

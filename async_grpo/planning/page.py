@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from async_grpo.devices.bill import GIB, MIB
 from async_grpo.planning.asked import Asked
 from async_grpo.planning.bills import CORES, RoleBill
-from async_grpo.planning.lengths import Lengths
 from async_grpo.planning.prediction import Prediction
-from async_grpo.planning.rates import Rates
+from async_grpo.planning.rates import Lengths, Rates
 from async_grpo.planning.search import Found
 
 LITTLE = 0.05  # of a step, that is worth no word

@@ -13,14 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from async_grpo.devices.bill import cached_tokens
-from async_grpo.planning.asked import Asked, Split
+from async_grpo.planning.asked import Asked, Split, multiplied
 from async_grpo.planning.bills import engine_of
-from async_grpo.planning.engine import EngineRates
-from async_grpo.planning.lengths import Lengths
-from async_grpo.planning.rates import Rates
-from async_grpo.planning.scenario import Scenario, Scorers, SyncRates, TrainerRates
-from async_grpo.planning.service import mean, simulate
-from async_grpo.planning.shapes import multiplied
+from async_grpo.planning.rates import EngineRates, Lengths, Rates, SyncRates, TrainerRates
+from async_grpo.planning.service import Scenario, Scorers, mean, simulate
 from async_grpo.types.roles import TEACHER
 
 WARM_UP = 2  # batches until generation is as far ahead as it may be

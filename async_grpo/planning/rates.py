@@ -1,24 +1,26 @@
-"""How fast each role is with one model on one kind of device, and who says so. Pure.
+"""How fast each role is, how long samples are, and who says so. Pure.
 
-From peaks: an engine's step is a roofline (weights and caches read from memory, products, sums over
-its devices). Its constants were chosen to meet two published latencies: docs/scaling.md.
+From peaks of one kind of device: an engine's step is a roofline (weights and caches read from
+memory, products, sums over its devices). Its constants were chosen to meet two published latencies:
+docs/scaling.md. Lengths are assumed, given, or as an earlier run had them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import log2
+from math import exp, log, log2
 from typing import Any
 
-from async_grpo.batching.packing import attention_ratio
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO, attention_ratio
 from async_grpo.devices.bill import ModelShape
-from async_grpo.planning.engine import EngineRates
-from async_grpo.planning.kinds import Kind
-from async_grpo.planning.scenario import ControlCosts, ScorerRates, SyncRates, TrainerRates
-from async_grpo.planning.shapes import multiplied
+from async_grpo.planning.asked import Kind, multiplied
 from async_grpo.util.errors import ConfigError
 
 # Chosen to meet vLLM's published latencies on H200 (8B on one device, 70B on four).
@@ -35,11 +37,78 @@ NETWORK_SHARE, PCIE_SHARE = 0.8, 0.5  # assumptions
 BROADCAST_S_PER_BYTE, BROADCAST_NODES, BROADCAST_SPEED_UP = 16.938 / 2**30, 50, 4.0
 PACK_BYTES_PER_S = 0.9e9  # one core, measured: checksums, and the first copy into the store
 BYTES_OF_ADAMW = 28  # a parameter and step: master, gradient and moments read, three written
+# Of a CPU core: vLLM's scheduler and Python between two steps, PyTorch's between two minibatches.
+CPU_STEP_S, CPU_ROUND_S = 4e-3, 30e-3
+SPREAD = 1.0  # sigma of the logarithm, as of reasoning runs: an assumption
+ASSUMED_SHARE = 0.25  # of the longest output, the median where nobody says anything
+NUM_DRAWN = 20_000
+LONGEST = 16_384  # output tokens of a reasoning run
+OutputLengths = Callable[[np.random.Generator, int], NDArray[np.int64]]  # of some samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRates:
+    """How fast one engine, on however many devices, decodes and reads."""
+
+    step_s: float  # of a step whatever it does: weights read once, launches, all-reduces
+    per_sequence_s: float = 0.0  # matrix products of one token
+    per_kv_token_s: float = 0.0  # its keys and values, read once a step
+    per_prefill_token_s: float = 0.0  # of a prompt, or of a cache that is made anew
+    capacity: int = 256  # sequences at a time
+    keeps_caches: bool = False  # over new weights: --keep-kv-cache
+
+    def seconds_a_step(self, running: int, kv_tokens: float) -> float:
+        """
+        >>> EngineRates(step_s=0.01, per_sequence_s=0.001).seconds_a_step(10, 0)
+        0.02
+        """
+        return self.step_s + self.per_sequence_s * running + self.per_kv_token_s * kv_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRates:
+    """How fast the ranks train; they go through rounds in lock step with the slowest."""
+
+    cost_per_second: float  # of one rank, in units of one token's matrix products
+    max_tokens: int = 32_768  # of a rank's minibatch
+    attention_ratio: float = DEFAULT_ATTENTION_RATIO
+    round_overhead_s: float = 0.05
+    round_floor_s: float = 0.0  # gathering and reducing shards, which computing hides if longer
+    step_s: float = 0.1  # clipping and the optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerRates:
+    """How fast one worker scores given outputs, as the reference model or a teacher does."""
+
+    cost_per_second: float  # in units of one token's matrix products
+    group_s: float = 0.02  # of a question's outputs, whatever they hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncRates:
+    """What one version of the weights costs."""
+
+    gather_s: float = 0.0  # trainers stand still: full tensors, packed by rank 0
+    transfer_s: float = 0.0  # to all nodes, while everything goes on
+    load_s: float = 0.0  # an engine stands still, beside what it then reads again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlCosts:
+    """CPU seconds of the process of registry and batcher; latency of verifiers."""
+
+    group_s: float = 0.0  # the calls for one group: lease, generate, verify
+    sample_s: float = 0.0  # received, graded, booked, packed, sent
+    item_s: float = 0.0  # a rank's request for its minibatch
+    ping_s: float = 0.0  # a worker and PING_INTERVAL_S
+    verification_s: float = 0.0  # of a group
+    poll_s: float = 0.05  # how often it looks whether a round is due
+
+
 # One core of two AMD EPYC (benchmarks.control_plane): 0.72 ms a sample of the controller.
 CONTROL = ControlCosts(group_s=2e-3, sample_s=0.5e-3, item_s=0.5e-3, ping_s=0.6e-3,
                        verification_s=1.6e-3)  # fmt: skip
-# Of a CPU core: vLLM's scheduler and Python between two steps, PyTorch's between two minibatches.
-CPU_STEP_S, CPU_ROUND_S = 4e-3, 30e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +252,89 @@ def _share(kind: Kind, share: float) -> float:
 def _products_per_s(model: ModelShape, kind: Kind, share: float) -> float:
     """FLOP/s by the parameters that a token meets: 6 of them train one, 2 score one."""
     return kind.flops * share / multiplied(model)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Output tokens of independent samples, cut at the longest."""
+
+    median: float
+    longest: int
+    spread: float = SPREAD
+
+    def __call__(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        drawn = rng.lognormal(log(self.median), self.spread, count)
+        return np.clip(drawn, 1, self.longest).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Those of the groups of an earlier run, each drawn whole: samples of a question are alike."""
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __call__(self, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+        group = self.groups[int(rng.integers(len(self.groups)))]
+        chosen = [*group] if len(group) == count else rng.choice(group, count)
+        return np.asarray(chosen, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of a run's samples, in tokens."""
+
+    prompt: int
+    outputs: LogNormal | Seen
+    source: str
+
+    def moments(self) -> tuple[float, float]:
+        """Mean output, and mean of the squares."""
+        return _moments(self.outputs)
+
+    def context(self) -> float:
+        """Tokens of a running sequence, seen at random."""
+        mean, square = self.moments()
+        return self.prompt + square / mean / 2
+
+
+@functools.lru_cache(256)
+def _moments(outputs: LogNormal | Seen) -> tuple[float, float]:
+    rng = np.random.default_rng(0)
+    drawn = np.concatenate([outputs(rng, 8) for _ in range(NUM_DRAWN // 8)]).astype(float)
+    return float(drawn.mean()), float((drawn**2).mean())
+
+
+def assumed_lengths(*, longest: int, prompt: int, mean: float = 0.0) -> Lengths:
+    """Lognormal outputs of a given mean; without one, of a median of a quarter of the longest.
+
+    >>> found = assumed_lengths(longest=10_000, prompt=100, mean=800)
+    >>> abs(found.moments()[0] - 800) < 20
+    True
+    """
+    if not mean:
+        median = max(1.0, ASSUMED_SHARE * longest)
+        said = f"assumed: lognormal outputs, median a quarter of {longest}, sigma {SPREAD:g}"
+        return Lengths(prompt, LogNormal(median, longest), said)
+    low, high = 1e-3, max(1e3 * longest, 1.0)  # of the median: the cut takes from the mean
+    for _ in range(60):
+        middle = exp((log(low) + log(high)) / 2)
+        found = Lengths(prompt, LogNormal(middle, longest), "")
+        low, high = (middle, high) if found.moments()[0] < mean else (low, middle)
+    said = f"given: lognormal outputs of mean {mean:g}, cut at {longest}"
+    return Lengths(prompt, LogNormal(low, longest), said)
+
+
+def seen_lengths(groups: Sequence[Sequence[int]], *, prompt: float, source: str) -> Lengths:
+    """Of an earlier run."""
+    whole = tuple(tuple(map(int, group)) for group in groups)
+    return Lengths(max(1, round(prompt)), Seen(whole), source)
+
+
+def even(_rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """Every output is as long as the next."""
+    return np.full(count, 2_000)
+
+
+def heavy_tail(rng: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """Lognormal, median 1,500 tokens, cut at LONGEST: reasoning runs."""
+    return np.clip(rng.lognormal(np.log(1_500), 1.0, count), 16, LONGEST).astype(np.int64)

@@ -10,9 +10,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from async_grpo.planning.asked import Asked, Split
-from async_grpo.planning.fits import fewest_ranks, rank_fits, remedies
-from async_grpo.planning.kinds import fleet_of
+from async_grpo.planning.asked import Asked, Split, fleet_of
+from async_grpo.planning.bills import fewest_ranks, rank_fits, remedies
 from async_grpo.planning.prediction import (
     LEAST_ENGINES,
     Prediction,

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.ledger import Ledger
@@ -21,11 +23,58 @@ from async_grpo.batching.packing import Item, Key, estimate_cost
 from async_grpo.batching.rounds import Round, RoundFormer
 from async_grpo.controller.balancer import Balancer
 from async_grpo.planning import clock
-from async_grpo.planning.engine import Engine
-from async_grpo.planning.scenario import Scenario
+from async_grpo.planning.rates import (
+    ControlCosts,
+    EngineRates,
+    OutputLengths,
+    ScorerRates,
+    SyncRates,
+    TrainerRates,
+)
 from async_grpo.types import WeightsVersion
 
 PING_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorers:
+    """The workers of one such role."""
+
+    rates: ScorerRates
+    num_workers: int = 1
+    share: float = 1.0  # of the questions that they score: of several teachers each has its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Who there is, how fast, and what they do."""
+
+    engine: EngineRates
+    trainer: TrainerRates
+    lengths: OutputLengths
+    num_engines: int = 1
+    overhead_seqs: int = 8  # leased to an engine beyond its places: --overhead-seqs
+    num_ranks: int = 8
+    scorers: tuple[Scorers, ...] = ()
+    sync: SyncRates = field(default_factory=SyncRates)
+    control: ControlCosts = field(default_factory=ControlCosts)
+    num_batches: int = 8
+    batch_size: int = 128
+    steps_per_batch: int = 1
+    samples_per_question: int = 8
+    prompt_tokens: int = 200
+    max_staleness: int = 0
+    contributing: float = 1.0  # share of the questions whose samples are trained, not only counted
+    seed: int = 0
+
+    def drawn(self, ordinal: int) -> list[int]:
+        """Output tokens of a question's samples, whenever they are generated."""
+        rng = np.random.default_rng([self.seed, ordinal])
+        return [int(length) for length in self.lengths(rng, self.samples_per_question)]
+
+    def chance(self, ordinal: int, number: int = 0) -> float:
+        """Of a question, in [0, 1): what shares of the questions are told by."""
+        return float(np.random.default_rng([self.seed, ordinal, number + 1]).random())
 
 
 @dataclass(slots=True)
@@ -95,7 +144,7 @@ class _Service:
         )
         self._ledger = Ledger()
         self._balancer = Balancer()
-        self._engines = [Engine(scenario.engine) for _ in range(scenario.num_engines)]
+        self._engines = [clock.Engine(scenario.engine) for _ in range(scenario.num_engines)]
         for number in range(scenario.num_engines):
             self._balancer.add_worker(
                 str(number),

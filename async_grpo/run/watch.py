@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cluster import cluster
-from async_grpo.controller.client import WHO, RunClient
+from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.telemetry.incidents import Incident, Incidents
 from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.training.ranks import Ranks, as_rank_loss

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.config.evaluation import EvaluationSet
+from async_grpo.config.evaluation_sets import EvaluationSet
 from async_grpo.telemetry.progress import in_brackets, number
 from async_grpo.types import EvaluationResult, QuestionOutcome
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.config.option import Change, options_of_change
-from async_grpo.config.train import TrainConfig
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DataError
 

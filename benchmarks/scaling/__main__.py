@@ -16,8 +16,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from async_grpo.planning.scenario import Scenario, heavy_tail
-from async_grpo.planning.service import mean, simulate
+from async_grpo.planning.rates import heavy_tail
+from async_grpo.planning.service import Scenario, mean, simulate
 from benchmarks import results
 from benchmarks.results import Figure
 from benchmarks.scaling import hardware

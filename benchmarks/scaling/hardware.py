@@ -11,8 +11,7 @@ from math import log2
 from async_grpo.batching.packing import attention_ratio
 from async_grpo.devices.bill import ModelShape
 from async_grpo.planning import rates
-from async_grpo.planning.engine import EngineRates
-from async_grpo.planning.kinds import H100
+from async_grpo.planning.asked import H100
 from async_grpo.planning.rates import (
     BROADCAST_NODES,
     BROADCAST_S_PER_BYTE,
@@ -20,8 +19,11 @@ from async_grpo.planning.rates import (
     NETWORK_SHARE,
     PACK_BYTES_PER_S,
     PCIE_SHARE,
+    ControlCosts,
+    EngineRates,
+    SyncRates,
+    TrainerRates,
 )
-from async_grpo.planning.scenario import ControlCosts, SyncRates, TrainerRates
 
 BYTES = 2  # bfloat16, of weights and caches
 DEVICES_A_NODE = 8

@@ -18,7 +18,7 @@ from async_grpo.devices.bill import (
     missing_bytes,
     scorer_bill,
 )
-from async_grpo.planning.shapes import PUBLISHED, shape_of_config
+from async_grpo.planning.asked import PUBLISHED, shape_of_config
 
 SEVEN_B = shape_of_config(PUBLISHED["qwen2.5-7b"], who="7B")
 H100 = Engine(may_take=int(0.92 * 80e9), num_seqs=256, batched_tokens=8192)

@@ -4,11 +4,9 @@ from dataclasses import replace
 
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.planning.asked import Asked
-from async_grpo.planning.kinds import CPU, Fleet, fleet_of
-from async_grpo.planning.lengths import assumed_lengths
-from async_grpo.planning.planner import Known, work_of
-from async_grpo.planning.shapes import PUBLISHED, shape_of_config
+from async_grpo.planning.asked import CPU, PUBLISHED, Asked, Fleet, fleet_of, shape_of_config
+from async_grpo.planning.known import Known, work_of
+from async_grpo.planning.rates import assumed_lengths
 
 
 def asked(

@@ -10,10 +10,8 @@ from planning.runs import asked, with_train
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import GIB
 from async_grpo.planning import bills
-from async_grpo.planning.asked import Split
-from async_grpo.planning.bills import bills_of, rank_bill_of
-from async_grpo.planning.fits import check_fits, fewest_ranks
-from async_grpo.planning.shapes import PUBLISHED
+from async_grpo.planning.asked import PUBLISHED, Split
+from async_grpo.planning.bills import bills_of, check_fits, fewest_ranks, rank_bill_of
 from async_grpo.util.errors import ConfigError
 from async_grpo.weight_sync import buckets, gather
 

@@ -6,12 +6,19 @@ from dataclasses import replace
 import pytest
 from planning.runs import asked
 
-from async_grpo.planning.kinds import CPU
-from async_grpo.planning.lengths import seen_lengths
-from async_grpo.planning.measured import Run, rates_of, read_lengths, read_rows, seen_of
-from async_grpo.planning.planner import Known, lengths_of, work_of
+from async_grpo.planning.asked import CPU
+from async_grpo.planning.known import (
+    EarlierRun,
+    Known,
+    lengths_of,
+    rates_of,
+    read_lengths,
+    read_rows,
+    seen_of,
+    work_of,
+)
 from async_grpo.planning.prediction import Work, predict
-from async_grpo.planning.rates import Layout, from_peaks
+from async_grpo.planning.rates import Layout, from_peaks, seen_lengths
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import METRICS_FILE
 
@@ -48,7 +55,7 @@ def run_of(*, bound, slower=1.0, kl=0.0, contributing=1.0):
         "sync_seconds": rates.sync.transfer_s + rates.sync.load_s,
         "sync_pause_seconds": rates.sync.load_s,
     }
-    return Run(name=f"S{bound}", asked=run, rows=(row,) * 4, lengths=LENGTHS), told
+    return EarlierRun(name=f"S{bound}", asked=run, rows=(row,) * 4, lengths=LENGTHS), told
 
 
 def predicted(run, known, *, bound):

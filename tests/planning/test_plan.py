@@ -12,8 +12,7 @@ from async_grpo.cli.main import main
 from async_grpo.devices import cores
 from async_grpo.devices.cores import Speed
 from async_grpo.planning import prediction, search
-from async_grpo.planning.asked import Split
-from async_grpo.planning.kinds import fleet_of
+from async_grpo.planning.asked import Split, fleet_of
 from async_grpo.planning.page import threads_in_words
 from async_grpo.planning.rates import Rates
 

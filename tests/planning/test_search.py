@@ -10,10 +10,8 @@ from planning.runs import asked, with_train, work
 
 from async_grpo.devices.bill import cached_tokens
 from async_grpo.planning import search as search_module
-from async_grpo.planning.asked import Split
-from async_grpo.planning.bills import bills_of, engine_of
-from async_grpo.planning.fits import check_fits, fewest_ranks
-from async_grpo.planning.kinds import H100, KINDS, Fleet, fleet_of
+from async_grpo.planning.asked import H100, KINDS, PUBLISHED, Fleet, Split, fleet_of
+from async_grpo.planning.bills import bills_of, check_fits, engine_of, fewest_ranks
 from async_grpo.planning.prediction import (
     Prediction,
     even_flow,
@@ -26,7 +24,6 @@ from async_grpo.planning.prediction import (
 from async_grpo.planning.rates import PACK_BYTES_PER_S
 from async_grpo.planning.search import most_engines, search
 from async_grpo.planning.service import mean, simulate
-from async_grpo.planning.shapes import PUBLISHED
 from async_grpo.util.errors import ConfigError
 
 NOISE = 0.1  # of batches of 128 samples, and of splits that are not tried

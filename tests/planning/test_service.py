@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from async_grpo.planning import clock
-from async_grpo.planning.engine import Engine, EngineRates
-from async_grpo.planning.scenario import (
-    ControlCosts,
+from async_grpo.planning.clock import Engine
+from async_grpo.planning.rates import ControlCosts, EngineRates, SyncRates, TrainerRates, heavy_tail
+from async_grpo.planning.service import (
     Scenario,
-    SyncRates,
-    TrainerRates,
-    heavy_tail,
+    mean,
+    ours,
+    simulate,
+    whatever_there_is,
+    whole_batch,
 )
-from async_grpo.planning.service import mean, ours, simulate, whatever_there_is, whole_batch
 from benchmarks.scaling import hardware
 from benchmarks.scripted_staleness import EVEN, scripted_figures
 

@@ -10,8 +10,8 @@ from rollouts_pages import Page, sample, write, write_dump
 from async_grpo.cli.main import main
 from async_grpo.util.errors import DataError
 from async_grpo.viewing.page import build
+from async_grpo.viewing.page.cells import Words
 from async_grpo.viewing.page.dump import Amount, choose
-from async_grpo.viewing.page.words import Words
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",

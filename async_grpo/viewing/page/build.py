@@ -17,9 +17,8 @@ from typing import IO, Any, BinaryIO
 
 from async_grpo.util.errors import DataError
 from async_grpo.util.files import replacing
+from async_grpo.viewing.page.cells import TYPES, Columns, Words, detail, key_of
 from async_grpo.viewing.page.dump import Amount, Choice, Dump, Key, Line, TrainedTokens, choose
-from async_grpo.viewing.page.records import TYPES, Columns, detail, key_of
-from async_grpo.viewing.page.words import Words
 
 HERE = Path(__file__).parent
 BLOCK_BYTES = 2**20  # of JSON in a block: what looking at a sample inflates

@@ -1,16 +1,18 @@
-"""Rates and lengths from the files that earlier runs have left. Pure, but for reading them.
+"""What is known of a run's speeds and lengths, and with it the work of any split. Pure.
 
-First speeds follow from the rows by least squares; then each run is simulated itself, and speeds
-are corrected until its simulation is busy for as long as the run was. What a run's processes lost
-by sharing cores is in that simulation too, and so not in the rates.
+Of earlier runs only the files that they have left are read. First speeds follow from their rows by
+least squares; then each run is simulated itself, and speeds are corrected until its simulation is
+busy for as long as the run was. What a run's processes lost by sharing cores is in that simulation
+too, and so not in the rates.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,13 +20,23 @@ from typing import Any
 import numpy as np
 
 from async_grpo.batching.packing import estimate_cost
-from async_grpo.planning.asked import Asked
-from async_grpo.planning.lengths import Lengths, seen_lengths
+from async_grpo.planning.asked import Asked, Split
 from async_grpo.planning.prediction import Work, predict, slower_engine, slower_trainer
-from async_grpo.planning.rates import Rates
+from async_grpo.planning.rates import (
+    Layout,
+    Lengths,
+    LogNormal,
+    Rates,
+    Seen,
+    assumed_lengths,
+    from_peaks,
+    given,
+    seen_lengths,
+)
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import METRICS_FILE
 
+ASSUMED_PROMPT = 200
 FIRST_ROW = 2  # those before pay for the start: compiling, filling the window
 LEAST_ROWS = 3
 MAX_SAMPLES = 20_000  # whose lengths are read, the newest
@@ -35,7 +47,84 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Known:
+    """Where speeds come from, beside the peaks of devices."""
+
+    runs: tuple[EarlierRun, ...] = ()
+    given: Mapping[str, Any] = field(default_factory=dict)  # tables of a file
+    file: str = ""
+
+
+def layout_of(asked: Asked, split: Split) -> Layout:
+    """How a split lies on the machines: ranks fill them from the first, engines the others."""
+    a_node = asked.fleet.of_a_node
+    is_one = asked.on_cpu or len(asked.fleet.nodes) == 1
+    return Layout(
+        engine_devices=asked.engine_devices,
+        num_ranks=split.ranks,
+        shard_ranks=asked.shard_ranks(split.ranks),
+        engine_nodes=0 if is_one else -(-split.engines * asked.engine_devices // a_node),
+        train_nodes=-(-split.ranks // a_node) if not asked.on_cpu else 1,
+        train_bytes=asked.train_bytes,
+        engine_bytes=asked.worker_bytes(asked.generation),
+        by_store=asked.train.weight_transport == "object_store",
+    )
+
+
+def rates_at(asked: Asked, known: Known, split: Split) -> Rates:
+    """Of peaks; with what runs measured, and what a file gives, in their place."""
+    rates = from_peaks(asked.model, asked.fleet.kind, layout_of(asked, split))
+    if known.runs:
+        rates = rates_of(known.runs, rates)
+    return given(rates, known.given, who=known.file)
+
+
+def work_of(asked: Asked, known: Known, lengths: Lengths) -> Callable[[Split], Work]:
+    """The work of a split: its rates, and what every split has in common."""
+    contributing = fmean([seen_of(run).contributing for run in known.runs] or [1.0])
+    fixed = rates_at(asked, known, asked.own_split) if known.runs else None
+
+    @cache
+    def work(split: Split) -> Work:
+        rates = fixed or rates_at(asked, known, split)
+        return Work(asked=asked, rates=rates, lengths=lengths, contributing=contributing)
+
+    return work
+
+
+def lengths_of(
+    asked: Asked, known: Known, *, output_tokens: float = 0.0, prompt_tokens: int = 0
+) -> Lengths:
+    """Given, as the newest of the runs had them, or assumed.
+
+    Raises `ConfigError` for outputs that are longer than the longest.
+    """
+    train = asked.train
+    if output_tokens > train.max_generation_tokens:
+        raise ConfigError(
+            f"--output-tokens must be at most --max-generation-tokens "
+            f"({train.max_generation_tokens}), got {output_tokens:g}: lower it"
+        )
+    if known.runs and not output_tokens:
+        found = known.runs[-1].lengths
+        found = replace(found, prompt=prompt_tokens or found.prompt)
+        return _cut(found, longest=train.max_tokens_per_gpu - found.prompt)
+    prompt = prompt_tokens or (known.runs[-1].lengths.prompt if known.runs else ASSUMED_PROMPT)
+    prompt = min(prompt, max(1, train.max_tokens_per_gpu - train.max_generation_tokens))
+    return assumed_lengths(longest=train.max_generation_tokens, prompt=prompt, mean=output_tokens)
+
+
+def _cut(lengths: Lengths, *, longest: int) -> Lengths:
+    """What no minibatch holds is cut, as the run would."""
+    outputs = lengths.outputs
+    if isinstance(outputs, LogNormal):
+        return replace(lengths, outputs=replace(outputs, longest=min(outputs.longest, longest)))
+    groups = tuple(tuple(min(each, longest) for each in group) for group in outputs.groups)
+    return replace(lengths, outputs=Seen(groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
     """What a run did in a gradient step, on average; seconds of one."""
 
     step_s: float
@@ -49,7 +138,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class EarlierRun:
     """An earlier run."""
 
     name: str
@@ -99,7 +188,7 @@ def _last_lines(file: Path) -> Iterator[str]:
     return itertools.islice(file.open(), max(0, count - MAX_SAMPLES), None)
 
 
-def seen_of(run: Run) -> Seen:
+def seen_of(run: EarlierRun) -> MeasuredStep:
     """Means over the rows."""
     engines = run.asked.own_split.engines
 
@@ -112,7 +201,7 @@ def seen_of(run: Run) -> Seen:
 
     scored = [row for row in run.rows if row.get("reference_idle_fraction") is not None]
     total = of("num_samples")
-    return Seen(
+    return MeasuredStep(
         step_s=of("seconds"),
         generating_s=busy("generator_idle_fraction") if engines else 0.0,
         scoring_s=busy("reference_idle_fraction") if scored and run.asked.scorers else 0.0,
@@ -129,7 +218,7 @@ def _training_s(row: Row) -> float:
     return max(1e-6, row["seconds"] - sum(row.get(each) or 0.0 for each in stalls))
 
 
-def rates_of(runs: Sequence[Run], rates: Rates) -> Rates:
+def rates_of(runs: Sequence[EarlierRun], rates: Rates) -> Rates:
     """`rates` with what the runs measured in their place."""
     names = " and ".join(run.name for run in runs)
     engine, trainer, seen = _engine(runs), _trainer(runs, rates), [*map(seen_of, runs)]
@@ -166,7 +255,9 @@ def rates_of(runs: Sequence[Run], rates: Rates) -> Rates:
     return found
 
 
-def _factors(rates: Rates, runs: Sequence[Run], seen: Sequence[Seen]) -> dict[str, float]:
+def _factors(
+    rates: Rates, runs: Sequence[EarlierRun], seen: Sequence[MeasuredStep]
+) -> dict[str, float]:
     """How many times as long as their simulations each role of the runs was busy."""
     factors: dict[str, list[float]] = {"engine": [], "trainer": [], "scorer": []}
     for run, real in zip(runs, seen, strict=True):
@@ -201,7 +292,7 @@ def _corrected(rates: Rates, by: Mapping[str, float]) -> Rates:
     )
 
 
-def _engine(runs: Sequence[Run]) -> tuple[float, float, float]:
+def _engine(runs: Sequence[EarlierRun]) -> tuple[float, float, float]:
     """(constant, for each sequence, sequences) of an engine's step in seconds, by least squares.
 
     By Little's law a running sequence has a token every (sample-seconds / tokens) seconds, which
@@ -220,7 +311,7 @@ def _engine(runs: Sequence[Run]) -> tuple[float, float, float]:
     return float(constant), float(each), float(np.mean(running))
 
 
-def _engine_points(run: Run) -> Iterator[tuple[float, float]]:
+def _engine_points(run: EarlierRun) -> Iterator[tuple[float, float]]:
     """(sequences of an engine that run, seconds of its step) of each row."""
     split = run.asked.own_split
     capacity = run.asked.workers[run.asked.generation].capacity
@@ -234,7 +325,7 @@ def _engine_points(run: Run) -> Iterator[tuple[float, float]]:
         yield running, busy_s * running * split.engines / tokens
 
 
-def _trainer(runs: Sequence[Run], rates: Rates) -> float:
+def _trainer(runs: Sequence[EarlierRun], rates: Rates) -> float:
     """Costs a second of one rank, in units of one token's products."""
     spent = done = 0.0
     ratio, overhead_s = rates.trainer.attention_ratio, rates.trainer.round_overhead_s
