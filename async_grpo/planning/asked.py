@@ -19,7 +19,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
 from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
-from async_grpo.util.errors import ConfigError, ModelError
+from async_grpo.util.errors import ConfigError, UnfitModel
 
 BF16 = 2
 
@@ -266,10 +266,10 @@ ENDINGS = ("-instruct", "-base", "-chat")
 def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int = 0) -> ModelShape:
     """Of a decoder's config.json; `num_parameters` as its files count them, 0: by arithmetic.
 
-    Raises `ModelError` for a config that does not say what is needed.
+    Raises `UnfitModel` for a config that does not say what is needed.
     """
     if missing := [name for name in NEEDED if not isinstance(config.get(name), int)]:
-        raise ModelError(
+        raise UnfitModel(
             f"config.json of {who} must say {missing[0]}: name the folder of a text model, or one "
             "of the same sizes with --shape-of"
         )
@@ -311,11 +311,11 @@ def published_config(name: str) -> Mapping[str, Any] | None:
     return PUBLISHED.get(plain)
 
 
-def unknown_model(name: str) -> ModelError:
+def unknown_model(name: str) -> UnfitModel:
     """What there is to say of a model whose sizes cannot be had."""
     plain = name.rpartition("/")[2].lower()
     [near] = difflib.get_close_matches(plain, PUBLISHED, n=1, cutoff=0.0)
-    return ModelError(
+    return UnfitModel(
         f"--model-name-or-path or --model-path {name} is no folder of this machine, nor a name "
         f"whose sizes are known here (the nearest is {near}): fetch it, or name a model of the "
         "same sizes with --shape-of"

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from async_grpo.cli.plan import read_positions, read_shape
 from async_grpo.model.policy import PolicyModel, model_shape, size_of
 from async_grpo.planning.asked import PUBLISHED, multiplied, published_config, shape_of_config
-from async_grpo.util.errors import ModelError
+from async_grpo.util.errors import UnfitModel
 
 TINY = "sample-data/tiny-countdown"
 
@@ -49,12 +49,12 @@ def test_a_folder_s_sizes_are_those_of_its_model():
 
 
 def test_a_model_that_is_nowhere_is_refused_with_the_nearest_name():
-    with pytest.raises(ModelError, match=r"nearest is qwen2.5-7b\): fetch it, or .* --shape-of"):
+    with pytest.raises(UnfitModel, match=r"nearest is qwen2.5-7b\): fetch it, or .* --shape-of"):
         read_shape("acme/Qwen2.5-7C")
     assert read_shape("acme/Qwen2.5-7C", instead=TINY) == read_shape(TINY)
 
 
 def test_a_config_without_layers_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_attention_heads": 2}')
-    with pytest.raises(ModelError, match="must say num_hidden_layers"):
+    with pytest.raises(UnfitModel, match="must say num_hidden_layers"):
         read_shape(str(tmp_path))
