@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from async_grpo.cli.local_run import LocalRun
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
-from async_grpo.devices.placement import Demand, Plan, Seat, plan
+from async_grpo.devices.placement import Demand, Placement, Seat, plan
 from async_grpo.types.roles import GENERATION, JUDGE
 from async_grpo.util.errors import ConfigError
 
@@ -46,7 +46,7 @@ def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
     )
 
 
-def plan_on(nodes: Sequence[int], run: LocalRun) -> Plan:
+def plan_on(nodes: Sequence[int], run: LocalRun) -> Placement:
     """Place a run's ranks and workers on machines of so many devices; `launch` has one.
 
     Raises `ConfigError` when there is no way.
@@ -70,7 +70,7 @@ def _demand(config: WorkerConfig) -> Demand:
     )
 
 
-def described(found: Plan) -> str:
+def described(found: Placement) -> str:
     """A line a seat, for people: Ray may number the devices of a node otherwise."""
     lines = [found.sentence]
     for seat in found.seats:

@@ -23,10 +23,12 @@ from async_grpo.types.roles import ENVIRONMENT, VERIFIER
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 
 if TYPE_CHECKING:
+    from async_grpo.devices.bill import ModelShape
     from async_grpo.planning.asked import Asked, Fleet
-    from async_grpo.planning.known import Run
+    from async_grpo.planning.known import EarlierRun
     from async_grpo.planning.page import Plan
 
+CONFIG = "config.json"
 ASSUMED_LONGEST = 32_768
 
 
@@ -117,7 +119,6 @@ def plan_of(
 def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
     """A run with the sizes of its models."""
     from async_grpo.planning.asked import Asked
-    from async_grpo.planning.folders import read_positions, read_shape
 
     with_model = {
         number: each
@@ -140,6 +141,50 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
         fleet=fleet,
         host_bytes=_host_bytes() if not fleet.num_devices else 0,
     )
+
+
+def read_shape(model: str, *, instead: str = "") -> ModelShape:
+    """Of a folder, a model in the hub's cache, or a published name; `instead` where it is none.
+
+    Weights are not read, and no network is asked. Raises `UnfitModel` for what is not known.
+    """
+    from async_grpo.model.model_folder import weights_size
+    from async_grpo.planning.asked import published_config, shape_of_config, unknown_model
+
+    folder = _folder(model)
+    if folder is not None:
+        size = weights_size(str(folder))
+        try:
+            config = json.loads((folder / CONFIG).read_text())
+        except ValueError as error:
+            raise UnfitModel(f"{folder / CONFIG} is no JSON: {error}") from None
+        count = size.num_parameters if size else 0
+        return shape_of_config(config, who=model, num_parameters=count)
+    if config := published_config(model):
+        return shape_of_config(config, who=model)
+    if instead and instead != model:
+        return read_shape(instead)
+    raise unknown_model(model)
+
+
+def read_positions(model: str) -> int:
+    """The longest sequence that a model's config states; 0 where it does not, or is not here."""
+    from async_grpo.model.model_folder import stated_positions
+
+    folder = _folder(model)
+    return (folder and stated_positions(folder)) or 0
+
+
+def _folder(model: str) -> Path | None:
+    """That holds the model's config; None: there is none."""
+    if (Path(model) / CONFIG).is_file():
+        return Path(model)
+    if Path(model).exists() or model.count("/") != 1 or model.startswith((".", "/")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, CONFIG)
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
@@ -237,9 +282,9 @@ def _tables(file: str) -> dict[str, Any]:
         raise ConfigError(f"--rates {file} cannot be read as TOML: {error}") from None
 
 
-def _earlier(folder: str, asked: Asked, shape_of: str) -> Run:
+def _earlier(folder: str, asked: Asked, shape_of: str) -> EarlierRun:
     """A run that `launch` has made, of the same model."""
-    from async_grpo.planning.known import Run, read_lengths, read_rows
+    from async_grpo.planning.known import EarlierRun, read_lengths, read_rows
 
     file = Path(folder) / RUN_FILE
     if not file.is_file():
@@ -258,7 +303,7 @@ def _earlier(folder: str, asked: Asked, shape_of: str) -> Run:
     rows = read_rows(Path(folder))
     dump = run.train.dump_samples_filename
     lengths = read_lengths(Path(folder), rows, dump=dump)
-    return Run(name=folder, asked=earlier, rows=rows, lengths=lengths)
+    return EarlierRun(name=folder, asked=earlier, rows=rows, lengths=lengths)
 
 
 def _host_bytes() -> int:
