@@ -61,7 +61,7 @@ ranks, and run/main_rank.recover begins the run again at the last whole gradient
 anybody waits stands in util/deadlines.
 
 `types/` and `config/` are what rooms exchange; `algorithms/` and `environments/` are the seams for
-code of yours, `bridges/` plays other people's environments, `types/roles` names the roles. `data/`
+code of yours, `bridges/` plays other people's environments, `config/roles` names the roles. `data/`
 reads questions, `checkpoint/` saves and resumes, `telemetry/` watches, `devices/` says what a
 machine has and who gets which of it, `check/` finds what is wrong with a run and `planning/` what
 it takes, before it begins: planning/service.simulate is the path above on a virtual clock.

@@ -30,6 +30,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.find import code_hash
@@ -46,7 +47,6 @@ from async_grpo.types import (
     WeightsSnapshot,
     WorkerInfo,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from benchmarks import results, stack
 from benchmarks.control_plane import (
     FIRST,

@@ -27,6 +27,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, VERIFIER, teacher
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.controller import Controller
 from async_grpo.data.order import QuestionStream
@@ -46,7 +47,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, VERIFIER, teacher
 from benchmarks import results, stack
 from benchmarks.results import Figure, median
 

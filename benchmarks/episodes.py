@@ -30,6 +30,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.data.order import QuestionStream
@@ -55,7 +56,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.util.user_code import UserCode
 from benchmarks import results
 from benchmarks.results import Figure

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.config.roles import REFERENCE, TEACHER
 from async_grpo.types import Group, Payload, Sample
 from async_grpo.types.metrics import Metric
-from async_grpo.types.roles import REFERENCE, TEACHER
 
 if TYPE_CHECKING:
     from torch import Tensor

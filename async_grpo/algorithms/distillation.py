@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, cast
 
 from async_grpo.algorithms.base import LossSums, ScoreNeed, Teacher
 from async_grpo.algorithms.grpo import Grpo
+from async_grpo.config.roles import TEACHER
 from async_grpo.config.teaching import EVERY_TYPE, check_distillation
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Payload, PayloadKind, Sample
 from async_grpo.types.metrics import Metric
-from async_grpo.types.roles import TEACHER
 
 if TYPE_CHECKING:
     from async_grpo.model.logprobs import HeadTerm, TokenLogprobs

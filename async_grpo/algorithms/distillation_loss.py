@@ -32,10 +32,10 @@ from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums, Teacher
 from async_grpo.algorithms.grpo_loss import grpo_loss
+from async_grpo.config.roles import TEACHER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.logprobs import LEAST_LOGPROB, TokenLogprobs
 from async_grpo.types import PackedMinibatch, Payload
-from async_grpo.types.roles import TEACHER
 
 NAME = "divergence"
 IDS, LOGPROBS, TAIL = f"{TEACHER}.ids", f"{TEACHER}.logprobs", f"{TEACHER}.tail"

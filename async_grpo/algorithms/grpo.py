@@ -20,9 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 from async_grpo.algorithms.base import Algorithm, LossSums, Samples, ScoreNeed, with_advantages
 from async_grpo.config.objective import check_objective, preset_options, typed_out
 from async_grpo.config.option import flag
+from async_grpo.config.roles import REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import Group, Sample
-from async_grpo.types.roles import REFERENCE
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums
 from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.roles import REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import PackedMinibatch
-from async_grpo.types.roles import REFERENCE
 
 MAX_EXPONENT = 20.0  # nats
 

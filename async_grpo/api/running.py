@@ -28,12 +28,12 @@ from async_grpo.cli.origin import TRUST, check_origin, here_or_shared
 from async_grpo.cli.run_file import MAY_REPEAT, as_toml, flags_of, read_tables, values_in, values_of
 from async_grpo.cli.run_processes import COMMAND
 from async_grpo.cli.train import main as train_command
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, LOGPROB, REFERENCE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.run.first_checks import check_overwrite
 from async_grpo.run.output_folder import check_free
 from async_grpo.telemetry.jsonl import NewRows
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, LOGPROB, REFERENCE, VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, RunFailed
 from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE

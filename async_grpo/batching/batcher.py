@@ -33,6 +33,7 @@ from async_grpo.batching.sample_log import SampleLog
 from async_grpo.batching.statistics import SampleSums, num_taught
 from async_grpo.batching.supervised import given_group
 from async_grpo.batching.teachers import Teachers
+from async_grpo.config.roles import GENERATION, judge, named
 from async_grpo.types import (
     Control,
     EndOfStep,
@@ -55,7 +56,6 @@ from async_grpo.types import (
     tally,
     without_texts,
 )
-from async_grpo.types.roles import GENERATION, judge, named
 from async_grpo.util.errors import DeadlineError, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:

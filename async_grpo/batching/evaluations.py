@@ -26,6 +26,7 @@ from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.ledger import Ledger, SlotBooks
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, SetPlan
+from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import (
     Episode,
     EvaluationResult,
@@ -34,7 +35,6 @@ from async_grpo.types import (
     Verdict,
     WeightsVersion,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.errors import NoWorkerError, WorkerError
 from async_grpo.util.together import together
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 
 from async_grpo.batching.grading import UNGRADED, nothing_graded
 from async_grpo.batching.leased_work import SlotFailed, WorkProgress
+from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.types import OutageRequest, Problem
-from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)

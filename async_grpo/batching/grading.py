@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from async_grpo.batching.leased_work import MAX_KINDS, SlotFailed, WorkProgress
+from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import FailureClass
 from async_grpo.types import Problem, Verdict, VerificationRequest
-from async_grpo.types.roles import ENVIRONMENT
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]

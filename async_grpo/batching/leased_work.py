@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -29,7 +30,6 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
-from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import (
     AsyncGrpoError,
     LeaseLost,

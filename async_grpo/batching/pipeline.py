@@ -31,6 +31,7 @@ from async_grpo.batching.leased_work import (
 from async_grpo.batching.ledger import SlotBooks
 from async_grpo.batching.scoring import Scoring
 from async_grpo.batching.statistics import StageClock
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, Next, decide
 from async_grpo.types import (
@@ -49,7 +50,6 @@ from async_grpo.types import (
     VerificationRequest,
     WeightsVersion,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, NoWorkerError
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_grpo.batching.leased_work import Reason, Scores, check_scores
+from async_grpo.config.roles import REFERENCE, TEACHER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import (
     Group,
@@ -27,7 +28,6 @@ from async_grpo.types import (
     Ticket,
     WeightsVersion,
 )
-from async_grpo.types.roles import REFERENCE, TEACHER
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import ScoreNeed

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
+from async_grpo.config.roles import TEACHER
 from async_grpo.types import Episode, Group, Sample
-from async_grpo.types.roles import TEACHER
 
 Sums = dict[str, float]
 FAILED = -1  # in the place of an attempt: the slot has no group to keep

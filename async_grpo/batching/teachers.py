@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Self
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import teacher
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import LogprobRequest, Sample, WorkerInfo
-from async_grpo.types.roles import teacher
 from async_grpo.util.errors import WorkerError
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from async_grpo.check.worker_tables import (
     check_same_rewards,
     room_in,
 )
+from async_grpo.config.roles import GENERATION, JUDGE
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.environments.chat.find import AUTO, find_renderer
@@ -41,7 +42,6 @@ from async_grpo.run.recruitment import Demand, brought_by, check_roles, check_wo
 from async_grpo.run.reward_trial import refuse_or_describe
 from async_grpo.telemetry.schema import METRIC_BY_NAME, axis_label
 from async_grpo.telemetry.trackers import check_trackers
-from async_grpo.types.roles import GENERATION, JUDGE
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util.errors import AsyncGrpoError
 

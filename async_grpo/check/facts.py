@@ -26,6 +26,7 @@ from async_grpo.check.worker_tables import Tried, try_here
 from async_grpo.checkpoint.resume import find_start
 from async_grpo.cluster import head
 from async_grpo.cluster.head import ClusterResources
+from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.gateway.run_gateway import free_address
@@ -39,7 +40,6 @@ from async_grpo.model.model_folder import (
 )
 from async_grpo.run.first_checks import check_sources
 from async_grpo.types import Question
-from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.util.errors import AsyncGrpoError
 
 WEIGHTS_S = 2.0  # of looking at their values

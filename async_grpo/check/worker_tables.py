@@ -15,13 +15,13 @@ from pathlib import Path
 
 from async_grpo.check.finding import Finding, Known, Setup
 from async_grpo.cluster.head import ClusterResources
+from async_grpo.config.roles import GENERATION, JUDGE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig, check_known
 from async_grpo.environments.find import grades_itself
 from async_grpo.model.model_folder import ModelFacts, engine_positions
 from async_grpo.run.reward_trial import check_names, request_of
 from async_grpo.types import Question, Verdict, WorkerInfo
-from async_grpo.types.roles import GENERATION, JUDGE, VERIFIER
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig, verifier_config
 from async_grpo.verification.confinement import wanted_isolation, why_unconfined

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from async_grpo.cli.local_run import LocalRun
+from async_grpo.config.roles import GENERATION, JUDGE
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import Inventory
 from async_grpo.devices.placement import Demand, Placement, Seat, plan
-from async_grpo.types.roles import GENERATION, JUDGE
 from async_grpo.util.errors import ConfigError
 
 OF_ENGINE, OF_SCORER = 4, 2  # weights of shares: an engine and a trainer hold more than a forward

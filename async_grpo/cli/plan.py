@@ -19,7 +19,7 @@ from async_grpo.cli.launch_file import launch
 from async_grpo.cli.local_run import RUN_FILE, LocalRun, options_of_run, read_run
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.origin import check_origin, trust_option
-from async_grpo.types.roles import ENVIRONMENT, VERIFIER
+from async_grpo.config.roles import ENVIRONMENT, VERIFIER
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, UnfitModel
 
 if TYPE_CHECKING:

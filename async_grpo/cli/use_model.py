@@ -26,6 +26,7 @@ from async_grpo.cli.run_processes import cluster_of, dispatcher_of
 from async_grpo.cluster import cluster
 from async_grpo.config.command_options import EvaluateConfig, GenerateConfig, ServeConfig
 from async_grpo.config.data_files import as_text
+from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.data.columns import Columns, parse_column_mapping
@@ -36,7 +37,6 @@ from async_grpo.launch.child_processes import ChildProcess
 from async_grpo.launch.interrupts import interrupt_once
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files
-from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.together import in_background
 
 POLL_INTERVAL_S = 0.2

@@ -19,11 +19,11 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.run_file import config_option
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch import interrupts
 from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files, stated_positions
-from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DataError, UnfitModel
 

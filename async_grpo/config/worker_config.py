@@ -17,7 +17,7 @@ from async_grpo.config.option import (
     names_in,
     option,
 )
-from async_grpo.types.roles import (
+from async_grpo.config.roles import (
     ENVIRONMENT,
     GENERATION,
     JUDGE,
@@ -249,7 +249,7 @@ class WorkerConfig(Options):
 
     @property
     def role(self) -> str:
-        """Of the workers; see `async_grpo.types.roles`."""
+        """Of the workers; see `async_grpo.config.roles`."""
         if self.mode == TEACHER:
             return teacher(self.name)
         if self.mode == JUDGE:

@@ -25,6 +25,7 @@ from async_grpo.batching.controls import check_folder, run_status
 from async_grpo.batching.evaluations import LAST
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry, registry_with
@@ -48,7 +49,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 

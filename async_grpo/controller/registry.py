@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import Role
 from async_grpo.controller.balancer import Balancer, Hold, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.leases import Lease, WaitingLine
@@ -33,7 +34,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import Role
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     AsyncGrpoError,

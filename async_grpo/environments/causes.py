@@ -12,7 +12,7 @@ After the first token no member of a group is ever sampled again alone: the try 
 be the one in which the model did not do what had failed.
 
 `reach` sends a request to a server again while that is away. It tells the controller, which has the
-type of questions stand still (`batching.outages`), and lets it wait so long.
+type of questions stand still (`batching.failures`), and lets it wait so long.
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ from typing import Any
 import ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import Environment
 from async_grpo.environments.chat.find import find_renderer
 from async_grpo.environments.episode import Ask
 from async_grpo.environments.find import make_environment
 from async_grpo.environments.play import GroupPlay
 from async_grpo.types import EpisodesRequest, PlayedGroup, Pulse, RunId, WorkerInfo
-from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.deadlines import LEASE_S
 from async_grpo.util.errors import ProcessLostError, WorkerError
 from async_grpo.util.user_code import UserCode

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Outage, reach
 from async_grpo.environments.chat.dialogue import Dialogue
@@ -36,7 +37,6 @@ from async_grpo.types import (
     Verdict,
     VerificationRequest,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, VERIFIER, judge
 from async_grpo.util.errors import AsyncGrpoError, DeadlineError, ServerAway
 from async_grpo.util.together import together
 

@@ -17,6 +17,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
+from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
 from async_grpo.environments.causes import (
     TELL,
@@ -46,7 +47,6 @@ from async_grpo.types import (
     Verdict,
     VerdictStatus,
 )
-from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import escaped
 from async_grpo.util.together import together
 

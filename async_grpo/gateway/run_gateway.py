@@ -24,6 +24,7 @@ import ray
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.config.command_options import TOKEN_VARIABLE
+from async_grpo.config.roles import GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.environments.chat.dialogue import Dialogue
@@ -33,7 +34,6 @@ from async_grpo.gateway.app import Server, in_background, listening, make_app
 from async_grpo.gateway.sampler import Ask, Refused
 from async_grpo.gateway.session import Session, Sessions
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
-from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines
 from async_grpo.util.errors import LeaseLost, ProcessLostError
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.inventory import forwarded, usable_devices
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, JUDGE, VERIFIER
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.imports import startup_variables
 

@@ -17,10 +17,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Self
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch.actors import worker_kinds
 from async_grpo.launch.supervised_worker import SupervisedWorker
-from async_grpo.types.roles import VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
 

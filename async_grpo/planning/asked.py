@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_grpo.algorithms.find import find_algorithm
+from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.devices.bill import FLOAT32, ModelShape
-from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, REFERENCE, TEACHER
 from async_grpo.util.errors import ConfigError, UnfitModel
 
 BF16 = 2

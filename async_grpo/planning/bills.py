@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.devices.bill import (
     CPU_BATCHED_TOKENS,
     CPU_KV_CACHE_BYTES,
@@ -27,7 +28,6 @@ from async_grpo.devices.bill import (
 )
 from async_grpo.planning.asked import Asked, Split
 from async_grpo.training.billing import USED, as_billed
-from async_grpo.types.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.util.errors import ConfigError
 from async_grpo.weight_sync.routes import NUM_SNAPSHOTS
 

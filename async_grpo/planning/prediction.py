@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from async_grpo.config.roles import TEACHER
 from async_grpo.devices.bill import cached_tokens
 from async_grpo.planning.asked import Asked, Split, multiplied
 from async_grpo.planning.bills import engine_of
 from async_grpo.planning.rates import EngineRates, Lengths, Rates, SyncRates, TrainerRates
 from async_grpo.planning.service import Scenario, Scorers, mean, simulate
-from async_grpo.types.roles import TEACHER
 
 WARM_UP = 2  # batches until generation is as far ahead as it may be
 SIMULATED_SAMPLES = 2048  # of a batch, above which a part of the run is simulated

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.types import (
     GenerationRequest,
@@ -30,7 +31,6 @@ from async_grpo.types import (
     WorkerInfo,
     canary_complaint,
 )
-from async_grpo.types.roles import GENERATION
 from async_grpo.util.errors import ConfigError, WeightSyncError
 from async_grpo.util.imports import without_collection
 

@@ -21,6 +21,7 @@ import ray
 from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import REFERENCE, role_of
 from async_grpo.types import (
     HeadRequest,
     LogprobRequest,
@@ -32,7 +33,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import REFERENCE, role_of
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.util.imports import without_collection

@@ -13,6 +13,7 @@ import time
 
 from async_grpo.batching.ledger import Ledger
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.controller.handles import WHO, RunClient
@@ -25,7 +26,6 @@ from async_grpo.run.recruitment import recruit
 from async_grpo.run.reward_trial import try_rewards
 from async_grpo.training.stream import Standstill
 from async_grpo.types import EvaluationResult, ResumePoint, RunId, WeightsSnapshot, WeightsVersion
-from async_grpo.types.roles import GENERATION
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util import deadlines
 from async_grpo.util.errors import WorkerError

@@ -33,6 +33,7 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import read_reference
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.controller.handles import WHO, RunClient
@@ -57,7 +58,6 @@ from async_grpo.types import (
     WorkerInfo,
     canary_tokens,
 )
-from async_grpo.types.roles import GENERATION, REFERENCE
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     AsyncGrpoError,

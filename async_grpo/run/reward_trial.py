@@ -18,6 +18,7 @@ import numpy as np
 
 from async_grpo.cluster import cluster
 from async_grpo.config.evaluation_sets import EvaluationSet
+from async_grpo.config.roles import VERIFIER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.environments.find import grades_itself
 from async_grpo.types import (
@@ -29,7 +30,6 @@ from async_grpo.types import (
     VerificationRequest,
     WorkerInfo,
 )
-from async_grpo.types.roles import VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from async_grpo.algorithms.base import Teacher
 from async_grpo.checkpoint.resume import Start
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import teacher
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
@@ -28,7 +29,6 @@ from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.stream import RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
-from async_grpo.types.roles import teacher
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DataError, RunLost
 from async_grpo.weight_sync.gather import Shards

@@ -24,9 +24,9 @@ from torch import Tensor
 from async_grpo.algorithms.express import ExpressGroup, Meeting, keep_in, open_meeting
 from async_grpo.algorithms.express_plan import Reading, Send, plan_round
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import TEACHER
 from async_grpo.training.ranks import Ranks
 from async_grpo.types import Minibatch, Sample
-from async_grpo.types.roles import TEACHER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ExpressLost, ProcessLostError
 

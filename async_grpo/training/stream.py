@@ -24,6 +24,7 @@ import ray
 from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import TEACHER
 from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.training.express_receiver import ExpressReceiver
 from async_grpo.types import (
@@ -35,7 +36,6 @@ from async_grpo.types import (
     StreamItem,
     StreamItems,
 )
-from async_grpo.types.roles import TEACHER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     ClusterError,

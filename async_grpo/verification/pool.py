@@ -19,6 +19,7 @@ from pathlib import Path
 import ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import VERIFIER
 from async_grpo.types import (
     GradingRequest,
     Pulse,
@@ -27,7 +28,6 @@ from async_grpo.types import (
     VerificationRequest,
     WorkerInfo,
 )
-from async_grpo.types.roles import VERIFIER
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.tasks import adapter_sample

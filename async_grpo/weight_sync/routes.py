@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from async_grpo.config.roles import role_of
 from async_grpo.types import WorkerInfo
-from async_grpo.types.roles import role_of
 from async_grpo.util.errors import ConfigError, WeightSyncError
 
 OBJECT_STORE = "object_store"

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION
 from async_grpo.devices.current import device_id
 from async_grpo.types import WeightsSnapshot, WorkerInfo
-from async_grpo.types.roles import GENERATION
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, WeightSyncError
 from async_grpo.weight_sync.buckets import NamedTensors

@@ -14,6 +14,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.run.companions import RunRecorder
 from async_grpo.types import (
@@ -26,7 +27,6 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.util.errors import ProcessLostError, WorkerError
 from async_grpo.util.user_code import UserCode
 

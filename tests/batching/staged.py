@@ -13,7 +13,8 @@ from async_grpo.batching.admission import StepKey
 from async_grpo.batching.leased_work import Quarantine, SlotFailed
 from async_grpo.batching.ledger import Ledger, SlotBooks
 from async_grpo.batching.pipeline import SlotPipeline
-from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion, roles
+from async_grpo.config import roles
+from async_grpo.types import GenerationRequest, SamplingContract, WeightsVersion
 
 OLDEST, NEWER = WeightsVersion(7, 3), WeightsVersion(7, 4)
 REFERENCE = WeightsVersion(7, 0)

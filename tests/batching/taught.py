@@ -14,8 +14,8 @@ from async_grpo.batching.leased_work import Quarantine
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.supervised import given_group
 from async_grpo.batching.teachers import TeacherBuffer, Teachers
+from async_grpo.config.roles import GENERATION, teacher
 from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerInfo
-from async_grpo.types.roles import GENERATION, teacher
 
 VERSION = WeightsVersion(5, 0)
 MATH, CODE = teacher("math"), teacher("code")

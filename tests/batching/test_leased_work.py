@@ -16,8 +16,8 @@ from async_grpo.batching.leased_work import (
     SlotFailed,
 )
 from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import WeightsVersion
-from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.errors import (
     LeaseLost,
     LossCause,

@@ -7,9 +7,9 @@ from script import Script
 from scripted import Handle, run
 from scripted_run import Cluster, Run, make_config, split_steps
 
+from async_grpo.config.roles import role_of
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import Pulse, RequestPulse, WeightsAck, WeightsSnapshot, WorkerInfo
-from async_grpo.types.roles import role_of
 
 STALL_S = 60.0
 TOKENS_A_SECOND = 10.0

@@ -10,9 +10,9 @@ import pytest
 from scripted import Handle, run
 from scripted_run import INCARNATION, Run, Script, make_config
 
+from async_grpo.config.roles import REFERENCE, role_of
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import Pulse, WeightsAck, WeightsSnapshot, WeightsVersion, WorkerInfo
-from async_grpo.types.roles import REFERENCE, role_of
 from async_grpo.util.errors import StaleAnswerError
 from async_grpo.weight_sync.reference_schedule import ReferenceSchedule
 

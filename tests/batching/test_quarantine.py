@@ -18,9 +18,9 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.leased_work import QUARANTINE, QUARANTINE_DEATHS, Quarantine, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import Pulse, WorkerInfo
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.util.errors import ProcessLostError
 
 

@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from async_grpo.cli import worker
+from async_grpo.config.roles import role_of
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch import interrupts
-from async_grpo.types.roles import role_of
 from async_grpo.util.errors import ConfigError, WorkerError
 
 MODEL = ("--model_path", "model")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from scripted import Handle
 
+from async_grpo.config.roles import role_of
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import (
     Pulse,
@@ -14,7 +15,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import role_of
 from async_grpo.util.errors import LeaseLost, ProcessLostError, WeightSyncError
 
 PHASES = ("fetch", "verify", "pause", "load", "finish", "acknowledge")

@@ -11,6 +11,7 @@ from scripted_run import QUESTIONS, make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import GENERATION, VERIFIER, teacher
 from async_grpo.controller import controller as module
 from async_grpo.controller.controller import (
     IDLE_TICKS,
@@ -27,7 +28,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, VERIFIER, teacher
 from async_grpo.util.deadlines import OTHER_RUN_ENDED_S
 from async_grpo.util.errors import (
     ConfigError,

@@ -19,6 +19,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, teacher
 from async_grpo.controller import find
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.run.companions import start_recorder, start_witness
@@ -32,7 +33,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, teacher
 from async_grpo.util.errors import ClusterError, ProcessLostError, RunLost
 
 pytestmark = pytest.mark.integration

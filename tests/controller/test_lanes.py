@@ -8,6 +8,7 @@ from scripted import make_completion, run
 from test_controller import House, without_ray
 
 from async_grpo.batching.evaluations import LAST, Lane
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
 from async_grpo.types import (
     GenerationRequest,
     GradingRequest,
@@ -16,7 +17,6 @@ from async_grpo.types import (
     WeightsSnapshot,
     WeightsVersion,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, VERIFIER
 
 __all__ = ["without_ray"]  # a fixture of every test here
 VERSION = WeightsVersion(5, 0)

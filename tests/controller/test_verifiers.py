@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
+from async_grpo.config.roles import VERIFIER
 from async_grpo.controller.members import Member
 from async_grpo.controller.verifier_terms import VerifierTerms
 from async_grpo.types import Rewards, WorkerInfo
-from async_grpo.types.roles import VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from oracle import make_sample, oracle_logprobs
 
+from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.environments.play import GroupPlay
 from async_grpo.types import (
     EpisodesRequest,
@@ -14,7 +15,6 @@ from async_grpo.types import (
     VersionSpan,
     WeightsVersion,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION
 from async_grpo.util.errors import DeadlineError
 from async_grpo.util.user_code import UserCode
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from players import make_request, make_turn, play
 
+from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments import causes
 from async_grpo.environments import episode as episode_module
 from async_grpo.environments import play as module
@@ -25,7 +26,6 @@ from async_grpo.environments.causes import (
     request_of,
 )
 from async_grpo.types import Verdict
-from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import DeadlineError, ServerAway
 
 

@@ -15,11 +15,11 @@ from async_grpo.batching import leased_work
 from async_grpo.batching.leased_work import Quarantine, SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments import episode
 from async_grpo.environments.environment_worker import EnvironmentWorker
 from async_grpo.environments.find import users_environment
 from async_grpo.types import Episode, PlayedGroup, RunId, WeightsVersion
-from async_grpo.types.roles import ENVIRONMENT
 from async_grpo.util.errors import LossCause, ProcessLostError, WorkerError
 
 HERE = Path(__file__).parent

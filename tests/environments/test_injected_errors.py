@@ -14,6 +14,7 @@ from script import Script
 from scripted import run
 from scripted_run import Run, make_config, split_steps
 
+from async_grpo.config.roles import GENERATION
 from async_grpo.environments.base import Environment, FailureClass
 from async_grpo.environments.chat.messages import ToolCall
 from async_grpo.environments.judging import score
@@ -21,7 +22,6 @@ from async_grpo.environments.play import GroupPlay
 from async_grpo.environments.tools.function import tool
 from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.types import JudgeAnswer, Verdict
-from async_grpo.types.roles import GENERATION
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 
 # A limit of the user's is no error, and what takes longer is not played again: see test_play.

@@ -26,6 +26,7 @@ from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.ledger import Ledger
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, judge
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.environments.find import users_environment
@@ -43,7 +44,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, judge
 from async_grpo.util.errors import AsyncGrpoError
 from benchmarks import procfs
 

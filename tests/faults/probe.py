@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
+from async_grpo.config.roles import GENERATION, REFERENCE, VERIFIER
 
 START_TIMEOUT_S = 90.0
 ASK_TIMEOUT_S = 5.0

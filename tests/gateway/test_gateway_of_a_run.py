@@ -15,9 +15,9 @@ from gateways import client_of, said
 from local_ray import local_ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION
 from async_grpo.gateway.run_gateway import MAX_TURNS_AT_A_TIME
 from async_grpo.types import Pulse, Turn, VersionSpan, WeightsAck
-from async_grpo.types.roles import GENERATION
 from benchmarks.gateway import NUM_OUTPUT, get, served, start_engine
 
 pytestmark = pytest.mark.integration

@@ -19,6 +19,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.controller.handles import RunClient
@@ -40,7 +41,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.util.errors import WorkerError
 
 VERSION = WeightsVersion(1, 0)

@@ -10,6 +10,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import GENERATION, VERIFIER, role_of
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import (
     Pulse,
@@ -19,7 +20,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, VERIFIER, role_of
 
 GROUP, CAPACITY = 4, 8
 SECONDS_A_GROUP = 1.0

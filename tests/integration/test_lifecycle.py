@@ -16,8 +16,8 @@ from private_cluster import environment, is_running
 from tiny_models import make_model
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, REFERENCE
 from async_grpo.data.order import QuestionStream
-from async_grpo.types.roles import GENERATION, REFERENCE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 NAMESPACE = ("--namespace", "lifecycle")

@@ -30,9 +30,9 @@ from rollouts_pages import NEEDS_NODE, Page, recomputed_weights, write
 from tiny_models import load_model
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import GenerationRequest, LogprobRequest, SamplingContract, WeightsVersion
-from async_grpo.types.roles import GENERATION, REFERENCE
 
 pytestmark = pytest.mark.integration
 

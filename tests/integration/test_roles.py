@@ -18,6 +18,7 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, VERIFIER, teacher
 from async_grpo.controller.find import find_or_make_controller
 from async_grpo.model.scorer import Scorer
 from async_grpo.run.companions import start_witness
@@ -35,7 +36,6 @@ from async_grpo.types import (
     WeightsVersion,
     WorkerInfo,
 )
-from async_grpo.types.roles import GENERATION, VERIFIER, teacher
 from async_grpo.util.errors import WeightSyncError
 
 pytestmark = pytest.mark.integration

@@ -8,13 +8,13 @@ import pytest
 import ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION, VERIFIER
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.controller import find
 from async_grpo.launch import dispatcher as module
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.dispatcher import Workers
 from async_grpo.types import Standing, WorkerInfo
-from async_grpo.types.roles import GENERATION, VERIFIER
 from async_grpo.util import deadlines
 from async_grpo.util.errors import (
     ClusterError,

@@ -10,12 +10,12 @@ import ray
 from local_ray import local_ray
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import REFERENCE
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.launch import dispatcher as module
 from async_grpo.launch.actors import WorkerKind
 from async_grpo.launch.dispatcher import Workers
 from async_grpo.types import Pulse, WeightsAck, WorkerInfo
-from async_grpo.types.roles import REFERENCE
 
 pytestmark = pytest.mark.integration
 TIMEOUT_S = 120.0

@@ -4,8 +4,8 @@ import sys
 
 import ray
 
+from async_grpo.config.roles import GENERATION, role_of
 from async_grpo.controller.registry import WorkerRegistry
-from async_grpo.types.roles import GENERATION, role_of
 
 
 class RegistryActor:

@@ -10,11 +10,11 @@ import torch
 from oracle import VOCAB_SIZE, oracle_twin, tiny_model
 from test_logprob_worker import TEMPERATURE, folder, make_request
 
+from async_grpo.config.roles import teacher
 from async_grpo.model.model_folder import hash_model
 from async_grpo.rollout import logprob_worker as module
 from async_grpo.rollout.logprob_worker import LogprobWorker
 from async_grpo.types import HeadRequest, Payload
-from async_grpo.types.roles import teacher
 from async_grpo.util.errors import WorkerError
 
 __all__ = ["folder"]  # a fixture

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 from async_grpo.model.model_folder import ModelFacts
@@ -11,7 +12,6 @@ from async_grpo.run import recruitment
 from async_grpo.run.output_folder import LAUNCH_LOGS
 from async_grpo.run.recruitment import Demand, check_worker, command_for, recruit
 from async_grpo.types import WorkerInfo
-from async_grpo.types.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER, teacher
 from async_grpo.util.errors import ConfigError, DeadlineError
 
 WORKER = WorkerInfo("w1", "generation", "node", 1, "other-model", 128, 8.0, 0.0, max_model_len=48)

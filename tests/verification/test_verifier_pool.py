@@ -9,8 +9,8 @@ import pytest
 from no_namespaces import REFUSAL, refusing_bwrap
 from verifier_processes import REPOSITORY, all_below, are_gone
 
+from async_grpo.config.roles import VERIFIER
 from async_grpo.types import GradingRequest, Pulse, Question, Turn, VerificationRequest
-from async_grpo.types.roles import VERIFIER
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.pool import VerifierPool

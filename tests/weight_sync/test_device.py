@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from async_grpo.cluster import cluster
+from async_grpo.config.roles import GENERATION
 from async_grpo.types import WeightsSnapshot, WeightsVersion, WorkerInfo
-from async_grpo.types.roles import GENERATION
 from async_grpo.util.errors import ConfigError, DeadlineError, ProcessLostError, WorkerError
 from async_grpo.weight_sync.transport import DeviceSender
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.config.roles import TEACHER
 from async_grpo.types import token_weight
-from async_grpo.types.roles import TEACHER
 from async_grpo.viewing.page.dump import Key, Line
 
 # {column: its type, as Python's `array` has it, and JavaScript's}
