@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.express import Meeting
-    from async_grpo.algorithms.express_plan import ExpressRound
     from async_grpo.batching.records import BatcherPlan
     from async_grpo.types import (
         Control,
@@ -68,8 +66,8 @@ class WorkerHandle(Protocol):
     logprobs: Method[[LogprobRequest], Sequence[Any]]  # of references and teachers
     teach: Method[[LogprobRequest], tuple[Any, ...]]  # of teachers, as the next three
     head: Method[[HeadRequest], tuple[Any, ...]]
-    join_express: Method[[Meeting, int], None]
-    serve_express: Method[[ExpressRound], None]
+    join_express: Method[[object, int], None]
+    serve_express: Method[[object], None]
     play: Method[[EpisodesRequest], PlayedGroup]  # of environments
     judge: Method[[JudgeRequest], JudgeAnswer]  # of judges
     verify: Method[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below

@@ -5,7 +5,6 @@ The trainer reads the user's text once, without running it; environment workers 
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import traceback
@@ -13,20 +12,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from async_grpo.environments.base import Environment, SingleTurn
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import UserCode, hash_imported, text_of
 
 SHIPPED = {"single_turn": SingleTurn}
 AGENT, VERIFIERS, OPENENV = "agent:", "verifiers:", "openenv:"
-# Names with words behind them, an example of these, and what plays them, in rooms above this one.
+# Names with words behind them, with an example of these; add-ons play them.
 HOSTED = {
-    AGENT: ("python my_agent.py", "async_grpo.bridges.agent", "AgentEnvironment"),
-    VERIFIERS: (
-        "/path/to/its/python TASKSET",
-        "async_grpo.bridges.verifiers",
-        "VerifiersEnvironment",
-    ),
-    OPENENV: ("http://127.0.0.1:8000", "async_grpo.bridges.openenv", "OpenEnvEnvironment"),
+    AGENT: "python my_agent.py",
+    VERIFIERS: "/path/to/its/python TASKSET",
+    OPENENV: "http://127.0.0.1:8000",
 }
 
 
@@ -75,8 +71,7 @@ def make_environment(code: UserCode) -> Environment:
     """
     if prefix := _prefix(code.name):
         code.require_same(_hosted(code.name, prefix))
-        _, module, kind = HOSTED[prefix]
-        made: Environment = getattr(importlib.import_module(module), kind)(_words(code.name))
+        made: Environment = add_on(f"environment.{prefix[:-1]}")(_words(code.name))
         return made
     environment = code.load(Environment)
     try:
@@ -100,7 +95,7 @@ def _hosted(name: str, prefix: str) -> UserCode:
         texts = [text_of(word) for word in words if word.endswith(".py")]
         texts += [Path(word).read_text("utf-8") for word in words if word.endswith(".toml")]
     except (OSError, SyntaxError, ValueError) as error:
-        example = prefix + HOSTED[prefix][0]
+        example = prefix + HOSTED[prefix]
         raise ConfigError(
             f'--environment {prefix} must be followed by words as in "{example}", got {name!r}: '
             f"{error}"

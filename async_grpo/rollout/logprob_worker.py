@@ -14,7 +14,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -34,12 +35,9 @@ from async_grpo.types import (
     WorkerInfo,
 )
 from async_grpo.util import deadlines
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncError, WorkerError
 from async_grpo.util.imports import without_collection
-
-if TYPE_CHECKING:
-    from async_grpo.algorithms.express import Meeting
-    from async_grpo.algorithms.express_plan import ExpressRound
 
 Scores = NDArray[np.float32]  # [L]
 Arrays = Mapping[str, NDArray[Any]]  # a payload: see `payloads`
@@ -101,7 +99,6 @@ class LogprobWorker:
         import torch
 
         with without_collection():
-            from async_grpo.algorithms.express import ExpressTeacher
             from async_grpo.devices.current import device_id
             from async_grpo.model.model_folder import hash_model
             from async_grpo.model.scorer import Scorer
@@ -123,7 +120,7 @@ class LogprobWorker:
         self._scorer = Scorer(model_path, device=device, dtype=dtype)
         ready = time.monotonic()
         self._startup = [("importing", imported - began), ("loading the model", ready - imported)]
-        self._express = ExpressTeacher(self._scorer, device=device, max_tokens=max_tokens)
+        self._device = device
         self._model_hash = ""
         if not role_of(role).loads_weights:
             self._model_hash = hash_model(model_path)
@@ -197,11 +194,17 @@ class LogprobWorker:
         factor, softcap = head.rescaling
         return None, {**arrays, "rescaling": np.array([factor, softcap or 0.0])}
 
-    async def join_express(self, meeting: Meeting, rank: int) -> None:
+    @cached_property
+    def _express(self) -> Any:
+        return add_on("express.teacher")(
+            self._scorer, device=self._device, max_tokens=self._max_tokens
+        )
+
+    async def join_express(self, meeting: object, rank: int) -> None:
         """Return when the group has met; raises `ExpressLost`."""
         await asyncio.to_thread(self._express.join, meeting, rank=rank)
 
-    async def serve_express(self, work: ExpressRound) -> None:
+    async def serve_express(self, work: Any) -> None:
         """Return when all ranks have the logits of a round; raises `ExpressLost`.
 
         What is asked under a lease goes on meanwhile.

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_grpo.types import WeightsBucket, WeightsDelta, WeightsSnapshot, WeightsVersion
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import WeightSyncError
 from async_grpo.weight_sync.buckets import ITEM_BYTES, check_bytes, laid_out_bytes, parts
-from async_grpo.weight_sync.delta import patch
 
 if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestState
@@ -75,7 +75,8 @@ class StagedWeights:
             data = np.empty(bucket.size_bytes, dtype=np.uint8)
             for piece, part in parts(bucket, data):
                 self._file.read(part, piece.offset_bytes)
-            patch(data, fetched, item_bytes=ITEM_BYTES[self._snapshot.tensors[0].dtype])
+            item_bytes = ITEM_BYTES[self._snapshot.tensors[0].dtype]
+            add_on("weight_delta").patch(data, fetched, item_bytes=item_bytes)
         check_bytes(data, size_bytes=bucket.size_bytes, checksum=bucket.checksum)
         for piece, part in parts(bucket, data):
             self._file.write(part, piece.offset_bytes)

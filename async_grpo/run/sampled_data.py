@@ -23,13 +23,13 @@ from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.run.main_rank import MainRank, OtherRank
-from async_grpo.training.express_receiver import ExpressReceiver
 from async_grpo.training.fsdp import compute_dtype, iter_device_tensors, local_shards
 from async_grpo.training.learner import Learner
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.stream import RankStream
+from async_grpo.training.stream import Express, RankStream
 from async_grpo.types import CanaryRow, EndOfStep, StreamItem, WeightsSnapshot, WeightsVersion
 from async_grpo.util import deadlines
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import DataError, RunLost
 from async_grpo.weight_sync.gather import Shards
 from async_grpo.weight_sync.publisher import Collected, Collector
@@ -167,13 +167,13 @@ class SampledData(Iterator[StreamItem]):
         )
         return self._stream
 
-    def _make_express(self) -> ExpressReceiver | None:
+    def _make_express(self) -> Express | None:
         """By which this rank gets a teacher's logits without the object store, if it does."""
         mesh = self._config.express_mesh
         if mesh is None:
             return None
         role = teacher(self._config.teacher_names[0])
-        return ExpressReceiver(
+        express: Express = add_on("express.receiver")(
             self._ranks,
             teachers=mesh,
             width=self._learner.policy.model.config.vocab_size,
@@ -182,6 +182,7 @@ class SampledData(Iterator[StreamItem]):
                 self._main.client.receivers(role), timeout_s=deadlines.ANSWER_S, who=WHO
             ),
         )
+        return express
 
     def _recover(self, stream: RankStream, reason: str) -> None:
         """All ranks have lost the run before the same item."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Event
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import ray
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from async_grpo.cluster import cluster
 from async_grpo.config.roles import TEACHER
 from async_grpo.controller.handles import WHO, RunClient
-from async_grpo.training.express_receiver import ExpressReceiver
 from async_grpo.types import (
     EndOfStep,
     Minibatch,
@@ -51,6 +50,18 @@ MAX_LOSSES = 5  # of payloads of one minibatch
 Arrays = Mapping[str, NDArray[Any]]  # of one row
 
 
+class Express(Protocol):
+    """What fills minibatches with a teacher's logits, without the object store."""
+
+    def fill(self, item: Minibatch) -> Minibatch | None:
+        """Collective; None on every rank: they must come another way."""
+        ...
+
+    def step_ended(self) -> None:
+        """Collective: a gradient step has ended, after which it may try anew."""
+        ...
+
+
 class RankStream(Iterator[StreamItem]):
     """Iterates over the items that every rank gets in the same number and order.
 
@@ -67,7 +78,7 @@ class RankStream(Iterator[StreamItem]):
         agree: Callable[[int], int] = int,
         stop: Event | None = None,
         teachers: Sequence[str] = (),
-        express: ExpressReceiver | None = None,
+        express: Express | None = None,
     ) -> None:
         """`agree` is `Ranks.agree`; the default serves a rank that is alone.
 

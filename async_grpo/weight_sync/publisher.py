@@ -28,6 +28,7 @@ from async_grpo.types import (
     WeightsVersion,
 )
 from async_grpo.util import deadlines
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import DeadlineError, WeightSyncError
 from async_grpo.weight_sync.buckets import (
     BUCKET_BYTES,
@@ -40,7 +41,6 @@ from async_grpo.weight_sync.buckets import (
     pack,
     unpack,
 )
-from async_grpo.weight_sync.delta import encode
 from async_grpo.weight_sync.gather import Gather, GatherPlan, Received, Shards, is_finite
 
 if TYPE_CHECKING:
@@ -139,7 +139,9 @@ class Collector:
         if bucket not in self._kept:
             self._kept[bucket] = data.copy()
             return None
-        delta = encode(data, self._kept[bucket], item_bytes=self._plan.item_bytes)
+        delta: NDArray[np.uint8] | None = add_on("weight_delta").encode(
+            data, self._kept[bucket], item_bytes=self._plan.item_bytes
+        )
         np.copyto(self._kept[bucket], data)
         return delta if delta is not None and delta.nbytes * LEAST_GAIN <= data.nbytes else None
 

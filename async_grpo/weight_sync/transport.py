@@ -2,7 +2,7 @@
 
 Every publication goes through the object store (`publisher.py`). A device transport is a faster
 path ahead of it: a worker that it does not reach, or that joins later, loads from the store. One
-more for devices is a `Link` in a file of its own, named in `open_sender` and `routes`.
+more for devices is a `Link` in a file of its own, an add-on that `routes` names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from async_grpo.config.roles import GENERATION
 from async_grpo.devices.current import device_id
 from async_grpo.types import WeightsSnapshot, WorkerInfo
 from async_grpo.util import deadlines
+from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, WeightSyncError
 from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
@@ -42,9 +43,7 @@ def open_sender(name: str) -> DeviceSender | None:
     """What `--weight-transport` adds to the object store, in trainer rank 0."""
     if name == OBJECT_STORE:
         return None
-    # Imported on demand: it imports vLLM, which costs the trainer seconds.
-    from async_grpo.weight_sync.nccl import NcclLink
-
+    open_link = add_on(f"transport.{name}")  # it imports vLLM, which costs the trainer seconds
     device = torch.device("cuda", torch.cuda.current_device())
     sender = Sender(device, device_id(), ray.util.get_node_ip_address())
 
@@ -52,7 +51,8 @@ def open_sender(name: str) -> DeviceSender | None:
         check_route(name, worker, sender=sender.device_id)
 
     def connect(members: Members) -> Link:
-        return NcclLink(members, sender=sender)
+        link: Link = open_link(members, sender=sender)
+        return link
 
     return DeviceSender(connect, check=check)
 
