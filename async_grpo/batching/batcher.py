@@ -59,7 +59,7 @@ from async_grpo.types import (
 from async_grpo.util.errors import DeadlineError, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import RecorderHandle
+    from async_grpo.cluster.handles import RecorderHandle
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)

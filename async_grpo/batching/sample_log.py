@@ -32,8 +32,8 @@ from async_grpo.util.errors import AsyncGrpoError, ProcessLostError
 
 if TYPE_CHECKING:
     from async_grpo.batching.leased_work import SlotFailed
+    from async_grpo.cluster.handles import RecorderHandle
     from async_grpo.config.train_config import TrainConfig
-    from async_grpo.controller.handles import RecorderHandle
 
 MAX_QUEUED_BYTES = 64 * 2**20
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,6 @@ from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.util.together import in_background
 from async_grpo.weight_sync.publisher import device_tensors
 
-if TYPE_CHECKING:
-    from async_grpo.run.report import Report
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -54,6 +51,17 @@ References = Callable[[int], tuple[WeightsSnapshot, ...] | None]
 TOKEN_NAME = ".token"
 POLL_INTERVAL_S = 0.1
 REMEDY = "give an --output-dir on a disk that all machines of the trainer share"
+
+
+class RunReport(Protocol):
+    """What a checkpoint keeps of a run's report, and what the report hears of it."""
+
+    def spared_checkpoints(self) -> frozenset[int]: ...
+    def state(self) -> dict[str, Any]: ...
+    def sync_files(self) -> None: ...
+    def doing(self, what: str) -> None: ...
+    def stood_still(self, metric: str, seconds: float) -> None: ...
+    def checkpoint_failed(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class Checkpoints:
         ranks: Ranks,
         *,
         exports: Exports,
-        report: Report | Absent,
+        report: RunReport | Absent,
         hashes: Future[Mapping[str, str]] | None,
         references: References,
     ) -> None:

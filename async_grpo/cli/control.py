@@ -61,7 +61,7 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     address = ray_address or way_to(run, by_options=options["ray_address"])
     cluster.connect(address, namespace=options["namespace"], timeout_s=deadlines.RUN_JOINED_S)
-    from async_grpo.controller.handles import WHO  # seconds, as all that needs Ray
+    from async_grpo.cluster.handles import WHO  # seconds, as all that needs Ray
 
     controller = cluster.find_actor(cluster.CONTROLLER)
     if controller is None:

@@ -39,9 +39,9 @@ from async_grpo.launch.local_ranks import (
 )
 from async_grpo.model.hub import local_folder
 from async_grpo.run.first_checks import check_at_once, check_overwrite
-from async_grpo.run.stopping import StopRequest
 from async_grpo.util import deadlines
 from async_grpo.util.imports import without_collection
+from async_grpo.util.stopping import StopRequest
 
 if TYPE_CHECKING:
     from async_grpo.training.ranks import Ranks

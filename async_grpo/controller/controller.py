@@ -53,7 +53,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import RecorderHandle, WitnessHandle, WorkerHandle
+    from async_grpo.cluster.handles import RecorderHandle, WitnessHandle, WorkerHandle
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

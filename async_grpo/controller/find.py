@@ -13,12 +13,12 @@ import ray
 
 import async_grpo
 from async_grpo.cluster import cluster
-from async_grpo.controller.handles import WHO
+from async_grpo.cluster.handles import WHO
 from async_grpo.util import deadlines
 from async_grpo.util.errors import DeadlineError, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle
+    from async_grpo.cluster.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2

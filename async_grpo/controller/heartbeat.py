@@ -15,7 +15,7 @@ from async_grpo.types import Pulse
 from async_grpo.util.errors import AsyncGrpoError, LossCause, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.cluster.handles import WorkerHandle
 
 # A deadline is counted in ticks instead of measured: a controller that was itself frozen, or
 # starved of its CPU, finds the answers that came meanwhile before it has counted another tick.

@@ -17,7 +17,7 @@ from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, Worke
 
 if TYPE_CHECKING:
     from async_grpo.batching.evaluations import Lane
-    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.cluster.handles import WorkerHandle
 
 T = TypeVar("T")
 TryAcquire = Callable[[float, WeightsVersion | None, str | None, Hold | None], "Lease | None"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from async_grpo.types import Pulse, RequestPulse, WorkerInfo
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.cluster.handles import WorkerHandle
     from async_grpo.controller.heartbeat import Loss
     from async_grpo.controller.leases import Lease
 

@@ -45,7 +45,7 @@ from async_grpo.util.errors import (
 )
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.cluster.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 UNVERSIONED = WeightsVersion(0, 0)  # what workers serve whose weights are not the trainer's

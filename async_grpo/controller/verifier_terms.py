@@ -22,7 +22,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.cluster.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.25

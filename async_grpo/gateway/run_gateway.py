@@ -23,10 +23,10 @@ import ray
 
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.command_options import TOKEN_VARIABLE
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.environments.chat.dialogue import Dialogue
 from async_grpo.environments.chat.find import find_renderer, find_tokenizer
 from async_grpo.environments.chat.messages import ToolSpec
@@ -38,7 +38,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import LeaseLost, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle, GatewayHandle
+    from async_grpo.cluster.handles import ControllerHandle, GatewayHandle
 
 logger = logging.getLogger(__name__)
 ADDRESS_FILE = "gateway.env"

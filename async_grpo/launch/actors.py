@@ -19,7 +19,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.util.imports import startup_variables
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.cluster.handles import WorkerHandle
 
 FAILED_SAMPLES = "failed_samples.jsonl"
 

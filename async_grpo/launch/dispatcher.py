@@ -25,7 +25,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle
+    from async_grpo.cluster.handles import ControllerHandle
     from async_grpo.types import Standing  # imports numpy
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from async_grpo.util.errors import RankLostError
 from async_grpo.util.run_folder import newest_checkpoint
 
 if TYPE_CHECKING:
-    from async_grpo.run.stopping import StopRequest
+    from async_grpo.util.stopping import StopRequest
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 2.0  # one Ctrl-C comes twice: from the terminal and through who started the rank

@@ -32,7 +32,7 @@ from async_grpo.util.errors import (
 from async_grpo.util.log_tail import last_words
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle, WorkerHandle
+    from async_grpo.cluster.handles import ControllerHandle, WorkerHandle
     from async_grpo.types import Standing, WorkerInfo
 
 logger = logging.getLogger(__name__)

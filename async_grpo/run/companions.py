@@ -33,7 +33,7 @@ from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, steps_file
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import RecorderHandle, WitnessHandle
+    from async_grpo.cluster.handles import RecorderHandle, WitnessHandle
 
 
 class RunRecorder:

@@ -13,10 +13,10 @@ import time
 
 from async_grpo.batching.ledger import Ledger
 from async_grpo.cluster import cluster
+from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import GENERATION
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.data.table import QuestionTable
 from async_grpo.model.model_folder import check_model_folder
 from async_grpo.run.companions import start_recorder, start_witness

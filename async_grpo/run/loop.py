@@ -34,12 +34,12 @@ from async_grpo.run.main_rank import MainRank, OtherRank
 from async_grpo.run.preparation import hash_code, hash_contents, open_run, read_attention_ratio
 from async_grpo.run.report import Report
 from async_grpo.run.sampled_data import SampledData
-from async_grpo.run.stopping import polled, stop_in_order, until_stopped
 from async_grpo.run.watch import RunRecord, first_failure_recorded
 from async_grpo.training.learner import HeldOutPairs, Learner
 from async_grpo.training.minibatch_log import MinibatchLog
 from async_grpo.training.ranks import Absent, Ranks
 from async_grpo.types import EndOfStep, Minibatch, StreamItem, WeightsSnapshot
+from async_grpo.util.stopping import polled, stop_in_order, until_stopped
 
 
 def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -> None:

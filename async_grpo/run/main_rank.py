@@ -33,10 +33,10 @@ from async_grpo.batching.records import BatcherPlan
 from async_grpo.checkpoint.resume import Start
 from async_grpo.checkpoint.tensors import read_reference
 from async_grpo.cluster import cluster
+from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import GENERATION, REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.run.companions import start_recorder, start_witness
 from async_grpo.run.journals import ControlJournal
 from async_grpo.run.output_folder import leave_connection
@@ -73,7 +73,7 @@ from async_grpo.weight_sync.sync_report import SyncReport, summarise_sync, sync_
 from async_grpo.weight_sync.transport import open_sender
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle, GatewayHandle
+    from async_grpo.cluster.handles import ControllerHandle, GatewayHandle
 
 logger = logging.getLogger(__name__)
 MAX_RECOVERIES = 3  # a run

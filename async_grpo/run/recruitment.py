@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.cluster import cluster
+from async_grpo.cluster.handles import WHO
 from async_grpo.config.roles import (
     ENVIRONMENT,
     GENERATION,
@@ -31,7 +32,6 @@ from async_grpo.config.roles import (
 from async_grpo.config.teaching import check_vocabulary
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
-from async_grpo.controller.handles import WHO
 from async_grpo.environments.find import SHIPPED, grades_itself
 from async_grpo.model.model_folder import ModelFacts
 from async_grpo.run.output_folder import LAUNCH_LOGS
@@ -41,7 +41,7 @@ from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
 from async_grpo.weight_sync.routes import check_route
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle
+    from async_grpo.cluster.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5

@@ -34,7 +34,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle
+    from async_grpo.cluster.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from async_grpo.algorithms.base import Teacher
 from async_grpo.checkpoint.resume import Start
 from async_grpo.cluster import cluster
+from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import teacher
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.model.collate import collate_pairs, split_by_row, to_device
 from async_grpo.model.lm_head import Head, Rescaling
 from async_grpo.run.main_rank import MainRank, OtherRank

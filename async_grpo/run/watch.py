@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cluster import cluster
-from async_grpo.controller.handles import WHO, RunClient
+from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.telemetry.incidents import Incident, Incidents
 from async_grpo.telemetry.jsonl import write_json_atomic
 from async_grpo.training.ranks import Ranks, as_rank_loss
@@ -31,7 +31,7 @@ from async_grpo.util.errors import AsyncGrpoError, ClusterError, DeadlineError, 
 from async_grpo.util.log_tail import LastWords, last_words
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import ControllerHandle
+    from async_grpo.cluster.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0

@@ -31,7 +31,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ExpressLost, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import WorkerHandle
+    from async_grpo.cluster.handles import WorkerHandle
     from async_grpo.types import WorkerInfo
 
 logger = logging.getLogger(__name__)

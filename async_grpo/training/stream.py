@@ -24,8 +24,8 @@ import ray
 from numpy.typing import NDArray
 
 from async_grpo.cluster import cluster
+from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import TEACHER
-from async_grpo.controller.handles import WHO, RunClient
 from async_grpo.types import (
     EndOfStep,
     Minibatch,

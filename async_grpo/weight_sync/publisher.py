@@ -44,7 +44,7 @@ from async_grpo.weight_sync.buckets import (
 from async_grpo.weight_sync.gather import Gather, GatherPlan, Received, Shards, is_finite
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import RunClient
+    from async_grpo.cluster.handles import RunClient
 
 LEAST_GAIN = 2  # what changed is sent alone where all of it is so many times as much
 Roles = tuple[str, ...]

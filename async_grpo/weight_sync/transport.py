@@ -31,7 +31,7 @@ from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
 
 if TYPE_CHECKING:
-    from async_grpo.controller.handles import RunClient, WorkerHandle
+    from async_grpo.cluster.handles import RunClient, WorkerHandle
 
 logger = logging.getLogger(__name__)
 OnFailure = Callable[[Exception], None]

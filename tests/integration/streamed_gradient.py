@@ -19,10 +19,10 @@ from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
+from async_grpo.cluster.handles import RunClient
 from async_grpo.config.roles import GENERATION, REFERENCE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.find import find_or_make_controller
-from async_grpo.controller.handles import RunClient
 from async_grpo.model.policy import hf_named_parameters
 from async_grpo.run.companions import start_witness
 from async_grpo.training.learner import Learner

@@ -7,7 +7,7 @@ import ray
 from private_cluster import PrivateCluster, environment
 
 from async_grpo.cluster import cluster
-from async_grpo.controller.handles import RunClient
+from async_grpo.cluster.handles import RunClient
 from async_grpo.training.stream import RankStream
 from async_grpo.types import RunId
 from async_grpo.util.errors import RunLost

@@ -13,7 +13,7 @@ from threading import Event
 import pytest
 
 from async_grpo.launch.interrupts import Interrupted, RankInterrupts, where_to_go_on
-from async_grpo.run.stopping import StopRequest, stop_in_order
+from async_grpo.util.stopping import StopRequest, stop_in_order
 
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
@@ -22,7 +22,7 @@ from async_grpo.util import deadlines
 from async_grpo.launch import interrupts
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.launch.local_ranks import end_with_agent, ends_at_once, is_main_rank
-from async_grpo.run.stopping import StopRequest, polled
+from async_grpo.util.stopping import StopRequest, polled
 
 interrupts.SAME_REQUEST_S, deadlines.RANK_BREAK_OFF_S = {same_s}, 2.0
 deadlines.RANK_GRACE_S = {grace_s}

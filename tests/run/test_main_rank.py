@@ -55,7 +55,9 @@ class World:
             rank=0, agree=int, on_main=lambda work: work(), share=lambda work: work()
         )
         learner = SimpleNamespace(
-            config=config, algorithm=None, discard=lambda: self.told.append("discarded")
+            config=config,
+            algorithm=SimpleNamespace(teacher_need=None),
+            discard=lambda: self.told.append("discarded"),
         )
         self.stop = Event()
         self.ranks = ranks

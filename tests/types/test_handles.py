@@ -2,14 +2,14 @@ import inspect
 
 import pytest
 
-from async_grpo.controller.controller import Controller
-from async_grpo.controller.handles import (
+from async_grpo.cluster.handles import (
     ControllerHandle,
     GatewayHandle,
     RecorderHandle,
     WitnessHandle,
     WorkerHandle,
 )
+from async_grpo.controller.controller import Controller
 from async_grpo.environments.environment_worker import EnvironmentWorker
 from async_grpo.gateway.run_gateway import Gateway
 from async_grpo.rollout.generation_worker import GenerationWorker

@@ -21,5 +21,5 @@ def test_the_installation_has_every_add_on_of_the_project():
 
 
 def test_an_add_on_that_is_not_installed_is_refused_by_name():
-    with pytest.raises(ConfigError, match="environment.none is no add-on of this installation"):
+    with pytest.raises(ConfigError, match=r"environment\.none is no add-on of this installation"):
         add_on("environment.none")

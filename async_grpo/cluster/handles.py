@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from async_grpo.batching.records import BatcherPlan
     from async_grpo.types import (
         Control,
         EvaluationResult,
@@ -106,7 +105,8 @@ class ControllerHandle(Protocol):
     members: Method[[str], tuple[WorkerInfo, ...]]
     receivers: Method[[str], tuple[tuple[WorkerInfo, WorkerHandle], ...]]
     fenced: Method[[str], dict[str, str]]
-    begin_run: Method[[BatcherPlan, WitnessHandle, RecorderHandle | None], int]
+    # The first argument is a `BatcherPlan`, of a room above.
+    begin_run: Method[[object, WitnessHandle, RecorderHandle | None], int]
     end_run: Method[[RunId], None]
     heard: Method[[RunId], None]
     publish: Method[[RunId, WeightsSnapshot, tuple[str, ...], float], dict[str, PublishReport]]
