@@ -25,6 +25,7 @@ from async_grpo.util.errors import WorkerError
 from async_grpo.util.user_code import UserCode
 
 T = TypeVar("T")
+Q = TypeVar("Q")
 
 
 class RulesProcess:
@@ -40,7 +41,7 @@ class RulesProcess:
     async def finish_step(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         return await self._told_apart(self._rules.finish_step, groups)
 
-    async def _told_apart(self, method: Callable[[Any], Awaitable[T]], argument: Any) -> T:
+    async def _told_apart(self, method: Callable[[Q], Awaitable[T]], argument: Q) -> T:
         try:
             return await method(argument)
         except Exception as error:  # the user's own code may raise anything

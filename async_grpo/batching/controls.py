@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.config.live import LIVE, Settings, with_settings
 from async_grpo.config.train_config import TrainConfig
@@ -29,7 +29,7 @@ class Controls:
     ) -> None:
         """`config`: what the run began with; `settings`: what holds now of what was set since."""
         self._config = config
-        self.settings: dict[str, Any] = dict(settings)
+        self.settings: dict[str, object] = dict(settings)
         self._pending: list[Control] = []
         self._asked: dict[str, Control] = {}
         for control in pending:
@@ -46,7 +46,7 @@ class Controls:
         return self._config.num_training_batches
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, object]:
         """Those that may be set, as they are now."""
         live = with_settings(self._config, self.settings)
         return {name: getattr(live, name) for name in LIVE}
@@ -86,7 +86,7 @@ class Controls:
         taken, self.settings, self._pending = tuple(self._pending), self._next(), []
         return taken
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self) -> dict[str, object]:
         settings = dict(self.settings)
         for control in self._pending:
             settings |= control.settings

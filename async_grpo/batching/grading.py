@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
 
 from async_grpo.batching.leased_work import MAX_KINDS, SlotFailed, WorkProgress
 from async_grpo.config.roles import ENVIRONMENT
@@ -58,7 +57,7 @@ class Grading:
 
         `rewards`: adapters that grade; none: those of the question's type.
         """
-        ask: Callable[[Requests], Any] = (
+        ask: Callable[[Requests], Awaitable[Sequence[Verdict]]] = (
             partial(self._ask, rewards=rewards) if rewards else self._ask
         )
         clock = asyncio.get_running_loop().time

@@ -226,7 +226,7 @@ class Ledger:
                 f"{in_flight} + {dict(fates)} (= {total})",
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Everything, as plain JSON values for a checkpoint."""
         return {
             "last_ordinal": self._last_ordinal,

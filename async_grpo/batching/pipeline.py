@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from async_grpo.batching.failures import Outages
 from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require_graded
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 STAGES = {role: role for role in (ENVIRONMENT, GENERATION, REFERENCE)} | {VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
 OnDiscard = Callable[[str], None]  # hears why work is done again
@@ -234,7 +235,7 @@ class SlotPipeline:
             gate: str | None = kind
             while True:
                 try:
-                    played: PlayedGroup = await self._leased(
+                    played = await self._leased(
                         ENVIRONMENT,
                         "play",
                         request,
@@ -281,7 +282,7 @@ class SlotPipeline:
 
         with self._in_stage("generating", request.num_samples):
             try:
-                turns: tuple[Turn, ...] = await self._leased(
+                turns = await self._leased(
                     GENERATION,
                     "generate",
                     request,
@@ -304,14 +305,13 @@ class SlotPipeline:
         self, requests: Requests, *, rewards: tuple[str, ...] = ()
     ) -> tuple[Verdict, ...]:
         rewards = rewards or self._config.rewards_of(requests[0].question.dataset_type)
-        verdicts: tuple[Verdict, ...] = await self._leased(
+        return await self._leased(
             VERIFIER,
             "verify",
             GradingRequest(requests, rewards=rewards),
             cost=len(requests),
             timeout_s=self._config.stall_timeout_s,
         )
-        return verdicts
 
     async def _leased(
         self,
@@ -320,7 +320,7 @@ class SlotPipeline:
         request: object,
         *,
         cost: float,
-        check: Callable[[Any], None] = lambda answer: None,
+        check: Callable[[T], None] = lambda answer: None,
         gives_up: tuple[type[AsyncGrpoError], ...] = (),
         version: WeightsVersion | None = None,
         slot: Hashable = None,
@@ -330,7 +330,7 @@ class SlotPipeline:
         num_objects: int = 0,
         lane: Lane | None = None,
         kind: str | None = None,
-    ) -> Any:
+    ) -> T:
         """A good answer to `method(request)`, of another worker when the first could not give one.
 
         With `num_objects` it is as `Lease.call_for` gives it, and may take as long as it likes.
@@ -354,10 +354,10 @@ class SlotPipeline:
                         if self.outages.is_open(kind):
                             continue  # since it stood in line
                         asked, worker.received, worker.lane = worker.worker_id, received, lane
-                        if num_objects:
-                            answer = await worker.call_for(method, request, num_objects=num_objects)
-                        else:
+                        if not num_objects:
                             answer = await worker.call(method, request, timeout_s=timeout_s)
+                        else:
+                            answer = await worker.call_for(method, request, num_objects=num_objects)
                         check(answer)
                 except final:
                     raise

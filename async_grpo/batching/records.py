@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from async_grpo.batching.admission import AdmissionWindow, StepKey
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
@@ -79,7 +79,7 @@ class BatcherPlan:
     vocab_size: int = sys.maxsize  # of the model
     object_store_bytes: int = 0  # of the cluster
     epoch: int = 0  # of the run: the controller says it when the run begins
-    settings: Mapping[str, Any] = field(default_factory=dict)  # options that were set since
+    settings: Mapping[str, object] = field(default_factory=dict)  # options that were set since
     pending: tuple[Control, ...] = ()  # what was asked, and waits for the end of a batch
     named_sets: Mapping[str, Sequence[Question]] = field(default_factory=dict)  # of --eval
     # Of named sets that have one of their own; None: one answer.

@@ -27,12 +27,15 @@ from async_grpo.util.together import in_background
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from async_grpo.types import WeightsBucket, WeightsDelta
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Exported = tuple[Any, ...]  # of an object reference: bytes and texts
+Exported = tuple[object, ...]  # of an object reference: bytes and texts
 Places = tuple[tuple[str, int], ...]  # host and port of each
 
 CONTROLLER = "controller"
@@ -124,7 +127,7 @@ def find_actor(name: str) -> Any | None:
         return None
 
 
-def driver_of(actor: Any) -> str:
+def driver_of(actor: ActorHandle) -> str:
     """The driver that an actor ends with, for people: its process and its machine."""
     from ray._private import state
 
@@ -135,7 +138,7 @@ def driver_of(actor: Any) -> str:
     return "of an unknown process"
 
 
-def on_this_node() -> Any:
+def on_this_node() -> NodeAffinitySchedulingStrategy:
     """A scheduling strategy that keeps an actor on the caller's node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -144,7 +147,7 @@ def on_this_node() -> Any:
     return NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
-def on_head_node() -> Any:
+def on_head_node() -> NodeAffinitySchedulingStrategy:
     """A scheduling strategy that prefers the cluster's head; any other node if it has no room."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -228,7 +231,7 @@ def is_here(node_id: str) -> bool:
     return str(ray.get_runtime_context().get_node_id()) == node_id
 
 
-def process_of(handle: Any) -> int:
+def process_of(handle: ActorHandle) -> int:
     """The process id of an actor, dead or alive; 0 as long as Ray has found no place for it."""
     from ray._private import state
 
@@ -242,7 +245,7 @@ def logs_folder() -> str:
     return str(ray._private.worker._global_node.get_logs_dir_path())
 
 
-def is_ready(reference: Any) -> bool:
+def is_ready(reference: Awaitable[object]) -> bool:
     """Whether `wait` would return, or raise, at once."""
     import ray
 
@@ -267,7 +270,7 @@ def wait(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
         raise _translated(error, who) from None
 
 
-def fetch(references: Sequence[Any], *, timeout_s: float, owner: str) -> list[Any | None]:
+def fetch(references: Sequence[Awaitable[T]], *, timeout_s: float, owner: str) -> list[T | None]:
     """The values of objects; None for what is lost with its node, or does not come in time.
 
     Raises `ProcessLostError` naming the `owner` that has ended, and with it all that it owned.
@@ -279,7 +282,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, owner: str) -> list[An
         return []
     wanted = list(references)
     ready = set(ray.wait(wanted, num_returns=len(wanted), timeout=timeout_s)[0])
-    values: list[Any | None] = []
+    values: list[T | None] = []
     for reference in wanted:
         try:
             here = reference in ready
@@ -316,7 +319,7 @@ async def work(reference: Awaitable[T], *, timeout_s: float | None, who: str) ->
         raise
 
 
-def put_bytes(data: NDArray[np.uint8]) -> Any:
+def put_bytes(data: NDArray[np.uint8]) -> ObjectRef:
     """Copy bytes into this node's object store; they live until this process lets go of them.
 
     Raises `WeightSyncError` when there is no room for them.
@@ -334,7 +337,7 @@ def put_bytes(data: NDArray[np.uint8]) -> Any:
         ) from error
 
 
-def export_reference(reference: Any) -> Exported:
+def export_reference(reference: ObjectRef) -> Exported:
     """A reference for another process, which `import_reference` turns into one again.
 
     Unlike one that travels in a call it keeps nothing alive: the bytes end with the reference of
@@ -347,7 +350,7 @@ def export_reference(reference: Any) -> Exported:
     return *parts, reference.tensor_transport()
 
 
-def import_reference(exported: Exported) -> Any:
+def import_reference(exported: Exported) -> ObjectRef:
     """The inverse of `export_reference`."""
     from ray._private.serialization import _object_ref_deserializer
 
@@ -384,7 +387,7 @@ async def _as_coroutine(reference: Awaitable[T]) -> T:
     return await reference
 
 
-def _translated(error: Any, who: str) -> Exception:
+def _translated(error: Exception, who: str) -> Exception:
     """What a Ray error means in this package."""
     from ray.exceptions import (
         ActorUnavailableError,

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from async_grpo.types import (
+        Arrays,
         Control,
         EvaluationResult,
         GenerationRequest,
@@ -32,7 +36,6 @@ if TYPE_CHECKING:
         StreamItems,
         Turn,
         Verdict,
-        VerificationRequest,
         WeightsAck,
         WeightsSnapshot,
         WeightsVersion,
@@ -59,18 +62,18 @@ class WorkerHandle(Protocol):
     abort_all: Method[[], None]
     load_weights: Method[[WeightsSnapshot], WeightsAck]  # of roles that follow the trainer's
     generate: Method[[GenerationRequest], tuple[Turn, ...]]
-    open_route: Method[[dict[str, Any], float], None]  # of the device transport, as the next two
+    open_route: Method[[Mapping[str, object], float], None]  # device transport's, as the next two
     expect_weights: Method[[WeightsSnapshot], None]
-    receive_weights: Method[[WeightsSnapshot, dict[str, Any], float], None]
-    logprobs: Method[[LogprobRequest], Sequence[Any]]  # of references and teachers
-    teach: Method[[LogprobRequest], tuple[Any, ...]]  # of teachers, as the next three
-    head: Method[[HeadRequest], tuple[Any, ...]]
+    receive_weights: Method[[WeightsSnapshot, Mapping[str, object], float], None]
+    logprobs: Method[[LogprobRequest], Sequence[NDArray[np.float32]]]  # of references and teachers
+    teach: Method[[LogprobRequest], tuple[object, ...]]  # of teachers, as the next three
+    head: Method[[HeadRequest], tuple[object, ...]]
     join_express: Method[[object, int], None]
     serve_express: Method[[object], None]
     play: Method[[EpisodesRequest], PlayedGroup]  # of environments
     judge: Method[[JudgeRequest], JudgeAnswer]  # of judges
     verify: Method[[GradingRequest], tuple[Verdict, ...]]  # of verifier pools, as all below
-    try_out: Method[[VerificationRequest], tuple[Verdict, ...]]
+    try_out: Method[[GradingRequest], tuple[Verdict, ...]]
     take_share: Method[[int], None]
     complaint: Method[[], str]
 
@@ -114,7 +117,7 @@ class ControllerHandle(Protocol):
     next_items: Method[[RunId, int, int], StreamItems]
     hungry: Method[[RunId, int], None]
     taught_again: Method[[RunId, int, int, Sequence[RowKey]], Minibatch]
-    teacher_head: Method[[RunId, str], tuple[Any, ...]]
+    teacher_head: Method[[RunId, str], tuple[Awaitable[Arrays], ...]]
     evaluated: Method[[RunId], tuple[EvaluationResult, ...]]
     status: Method[[RunId], PipelineStatus]
     control: Method[[str, Control], None]
@@ -134,38 +137,40 @@ class RunClient:
     controller: ControllerHandle
     run: RunId
 
-    def next_items(self, rank: int, index: int) -> Any:
+    def next_items(self, rank: int, index: int) -> Awaitable[StreamItems]:
         return self.controller.next_items.remote(self.run, rank, index)
 
-    def taught_again(self, rank: int, index: int, keys: Sequence[RowKey]) -> Any:
+    def taught_again(self, rank: int, index: int, keys: Sequence[RowKey]) -> Awaitable[Minibatch]:
         return self.controller.taught_again.remote(self.run, rank, index, keys)
 
-    def teacher_head(self, role: str) -> Any:
+    def teacher_head(self, role: str) -> Awaitable[tuple[Awaitable[Arrays], ...]]:
         return self.controller.teacher_head.remote(self.run, role)
 
-    def hungry(self, index: int) -> Any:
+    def hungry(self, index: int) -> Awaitable[None]:
         return self.controller.hungry.remote(self.run, index)
 
-    def status(self) -> Any:
+    def status(self) -> Awaitable[PipelineStatus]:
         return self.controller.status.remote(self.run)
 
-    def evaluated(self) -> Any:
+    def evaluated(self) -> Awaitable[tuple[EvaluationResult, ...]]:
         return self.controller.evaluated.remote(self.run)
 
-    def publish(self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float) -> Any:
+    def publish(
+        self, snapshot: WeightsSnapshot, roles: tuple[str, ...], timeout_s: float
+    ) -> Awaitable[dict[str, PublishReport]]:
         return self.controller.publish.remote(self.run, snapshot, roles, timeout_s)
 
-    def published(self, version: WeightsVersion) -> Any:
+    def published(self, version: WeightsVersion) -> Awaitable[None]:
         return self.controller.published.remote(self.run, version)
 
-    def receivers(self, role: str) -> Any:
+    def receivers(self, role: str) -> Awaitable[tuple[tuple[WorkerInfo, WorkerHandle], ...]]:
         return self.controller.receivers.remote(role)
 
-    def heard(self) -> Any:
+    def heard(self) -> Awaitable[None]:
         return self.controller.heard.remote(self.run)
 
-    def abort(self, reason: str) -> Any:
+    def abort(self, reason: str) -> Awaitable[None]:
         return self.controller.abort.remote(self.run, reason)
 
-    def end_run(self) -> Any:
+    def end_run(self) -> Awaitable[None]:
         return self.controller.end_run.remote(self.run)

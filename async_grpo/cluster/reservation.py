@@ -14,12 +14,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo.cluster import cluster
 from async_grpo.devices.inventory import VISIBLE, Inventory
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError, ConfigError, DeadlineError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
@@ -98,7 +101,7 @@ def held_device(inventory: Inventory, rank: RankHere, *, share: float) -> Iterat
         _end(holder)
 
 
-def _given(holder: Any, inventory: Inventory, *, who: str, share: float) -> int:
+def _given(holder: ActorHandle, inventory: Inventory, *, who: str, share: float) -> int:
     """Where torch counts the device that a holder was given."""
     try:
         name = cluster.wait(
@@ -140,7 +143,7 @@ def rank_device(
         yield position
 
 
-def _start(share: float) -> Any:
+def _start(share: float) -> ActorHandle:
     import ray
 
     return (
@@ -155,7 +158,7 @@ def _start(share: float) -> Any:
     )
 
 
-def _end(holder: Any) -> None:
+def _end(holder: ActorHandle) -> None:
     import ray
 
     ray.kill(holder)

@@ -13,7 +13,7 @@ import gc
 import itertools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ from async_grpo.controller.registry import WorkerRegistry, registry_with
 from async_grpo.controller.verifier_terms import VerifierTerms
 from async_grpo.types import (
     AT_ONCE,
+    Arrays,
     Control,
     EvaluationResult,
     GenerationRequest,
@@ -53,11 +54,16 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, LeaseLost, LossCause, RunLost, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.cluster.handles import RecorderHandle, WitnessHandle, WorkerHandle
+    from async_grpo.cluster.handles import (
+        ControllerHandle,
+        RecorderHandle,
+        WitnessHandle,
+        WorkerHandle,
+    )
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Work = Callable[[], Coroutine[Any, Any, T]]
+Work = Callable[[], Coroutine[object, object, T]]
 TICK_S = 1.0
 # Counted in ticks: time in which this process itself stood still is nobody's silence.
 IDLE_TICKS = round(deadlines.CONTROLLER_IDLE_S / TICK_S)
@@ -79,7 +85,7 @@ class _Run:
     trainer: str  # for people
     folder: str  # its --output-dir
     silent_ticks: int = 0
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)  # calls, and what hears of its end
+    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls, what hears of its end
 
 
 class Controller:
@@ -88,7 +94,7 @@ class Controller:
     Every call of a run names it with its epoch; one of another raises `RunLost` at once.
     """
 
-    def __init__(self, code: str, *, kill: Callable[[Any], None] = ray.kill) -> None:
+    def __init__(self, code: str, *, kill: Callable[[object], None] = ray.kill) -> None:
         """`code`: the hash of the package that this process runs."""
         self._code = code
         self._kill = kill
@@ -243,10 +249,10 @@ class Controller:
         batcher = self._current(run).batcher
         return await self._while_it_lasts(run, partial(batcher.taught_again, rank, index, keys))
 
-    async def teacher_head(self, run: RunId, role: str) -> tuple[Any, ...]:
+    async def teacher_head(self, run: RunId, role: str) -> tuple[Awaitable[Arrays], ...]:
         """The reference of what makes logits of a teacher's hidden states, in a container."""
 
-        async def ask() -> tuple[Any, ...]:
+        async def ask() -> tuple[Awaitable[Arrays], ...]:
             while True:
                 limit_s = self._current(run).stall_timeout_s
                 try:
@@ -305,7 +311,7 @@ class Controller:
         version: WeightsVersion | None = None,
         prefer: str | None = None,
         owner: int | None = None,
-    ) -> Any:
+    ) -> object:
         """The answer of one worker of a role to `method(request)`, given under a valid lease.
 
         `prefer`: a worker's id, a hint. `owner`: the lease under which the asker works itself; the
@@ -449,7 +455,7 @@ class Controller:
         await asyncio.Future()  # whoever has called hears of the end instead of an answer
 
 
-def own_handle() -> Any:
+def own_handle() -> ControllerHandle:
     """The handle of the actor that this process is."""
     return ray.get_runtime_context().current_actor
 

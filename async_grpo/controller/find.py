@@ -7,7 +7,7 @@ import logging
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -61,7 +61,7 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def _named_controller() -> Any:
+def _named_controller() -> ControllerHandle:
     """The actor of that name, possibly one that is still starting, or has just died."""
     from async_grpo.controller.controller import Controller
 

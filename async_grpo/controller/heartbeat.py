@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from async_grpo.cluster import cluster
 from async_grpo.types import Pulse
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # A deadline is counted in ticks instead of measured: a controller that was itself frozen, or
 # starved of its CPU, finds the answers that came meanwhile before it has counted another tick.
+T = TypeVar("T")
 TICKS = 10
 GONE_PAUSES_S = (1.0, 0.0)  # after each try: the network may fail once
 
@@ -72,7 +73,7 @@ async def until_gone(call: Callable[[], Awaitable[object]], *, who: str) -> str:
     return reason
 
 
-async def in_ticks(awaited: asyncio.Future[Any], *, limit_s: float) -> bool:
+async def in_ticks(awaited: asyncio.Future[T], *, limit_s: float) -> bool:
     """Whether it is done within `limit_s`, in which time that this process stood still is none."""
     for _ in range(TICKS):
         done, _pending = await asyncio.wait({awaited}, timeout=limit_s / TICKS)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo.cluster import cluster
 from async_grpo.controller.balancer import Hold
 from async_grpo.controller.heartbeat import in_ticks
-from async_grpo.types import Turn, WeightsVersion, WorkerInfo
+from async_grpo.types import Arrays, Turn, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Lease:
     def is_valid(self) -> bool:
         return not self.ended.done()
 
-    async def call(self, method: str, request: Any, *, timeout_s: float | None = None) -> Any:
+    async def call(self, method: str, request: object, *, timeout_s: float | None = None) -> Any:
         """The worker's answer to `method(request)`.
 
         Raises what the worker raised, `DeadlineError`, and `LeaseLost` when the lease ends first.
@@ -63,7 +63,9 @@ class Lease:
         call = getattr(self.handle, method).remote(self._under(request))
         return await self._answer(call, timeout_s=timeout_s)
 
-    async def call_for(self, method: str, request: Any, *, num_objects: int) -> tuple[Any, Any]:
+    async def call_for(
+        self, method: str, request: object, *, num_objects: int
+    ) -> tuple[Any, list[Awaitable[Arrays]]]:
         """As `call`, of a method that returns `num_objects` more values: (answer, references).
 
         These stay where the worker made them. This process owns them: they live as long as anybody
@@ -73,10 +75,10 @@ class Lease:
         call, *objects = asked.remote(self._under(request))
         return await self._answer(call), objects
 
-    def _under(self, request: Any) -> Any:
+    def _under(self, request: Any) -> object:
         return replace(request, lease_id=self.lease_id) if hasattr(request, "lease_id") else request
 
-    async def _answer(self, call: Any, *, timeout_s: float | None = None) -> Any:
+    async def _answer(self, call: Awaitable[T], *, timeout_s: float | None = None) -> T:
         try:
             return await self.during(cluster.work(call, timeout_s=timeout_s, who=self._who))
         except ProcessLostError as error:
@@ -88,7 +90,7 @@ class Lease:
             self.check()  # else it is one that the worker itself had asked for
             raise WorkerError(str(error)) from error
 
-    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+    async def during(self, work: Coroutine[object, object, T]) -> T:
         """What `work` returns; `LeaseLost` when the lease ends first, which ends the work."""
         task = asyncio.ensure_future(work)
         waited: set[asyncio.Future[Any]] = {task, self.ended}
@@ -111,7 +113,7 @@ class Lease:
             self.ended.set_result(lost)
 
 
-def _forget(answer: asyncio.Future[Any]) -> None:
+def _forget(answer: asyncio.Future[T]) -> None:
     """Nobody asks any more how it ended."""
     if not answer.cancelled():
         answer.exception()

@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -61,7 +61,7 @@ class WorkerRegistry:
         *,
         lease_ids: Iterator[int] | None = None,
         ping_interval_s: float = deadlines.PING_S,
-        kill: Callable[[Any], None] = ray.kill,
+        kill: Callable[[object], None] = ray.kill,
     ) -> None:
         """`lease_ids` are unique among all registries; `kill` ends the process of a handle."""
         self._role = role

@@ -111,7 +111,7 @@ class Updates:
         """The acknowledgement, or why there is none."""
         worker_id = member.info.worker_id
         try:
-            ack: WeightsAck = await cluster.call(
+            ack = await cluster.call(
                 member.handle.load_weights.remote(snapshot),
                 timeout_s=timeout_s,
                 who=f"{self._role} worker {worker_id}",

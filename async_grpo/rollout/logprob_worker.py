@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from async_grpo.cluster import cluster
 from async_grpo.config.roles import REFERENCE, role_of
 from async_grpo.types import (
+    Arrays,
     HeadRequest,
     LogprobRequest,
     Payload,
@@ -40,7 +41,6 @@ from async_grpo.util.errors import ConfigError, StaleAnswerError, WeightSyncErro
 from async_grpo.util.imports import without_collection
 
 Scores = NDArray[np.float32]  # [L]
-Arrays = Mapping[str, NDArray[Any]]  # a payload: see `payloads`
 Answer = tuple[Scores, Arrays]
 OWN_WEIGHTS = WeightsVersion(0, 0)  # those of a teacher, which has no others
 
@@ -177,7 +177,7 @@ class LogprobWorker:
         """
         return tuple(scores for scores, _ in await self._answers(request))
 
-    async def teach(self, request: LogprobRequest) -> tuple[Any, ...]:
+    async def teach(self, request: LogprobRequest) -> tuple[object, ...]:
         """The answer of `logprobs`, then the payload of each output; raises the same.
 
         Called with one more return value than there are outputs, so that every payload is an object

@@ -5,7 +5,7 @@ Legend: N tokens of a forward, L of a row, K tokens of the vocabulary, V all of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,10 +16,9 @@ from async_grpo.algorithms.distillation_loss import top_k_with_tail
 from async_grpo.model.collate import split_by_row
 from async_grpo.model.lm_head import Head
 from async_grpo.model.scorer import CHUNK_SIZE, Scorer, TokenIds
-from async_grpo.types import Payload
+from async_grpo.types import Arrays, Payload
 
 Labels = NDArray[np.float32]  # [L] log-probability of each token
-Arrays = Mapping[str, NDArray[np.generic]]  # [L, ...] each, by name; bfloat16 as its bits, uint16
 
 
 @torch.no_grad()

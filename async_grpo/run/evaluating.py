@@ -53,7 +53,7 @@ def evaluate(config: TrainConfig) -> EvaluationResult:
         try_rewards(controller, [each.questions[0]], config, found=each.config)
     witness = start_witness()
     call = controller.begin_run.remote(plan, witness, start_recorder(config))
-    epoch: int = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
+    epoch = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
     client = RunClient(controller, RunId(plan.incarnation, epoch))
     _serve_own_weights(client, WeightsVersion(plan.incarnation, end.batch))
     (result,) = _evaluated(client, stall_timeout_s=config.stall_timeout_s)
@@ -85,7 +85,4 @@ def _evaluated(client: RunClient, *, stall_timeout_s: float) -> tuple[Evaluation
         client.heard()  # we live
         standstill.check()
         time.sleep(POLL_INTERVAL_S)
-    results: tuple[EvaluationResult, ...] = cluster.wait(
-        call, timeout_s=deadlines.STATUS_S, who="the evaluation"
-    )
-    return results
+    return cluster.wait(call, timeout_s=deadlines.STATUS_S, who="the evaluation")

@@ -18,13 +18,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -192,7 +192,7 @@ class MainRank:
             pending=self._journal.pending,
         )
         call = controller.begin_run.remote(plan, self._witness, self._recorder)
-        epoch: int = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
+        epoch = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
         return RunClient(controller, RunId(plan.incarnation, epoch))
 
     def finish_evaluations(self, ranks: Ranks, stop: Event) -> None:
@@ -235,10 +235,9 @@ class MainRank:
             if time.monotonic() >= due_at:
                 ranks.agree(EVALUATING)
                 due_at = time.monotonic() + deadlines.RANKS_TOLD_S
-        results: tuple[EvaluationResult, ...] = cluster.wait(
+        return cluster.wait(
             call, timeout_s=deadlines.STATUS_S, who="the evaluation of held-out questions"
         )
-        return results
 
     # Weights
 
@@ -416,5 +415,5 @@ class Announcements:
         self._on_synced(summary)
 
 
-def _wait(reference: Any) -> None:
+def _wait(reference: Awaitable[object]) -> None:
     cluster.wait(reference, timeout_s=deadlines.ANSWER_S, who=WHO)

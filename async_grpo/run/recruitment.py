@@ -164,7 +164,7 @@ def _find(
     timeout_s = demand.config.worker_timeout_s
     started, reminded = time.monotonic(), float("-inf")
     while True:
-        workers: tuple[WorkerInfo, ...] = cluster.wait(
+        workers = cluster.wait(
             controller.members.remote(role), timeout_s=deadlines.ANSWER_S, who=WHO
         )
         for worker in workers:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from async_grpo.types import (
     Turn,
     Verdict,
     VerificationRequest,
-    WorkerInfo,
 )
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
@@ -55,7 +54,7 @@ def try_rewards(
     that fails may be back in time, and a process that was lost is nobody's fault: both are only
     warned of.
     """
-    pools: tuple[tuple[WorkerInfo, Any], ...] = cluster.wait(
+    pools = cluster.wait(
         controller.receivers.remote(VERIFIER), timeout_s=deadlines.ANSWER_S, who="the controller"
     )
     questions = [

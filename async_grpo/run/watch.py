@@ -14,11 +14,11 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from async_grpo.cluster import cluster
 from async_grpo.cluster.handles import WHO, RunClient
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from async_grpo.cluster.handles import ControllerHandle
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 INTERVAL_S = 1.0
 STATUSES_A_MEMBERSHIP = 3  # members are asked for more rarely
 NUM_LOG_LINES = 20  # of the culprit, in the record
@@ -76,9 +77,9 @@ class Watcher:
                     self.show_workers(see_members(client.controller, self._incidents))
         self._take(self._client().status())
 
-    def _take(self, asked: Any) -> None:
+    def _take(self, asked: Awaitable[PipelineStatus]) -> None:
         try:
-            status: PipelineStatus = cluster.wait(asked, timeout_s=deadlines.STATUS_S, who=WHO)
+            status = cluster.wait(asked, timeout_s=deadlines.STATUS_S, who=WHO)
         except AsyncGrpoError as error:
             logger.debug("no status to show: %s", error)  # whoever needs the run says why
             return
@@ -95,7 +96,7 @@ def see_members(controller: ControllerHandle, incidents: Incidents) -> list[Work
     """Have `incidents` see who is registered, and return them all, as far as a controller tells."""
     seen: list[WorkerInfo] = []
 
-    def ask(call: Any) -> Any:
+    def ask(call: Awaitable[T]) -> T:
         return cluster.wait(call, timeout_s=deadlines.STATUS_S, who=WHO)
 
     try:
@@ -193,7 +194,7 @@ def _sentence(error: BaseException, first: Incident | None) -> str:
     return said if first is None or first.reason in said else f"{first.reason}; then {said}"
 
 
-def _account(incident: Incident) -> dict[str, Any]:
+def _account(incident: Incident) -> dict[str, object]:
     """An incident for people, with the end of the culprit's log where that lies on this node."""
     worker = incident.worker
     log = LastWords()
@@ -211,7 +212,7 @@ def _account(incident: Incident) -> dict[str, Any]:
     }
 
 
-def _write_once(path: Path, record: dict[str, Any]) -> bool:
+def _write_once(path: Path, record: dict[str, object]) -> bool:
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     write_json_atomic(draft, record)
     try:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import Event
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import ray
@@ -27,6 +27,7 @@ from async_grpo.cluster import cluster
 from async_grpo.cluster.handles import WHO, RunClient
 from async_grpo.config.roles import TEACHER
 from async_grpo.types import (
+    Arrays,
     EndOfStep,
     Minibatch,
     PipelineStatus,
@@ -47,7 +48,6 @@ from async_grpo.util.errors import (
 POLL_INTERVAL_S = 0.5  # after which a rank that waits looks whether it is to stop
 READY, STOP, LOST = range(3)  # what a rank proposes to the others for its next answer
 MAX_LOSSES = 5  # of payloads of one minibatch
-Arrays = Mapping[str, NDArray[Any]]  # of one row
 
 
 class Express(Protocol):
@@ -177,15 +177,12 @@ class RankStream(Iterator[StreamItem]):
             raise RunLost(self._loss)
         return item
 
-    def _wait_while_it_moves(self, reference: Any) -> StreamItems | None:
+    def _wait_while_it_moves(self, reference: Awaitable[StreamItems]) -> StreamItems | None:
         """The answer; None when this rank is asked to stop before it comes."""
         standstill = Standstill(self.client, timeout_s=self._stall_timeout_s)
         while not self._stop.is_set():
             if ray.wait([reference], timeout=POLL_INTERVAL_S)[0]:
-                items: StreamItems = cluster.wait(
-                    reference, timeout_s=deadlines.STATUS_S, who="the controller"
-                )
-                return items
+                return cluster.wait(reference, timeout_s=deadlines.STATUS_S, who="the controller")
             standstill.check()
         return None
 
@@ -213,12 +210,11 @@ def fetch_payloads(
     for _ in range(MAX_LOSSES):
         tickets = [sample.tickets[0] for sample in item.samples]
         references = [ticket.reference[0] for ticket in tickets]
-        found: list[Any] = cluster.fetch(
-            references, timeout_s=deadlines.PAYLOADS_FETCHED_S, owner=WHO
-        )
+        found = cluster.fetch(references, timeout_s=deadlines.PAYLOADS_FETCHED_S, owner=WHO)
         lost = [s.key for s, arrays in zip(item.samples, found, strict=True) if arrays is None]
         if not lost:
-            return with_payloads(item, found, teachers=teachers)
+            whole = [arrays for arrays in found if arrays is not None]
+            return with_payloads(item, whole, teachers=teachers)
         item = _made_again(client, rank, index, lost, timeout_s)
     raise WorkerError(
         f"what teachers said of minibatch {index} was lost {MAX_LOSSES} times: look at the memory "
@@ -250,7 +246,7 @@ def with_payloads(
 
 def _scores(
     sample: Sample, arrays: Arrays, widest: Mapping[str, int], teachers: Sequence[str]
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, NDArray[np.generic]]:
     scores = {f"{TEACHER}.{name}": _filled(a, widest.get(name)) for name, a in arrays.items()}
     if len(teachers) > 1:
         (row,) = sample.episode.rows
@@ -259,7 +255,7 @@ def _scores(
     return scores
 
 
-def _filled(array: NDArray[Any], width: int | None) -> NDArray[Any]:
+def _filled(array: NDArray[np.generic], width: int | None) -> NDArray[np.generic]:
     """[L] or [L, width]; bfloat16, which came as its bits, is float32."""
     if array.dtype == np.uint16:
         array = (array.astype(np.uint32) << 16).view(np.float32)
@@ -273,8 +269,7 @@ def _made_again(
 ) -> Minibatch:
     logger.warning("the payloads of %d samples are lost, and asked for again", len(lost))
     call = client.taught_again(rank, index, lost)
-    item: Minibatch = cluster.wait(call, timeout_s=timeout_s, who=WHO)
-    return item
+    return cluster.wait(call, timeout_s=timeout_s, who=WHO)
 
 
 class Standstill:
@@ -293,9 +288,7 @@ class Standstill:
         """Raise `DeadlineError` when no answer and no token has come between two looks."""
         if time.monotonic() < self._look_at:
             return
-        now: PipelineStatus = cluster.wait(
-            self._client.status(), timeout_s=deadlines.STATUS_S, who="the controller"
-        )
+        now = cluster.wait(self._client.status(), timeout_s=deadlines.STATUS_S, who=WHO)
         if self._before is not None and now.moves == self._before.moves:
             raise DeadlineError(
                 f"nothing has moved for --stall-timeout-s {self._timeout_s:g}: {_describe(now)}"

@@ -27,6 +27,7 @@ from async_grpo.types.runs import (
     RunStatus,
 )
 from async_grpo.types.samples import (
+    Arrays,
     Episode,
     FailureCause,
     FinishReason,
@@ -47,6 +48,7 @@ from async_grpo.types.snapshots import (
     CanaryRow,
     Piece,
     PublishReport,
+    Stored,
     TensorMeta,
     VersionSpan,
     WeightsAck,

@@ -15,12 +15,12 @@ class Message:
 
     __slots__ = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), self._values()
 
-    def _values(self) -> tuple[Any, ...]:
+    def _values(self) -> tuple[object, ...]:
         kind: Any = type(self)  # mypy takes a class with this method for one that has no hash
-        found: tuple[Any, ...] = _getter(kind)(self)
+        found: tuple[object, ...] = _getter(kind)(self)
         return found
 
 
@@ -32,7 +32,7 @@ class Parcel(Message):
 
     __slots__ = ()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _unpack, (type(self), packed(self._values()))
 
 
@@ -44,7 +44,7 @@ def _getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     return operator.attrgetter(*names)
 
 
-def packed(values: Any) -> bytes:
+def packed(values: object) -> bytes:
     """Values without references of Ray's, which it would not see."""
     return pickle.dumps(values, protocol=5)
 

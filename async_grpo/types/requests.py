@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,7 +155,7 @@ class OutageRequest(Message):
 class JudgeRequest:
     """Messages, as OpenAI's, to a worker of a judge."""
 
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Mapping[str, object], ...]
     temperature: float
     max_tokens: int  # of the answer
     is_again: bool = False  # the answer before was no verdict

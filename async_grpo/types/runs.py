@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from async_grpo.types.message import Message
 
@@ -31,7 +31,7 @@ class Control(Message):
     action: ControlAction
     by: str  # user, host and process, for people
     at: str  # UTC, ISO 8601
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of `set`: value by option
+    settings: Mapping[str, object] = field(default_factory=dict)  # of `set`: value by option
     worker: str = ""  # of `drain` and `undrain`: its id
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class RunStatus(Message):
 
     batch: int  # the oldest that is not completed
     num_batches: int
-    options: Mapping[str, Any]  # those that may be set, as they are now
+    options: Mapping[str, object]  # those that may be set, as they are now
     waiting: tuple[Control, ...]  # for the end of the batch
     workers: Mapping[str, tuple[str, bool]]  # by id: role, and whether it gets no new work
 

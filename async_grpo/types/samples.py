@@ -5,7 +5,7 @@ Legend: P prompt tokens, L output tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from async_grpo.types.tally import RowKey
 # length: at the run's longest output; max_tokens: at a shorter one that an environment asked for.
 FinishReason = Literal["stop", "length", "max_tokens", "abort"]
 VerdictStatus = Literal["scored", "unscorable", "error"]
+Arrays = Mapping[str, NDArray[np.generic]]  # [L, ...] of one row; bfloat16 as its bits
 FailureCause = Literal["", "exception", "connection", "overrun", "end", "lost"]
 
 
@@ -208,7 +209,7 @@ class Ticket(Message):
     The controller owns it, so that it survives the teacher's process, though not its node.
     """
 
-    reference: tuple[Any]  # Ray resolves a reference on its way, unless something holds it
+    reference: tuple[Awaitable[Arrays]]  # Ray resolves one on its way, unless something holds it
     teacher: str  # its role's name
     num_bytes: int
 

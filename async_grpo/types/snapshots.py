@@ -7,16 +7,17 @@ each update. What they disagree by is numerical mismatch alone: no staleness, no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 NUM_ROWS = 4  # of the canary
 MAX_ROW_TOKENS = 64
+Stored = Awaitable[NDArray[np.uint8]]  # an ObjectRef of bytes
 
 
 class WeightsVersion(NamedTuple):
@@ -67,7 +68,7 @@ class Piece(NamedTuple):
 class WeightsDelta:
     """What turns a bucket of `WeightsSnapshot.delta_since` into this version's."""
 
-    data: Any  # ObjectRef of a [size_bytes] uint8 array, owned as the bucket's
+    data: Stored  # [size_bytes], owned as the bucket's
     size_bytes: int
 
 
@@ -76,7 +77,7 @@ class WeightsBucket:
     """Pieces of parameters as one run of bytes in the object store."""
 
     pieces: tuple[Piece, ...]  # in the order of the bytes
-    data: Any  # ObjectRef of a [size_bytes] uint8 array, owned by the trainer rank that put it
+    data: Stored  # [size_bytes], owned by the trainer rank that put it
     size_bytes: int
     checksum: int  # xxh3_64 of the bytes
     delta: WeightsDelta | None = None  # None: too much has changed

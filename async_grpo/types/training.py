@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from async_grpo.types.message import Parcel, packed, unpacked
 from async_grpo.types.runs import Control
@@ -31,7 +31,7 @@ class Minibatch(Parcel):
     round_index: int
     samples: tuple[Sample, ...]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Tickets stay outside of the bytes: Ray must see the references that it counts."""
         if not any(sample.tickets for sample in self.samples):
             return Parcel.__reduce__(self)  # a class with slots has no super() of its own here
@@ -56,7 +56,7 @@ class ResumePoint:
 
     batch: int  # of the next gradient step
     step_in_batch: int
-    ledger: Mapping[str, Any]  # `Ledger.state()`: plain JSON values
+    ledger: Mapping[str, object]  # `Ledger.state()`: plain JSON values
     quarantined: tuple[int, ...] = ()  # indices of questions that kill workers
 
 
@@ -84,7 +84,7 @@ class EndOfStep(Parcel):
     # At a batch's end: what was asked meanwhile, and the options that are other than at the run's
     # start from the next batch on.
     controls: tuple[Control, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     # Of sets that have ended since the step before; rank 0's alone, too.
     evaluations: tuple[EvaluationResult, ...] = field(default=(), compare=False)
 

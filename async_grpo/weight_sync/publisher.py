@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 from async_grpo.cluster import cluster
 from async_grpo.types import (
     PublishReport,
+    Stored,
     WeightsBucket,
     WeightsDelta,
     WeightsSnapshot,
@@ -87,7 +88,7 @@ class Collector:
         self._kept: dict[int, NDArray[np.uint8]] = {}  # this rank's bytes of `_since`, by bucket
         self._since: WeightsVersion | None = None
         self._count = 0  # of collections
-        self._own: dict[int, list[Any]] = {}  # references of this rank, by collection
+        self._own: dict[int, list[Stored]] = {}  # references of this rank, by collection
         self._live: WeakValueDictionary[int, WeightsBucket] = WeakValueDictionary()  # on rank 0
 
     def collect(self, shards: list[Tensor], *, version: WeightsVersion) -> Collected:
@@ -264,7 +265,7 @@ class Publisher:
         self, client: RunClient, snapshot: WeightsSnapshot, *, roles: Roles, timeout_s: float
     ) -> dict[str, PublishReport]:
         """Have the controller give it to the workers of `roles`; what came of it, by role."""
-        reports: dict[str, PublishReport] = cluster.wait(
+        reports = cluster.wait(
             client.publish(snapshot, roles, timeout_s),
             timeout_s=timeout_s + deadlines.PUBLISH_SLACK_S,
             who="the controller",

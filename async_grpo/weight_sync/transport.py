@@ -142,7 +142,7 @@ class DeviceSender:
         receivers = cluster.wait(
             client.receivers(GENERATION), timeout_s=deadlines.ANSWER_S, who="the controller"
         )
-        asked: dict[WorkerInfo, tuple[WorkerHandle, Any]] = {}
+        asked: dict[WorkerInfo, tuple[WorkerHandle, Awaitable[None]]] = {}
         for worker, handle in receivers:
             if self._leads_to(worker):
                 asked[worker] = handle, handle.expect_weights.remote(snapshot)
