@@ -39,7 +39,7 @@ class Manifest:
 
     batches: int  # completed ones
     world_size: int
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     hashes: Mapping[str, str]  # of what must be the same on resume, by what it is: model, data, …
     state: Mapping[str, Any]
     files: Mapping[str, str] = field(default_factory=dict)  # sha256 by name within the checkpoint

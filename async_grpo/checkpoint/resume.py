@@ -65,12 +65,12 @@ class Start:
             return None
         return ResumePoint(**{**saved, "quarantined": tuple(saved["quarantined"])})
 
-    def settings(self, config: TrainConfig) -> dict[str, Any]:
+    def settings(self, config: TrainConfig) -> dict[str, object]:
         """What was set while the run trained, and holds on: see `config.live`.
 
         An option that the command line has changed since is the command line's.
         """
-        saved: Mapping[str, Mapping[str, Any]] = self.state.get("settings", {})
+        saved: Mapping[str, Mapping[str, object]] = self.state.get("settings", {})
         return {
             name: change["is"]
             for name, change in saved.items()
@@ -119,7 +119,7 @@ def check_contents(start: Start, hashes: Mapping[str, str], paths: Mapping[str, 
             )
 
 
-def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, Any]]:
+def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, object]]:
     """{option: {"was": of the checkpoint, "is": of this command line}}, but for places."""
     saved = start.manifest.config if start.manifest else {}
     return {
@@ -278,7 +278,7 @@ def differing_options(config: TrainConfig, output: Path, ignored: tuple[str, ...
     return [name for name in own if name not in ignored and saved.get(name) != own[name]]
 
 
-def _saved_options(output: Path) -> Mapping[str, Any]:
+def _saved_options(output: Path) -> Mapping[str, object]:
     try:
         options: dict[str, Any] = json.loads((output / PARAMETERS_FILE).read_text())
     except (OSError, ValueError):

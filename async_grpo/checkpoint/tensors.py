@@ -12,10 +12,11 @@ weights of a reference that has moved are in files of their own, as they were se
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -99,7 +100,7 @@ class _ProvingWriter(HuggingFaceStorageWriter):
     What it raises while it writes, torch.distributed.checkpoint tells all ranks.
     """
 
-    def __init__(self, path: str, **options: Any) -> None:
+    def __init__(self, path: str, **options: object) -> None:
         super().__init__(path, **options)
         self.fs = _HashingFiles()
 
@@ -130,7 +131,7 @@ class _HashingFiles(FileSystem):
         self.digests: dict[Path, hashlib._Hash] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[object]:
         with super().create_stream(path, mode) as stream:
             digest = self.digests[Path(path)] = hashlib.sha256()
             yield _Hashed(stream, digest)
@@ -145,7 +146,7 @@ class _Hashed:
         self._digest.update(content)
         return self._stream.write(content)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
 
 

@@ -15,7 +15,7 @@ LIVE = options_of_change(TrainConfig, Change.LIVE)
 Settings = Mapping[str, Any]
 
 
-def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+def parse_settings(texts: Iterable[str]) -> dict[str, object]:
     """Values by option, of `name=value` as a user types it; raises `ConfigError`.
 
     >>> parse_settings(["learning_rate=1e-6", "--max-staleness=2"])

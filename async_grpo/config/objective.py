@@ -222,11 +222,11 @@ def typed_out(name: str, *, max_generation_tokens: int) -> str:
     return PRESETS[name].format(longest=max_generation_tokens, fifth=max_generation_tokens // 5)
 
 
-def preset_options(name: str, *, max_generation_tokens: int) -> dict[str, Any]:
+def preset_options(name: str, *, max_generation_tokens: int) -> dict[str, object]:
     """The options that a preset stands for; what it does not name keeps its default."""
     if not name:
         return {}
-    kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(ObjectiveConfig)}
+    kinds: dict[str, type] = {each.name: type(each.default) for each in fields(ObjectiveConfig)}
     typed = typed_out(name, max_generation_tokens=max_generation_tokens)
     pairs = (option.split() for option in typed.removeprefix("--").split(" --"))
     options = {option.replace("-", "_"): value for option, value in pairs}

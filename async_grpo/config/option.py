@@ -20,7 +20,7 @@ from async_grpo.util.errors import ConfigError
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 # What a number may have to be, and what to give else.
 NOT_NEGATIVE, POSITIVE, AT_LEAST_1 = "not be negative", "be positive", "be at least 1"
-BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], int, str]] = {
+BOUNDS: dict[str, tuple[Callable[[float, float], bool], int, str]] = {
     NOT_NEGATIVE: (operator.ge, 0, "give 0 or more"),
     POSITIVE: (operator.gt, 0, "give a positive number"),
     AT_LEAST_1: (operator.ge, 1, "give a positive number"),
@@ -38,12 +38,12 @@ class Change(Flag):
 
 
 def option(
-    default: Any,
+    default: object,
     *,
     must: str = NOT_NEGATIVE,
     change: Change = Change.RECORDED,
     choices: Sequence[str] = (),
-    none: Any = None,
+    none: object = None,
     aliases: Sequence[str] = (),
     several: str = "",
     group: str = "",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from async_grpo.config.data_files import OUR_COLUMNS
 from async_grpo.config.option import require
@@ -38,7 +37,7 @@ class Columns:
 
     __slots__ = ("_mapping", "_row")
 
-    def __init__(self, row: Mapping[str, Any], *, mapping: Mapping[str, str]) -> None:
+    def __init__(self, row: Mapping[str, object], *, mapping: Mapping[str, str]) -> None:
         self._row = row
         self._mapping = mapping
         for ours in mapping:

@@ -17,10 +17,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from async_grpo.config.data_files import DataSource
 from async_grpo.util.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import DatasetBuilder
 
 MAX_REPORTED_ERRORS = 5
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -31,8 +34,8 @@ SAVED_NAMES = ("state.json", "dataset_dict.json")  # in a folder of save_to_disk
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 Record = TypeVar("Record")
-Build = Callable[[Mapping[str, Any]], Record]
-Line = tuple[str, Any]  # its place, for messages; bytes of JSON text, or an already decoded row
+Build = Callable[[Mapping[str, object]], Record]
+Line = tuple[str, object]  # its place, for messages; bytes of JSON text, or an already decoded row
 
 
 class MalformedLine(ValueError):
@@ -123,7 +126,7 @@ def _no_number(constant: str) -> None:
     raise MalformedLine("", expected="JSON, which has no such number: null, or text", got=constant)
 
 
-def _converted(row: Mapping[str, Any], types: Mapping[str, str]) -> Mapping[str, Any]:
+def _converted(row: Mapping[str, object], types: Mapping[str, str]) -> Mapping[str, object]:
     """The row, with each value of these columns as the type that the user named.
 
     >>> _converted({"x": "007", "y": "a", "z": None}, {"x": "int", "z": "float"})
@@ -148,7 +151,7 @@ def _finite(text: str) -> float:
     return value
 
 
-CONVERSIONS: Mapping[str, Callable[[str], Any]] = {
+CONVERSIONS: Mapping[str, Callable[[str], object]] = {
     "int": int,
     "float": _finite,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
@@ -257,7 +260,7 @@ def _read_dataset(source: DataSource) -> Iterator[Line]:
         yield f"{path} row {number}", row
 
 
-def _as_text(builder: Any) -> dict[str, Any]:
+def _as_text(builder: DatasetBuilder) -> dict[str, object]:
     """What has `datasets` read every column of a folder's CSV files as text; {} for other data."""
     import pandas
     from datasets import Features, Value

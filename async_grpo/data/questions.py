@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from async_grpo.data.columns import Columns
 from async_grpo.data.lines import MalformedLine
 from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import DataError, UnfitModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 PROMPTS = ("input_token_ids", "input", "messages")
 WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line without a prompt
@@ -24,13 +27,13 @@ WHOLE_TEXTS = ("text", "completion", "completion_token_ids")  # of a line withou
 class LineReader:
     """Makes a record of a line; raises `MalformedLine` that names a column and what it expects."""
 
-    tokenizer: Any  # Hugging Face's, or with the few members of theirs used here
+    tokenizer: Tokenizer  # or anything with the few members of theirs used here
     vocab_size: int
     max_tokens: int  # of a prompt that fits beside the longest answer, or of a whole pair
     mapping: Mapping[str, str] = field(default_factory=dict)  # our column names to the user's
     types: Sequence[str] = ()  # of which a line may be; none: of any. Of one, it need not say so
 
-    def question(self, row: Mapping[str, Any]) -> Question:
+    def question(self, row: Mapping[str, object]) -> Question:
         """Of `input_token_ids`, `messages` or `input`; every other column is optional.
 
         Token ids win over text: they are what the model reads. Of a line with messages, `input` is
@@ -44,7 +47,7 @@ class LineReader:
         kind = self._type(columns)
         return Question(np.asarray(ids, dtype=np.int32), text, columns.answer(), row, kind)
 
-    def pair(self, row: Mapping[str, Any]) -> TrainingPair:
+    def pair(self, row: Mapping[str, object]) -> TrainingPair:
         """A prompt, given as in `question`, with a demonstrated completion.
 
         That is `completion`, whose tokens are closed by the end token, or `completion_token_ids`,
@@ -63,7 +66,7 @@ class LineReader:
         self._check_length(columns, num_tokens, f"a pair of at most {self.max_tokens}", limit)
         return TrainingPair(np.asarray(prompt, np.int32), np.asarray(completion, np.int32))
 
-    def given(self, row: Mapping[str, Any]) -> GivenPair:
+    def given(self, row: Mapping[str, object]) -> GivenPair:
         """A pair, as in `pair`, with its texts and every other column."""
         pair, columns = self.pair(row), Columns(row, mapping=self.mapping)
         prompt, completion = pair.prompt_token_ids, pair.completion_token_ids
@@ -170,7 +173,7 @@ def _whole_text(columns: Columns) -> str:
     return "text" if columns.has("text") and not any(map(columns.has, others)) else ""
 
 
-def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:
+def prompt_token_ids(tokenizer: Tokenizer, *, text: str) -> list[int]:
     """Token ids of a user's prompt, ready for the model to answer."""
     if tokenizer.chat_template:
         return chat_token_ids(tokenizer, messages=[{"role": "user", "content": text}])
@@ -181,7 +184,7 @@ def prompt_token_ids(tokenizer: Any, *, text: str) -> list[int]:
     return ids
 
 
-def chat_token_ids(tokenizer: Any, *, messages: Sequence[dict[str, str]]) -> list[int]:
+def chat_token_ids(tokenizer: Tokenizer, *, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation, up to where the assistant's next words begin."""
     try:
         ids = tokenizer.apply_chat_template(
@@ -199,12 +202,12 @@ def chat_token_ids(tokenizer: Any, *, messages: Sequence[dict[str, str]]) -> lis
     return list(ids)
 
 
-def completion_token_ids(tokenizer: Any, *, text: str) -> list[int]:
+def completion_token_ids(tokenizer: Tokenizer, *, text: str) -> list[int]:
     """Token ids of a demonstrated answer, closed by the end token."""
     return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
-def text_token_ids(tokenizer: Any, *, text: str) -> list[int]:
+def text_token_ids(tokenizer: Tokenizer, *, text: str) -> list[int]:
     """Token ids of a whole text, begun as the tokenizer begins texts, closed by the end token."""
     ids = list(tokenizer(text)["input_ids"])
     return ids if ids and ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]

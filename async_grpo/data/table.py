@@ -53,12 +53,12 @@ class _Table(Sequence[T]):
 
     @staticmethod
     @abstractmethod
-    def _pack(record: T) -> tuple[Any, ...]:
+    def _pack(record: T) -> tuple[bytes, *tuple[object, ...]]:
         """The bytes of the prompt's ids, and whatever else there is."""
 
     @staticmethod
     @abstractmethod
-    def _unpack(prompt: bytes, *rest: Any) -> T: ...
+    def _unpack(prompt: bytes, *rest: object) -> T: ...
 
 
 class QuestionTable(_Table[Question]):
@@ -67,7 +67,7 @@ class QuestionTable(_Table[Question]):
     __slots__ = ()
 
     @staticmethod
-    def _pack(record: Question) -> tuple[Any, ...]:
+    def _pack(record: Question) -> tuple[bytes, *tuple[object, ...]]:
         rest = record.input, record.answer, record.columns, record.dataset_type
         return record.input_token_ids.tobytes(), *rest
 
@@ -82,7 +82,7 @@ class PairTable(_Table[TrainingPair]):
     __slots__ = ()
 
     @staticmethod
-    def _pack(record: TrainingPair) -> tuple[Any, ...]:
+    def _pack(record: TrainingPair) -> tuple[bytes, *tuple[object, ...]]:
         return record.prompt_token_ids.tobytes(), record.completion_token_ids.tobytes()
 
     @staticmethod
@@ -101,7 +101,7 @@ class GivenTable(_Table[GivenPair]):
         return max((pair.num_tokens for pair in self), default=0)
 
     @staticmethod
-    def _pack(record: GivenPair) -> tuple[Any, ...]:
+    def _pack(record: GivenPair) -> tuple[bytes, *tuple[object, ...]]:
         completion = record.completion_token_ids.tobytes()
         return *QuestionTable._pack(record.question), completion, record.completion
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +87,7 @@ def packed_attention(
     max_length_q: int | None = None,
     repeat_index: Tensor | None = None,
     first_index: Tensor | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within every sequence of a row; the signature is transformers'.
 

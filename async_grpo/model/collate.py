@@ -28,7 +28,7 @@ class _Row:
     behaviour: NDArray[np.float32]  # [L]; zeros where nothing was sampled, which no loss reads
     weight: float = 1.0  # w_i
     advantage: float | NDArray[np.float32] = 0.0  # or [L]
-    scores: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # [L] or [L, K]
+    scores: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)  # [L] or [L, K]
     is_first: bool = True  # of its sample
     is_given: bool = False  # nobody sampled it
 
@@ -221,7 +221,7 @@ def _ids(parts: Sequence[NDArray[np.integer]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-def _floats(parts: Sequence[NDArray[Any]]) -> Tensor:
+def _floats(parts: Sequence[NDArray[np.generic]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
 

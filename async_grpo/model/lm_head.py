@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,19 +105,19 @@ def _adds_into_float32(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((total == 9.0).all())
 
 
-def _capped(config: Any) -> Rescaling:
+def _capped(config: PreTrainedConfig) -> Rescaling:
     return Rescaling(softcap=config.final_logit_softcapping or None)
 
 
-def _multiplied(config: Any) -> Rescaling:
+def _multiplied(config: PreTrainedConfig) -> Rescaling:
     return Rescaling(factor=config.logit_scale)
 
 
-def _divided(config: Any) -> Rescaling:
+def _divided(config: PreTrainedConfig) -> Rescaling:
     return Rescaling(factor=1 / config.logits_scaling)
 
 
-BY_MODEL_TYPE: dict[str, Callable[[Any], Rescaling]] = {
+BY_MODEL_TYPE: dict[str, Callable[[PreTrainedConfig], Rescaling]] = {
     "cohere": _multiplied,
     "cohere2": _multiplied,
     "gemma2": _capped,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from async_grpo.model.lm_head import UNCHANGED, Head, Rescaling, add_product_
 
@@ -106,7 +107,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -140,7 +141,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, entropy, *values
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_normaliser, entropy = ctx.saved_tensors
         grad_chosen = torch.zeros_like(entropy) if grads[0] is None else grads[0]
         grad_entropy = grads[1]
@@ -175,7 +176,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 

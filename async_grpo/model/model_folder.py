@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
@@ -16,6 +16,7 @@ from async_grpo.util.errors import UnfitModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 # Any of them holds a vocabulary; tokenizer_config.json alone makes an empty tokenizer.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
@@ -167,7 +168,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _read_tokenizer(path: str) -> Any:
+def _read_tokenizer(path: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
@@ -179,7 +180,7 @@ def _read_tokenizer(path: str) -> Any:
         ) from error
 
 
-def encoding_hash(tokenizer: Any) -> str:
+def encoding_hash(tokenizer: Tokenizer) -> str:
     """Of what a tokenizer makes of text: the same however it was saved, and by whom.
 
     Sha256 over the vocabulary, the model (merges, scores), and the ids of a text.
@@ -301,7 +302,7 @@ def _max_positions(config: PreTrainedConfig, path: str) -> int:
 
 
 def _stop_token_ids(
-    folder: Path, config: PreTrainedConfig, tokenizer: Any, vocab_size: int
+    folder: Path, config: PreTrainedConfig, tokenizer: Tokenizer, vocab_size: int
 ) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
     defaults = json.loads(generation.read_text()) if generation.is_file() else {}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -189,7 +189,7 @@ class Engine:
         found = await self._transfer("device_id", self._llm.collective_rpc("device_id"))
         return tuple(device for device in found if device)
 
-    async def open_route(self, init_info: dict[str, Any], *, timeout_s: float) -> None:
+    async def open_route(self, init_info: dict[str, object], *, timeout_s: float) -> None:
         """Meet the trainer over NCCL, for `apply`; generation waits meanwhile.
 
         Raises:
@@ -211,7 +211,7 @@ class Engine:
         self,
         snapshot: WeightsSnapshot,
         *,
-        update_info: dict[str, Any] | None = None,
+        update_info: dict[str, object] | None = None,
         timeout_s: float = deadlines.WEIGHTS_APPLIED_S,
     ) -> Loaded:
         """Serve what was staged, or what `update_info` says will come over NCCL.

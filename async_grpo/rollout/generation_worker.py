@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import ray
 
@@ -159,7 +159,7 @@ class GenerationWorker:
         """
         return await self._serve(snapshot, lambda: self._engine.load(snapshot, cluster.fetch_bytes))
 
-    async def open_route(self, init_info: dict[str, Any], timeout_s: float) -> None:
+    async def open_route(self, init_info: dict[str, object], timeout_s: float) -> None:
         """Meet the trainer over NCCL.
 
         Raises:
@@ -177,7 +177,7 @@ class GenerationWorker:
         await self._alive(self._engine.expect(snapshot))
 
     async def receive_weights(
-        self, snapshot: WeightsSnapshot, update_info: dict[str, Any], timeout_s: float
+        self, snapshot: WeightsSnapshot, update_info: dict[str, object], timeout_s: float
     ) -> None:
         """Take a snapshot over NCCL; unless all of it has come in time, this process ends."""
         await self._serve(
@@ -189,7 +189,7 @@ class GenerationWorker:
     async def _serve(
         self,
         snapshot: WeightsSnapshot,
-        load: Callable[[], Coroutine[Any, Any, Loaded]],
+        load: Callable[[], Coroutine[object, object, Loaded]],
         *,
         transport: str = "object_store",
     ) -> WeightsAck:
@@ -225,7 +225,7 @@ class GenerationWorker:
         """End every running request, for a caller that is gone."""
         await self._engine.abort()
 
-    async def _alive(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _alive(self, call: Coroutine[object, object, T]) -> T:
         """The result of an engine call; a broken engine ends this process, so that Ray sees it."""
         from async_grpo.rollout.engine import EngineBrokenError
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import numpy as np
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
+from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -71,7 +71,7 @@ class OfflineEngine:
 
     def __init__(self, config: WorkerConfig) -> None:
         args = engine_args(config)
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             field.name: getattr(args, field.name)
             for field in dataclasses.fields(EngineArgs)
             if field.name not in OF_WORKERS
@@ -95,6 +95,6 @@ class OfflineEngine:
         return [tuple(map(_turn, answer.outputs)) for answer in answers]
 
 
-def _turn(output: Any) -> Turn:
+def _turn(output: CompletionOutput) -> Turn:
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
     return Turn(token_ids, np.zeros(0, np.float32), (), output.finish_reason, text="")

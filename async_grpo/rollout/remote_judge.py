@@ -42,7 +42,7 @@ class RemoteJudge:
         self._client = AsyncOpenAI(
             base_url=config.judge_url, api_key=key, timeout=None, max_retries=TRIES_AGAIN
         )
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._asking: set[asyncio.Task[object]] = set()
 
     async def info(self) -> WorkerInfo:
         """Who this worker is."""

@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -38,7 +37,7 @@ NO_PARTICULARS = {"finish_reason", "stop_reason", "num_nans_in_logits"}
 PARTICULARS = tuple({*EngineCoreOutput.__struct_fields__} - MERGED - NO_PARTICULARS)
 
 
-def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+def make_scheduler(*, vllm_config: VllmConfig, **arguments: object) -> Scheduler:
     """The scheduler that vLLM would take itself, holding outputs back."""
     is_async = vllm_config.scheduler_config.async_scheduling
     scheduler = WholeOutputsAsyncScheduler if is_async else WholeOutputsScheduler
@@ -52,7 +51,7 @@ class WholeOutputs:
     running: list[Request]
     pause_state: PauseState
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
         self._held: dict[str, _Held] = {}
         self._num_tokens = 0
@@ -87,7 +86,7 @@ class WholeOutputs:
         return {client: message for client, message in messages.items() if _has_content(message)}
 
     def finish_requests(
-        self, request_ids: Any, finished_status: RequestStatus
+        self, request_ids: object, finished_status: RequestStatus
     ) -> Sequence[Request]:
         """Drop held outputs of aborted sequences: the caller itself reports the abort."""
         finished: Sequence[Request] = super().finish_requests(  # type: ignore[misc]
@@ -172,9 +171,9 @@ class KeptCaches:
 
     requests: dict[str, Request]
     kv_cache_manager: KVCacheManager
-    vllm_config: Any
+    vllm_config: VllmConfig
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, **arguments: object) -> None:
         super().__init__(**arguments)
         self._resets = count()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,7 +65,7 @@ def read_completion(output: CompletionOutput) -> Turn:
 
 def read_logprobs(output: CompletionOutput) -> NDArray[np.float32]:
     """[L] of exactly the sampled tokens; raises `WorkerError` when one is missing or not finite."""
-    flat: Any = output.logprobs
+    flat = output.logprobs
     if flat is None or list(flat.token_ids) != list(output.token_ids):
         raise WorkerError(
             "vLLM must report the log-probability of every sampled token, and did not"

@@ -148,7 +148,7 @@ class EvaluationRecord:
         # anew with every change, for another thread reads it.
         self.spared = self._to_spare()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What is due and has no line, and the best so far."""
         best = dataclasses.asdict(self._best) if self._best else None
         return {"open": [dataclasses.asdict(mark) for mark in self._open.values()], "best": best}

@@ -68,7 +68,7 @@ class Recorded:
     folder: Path  # of the run
     config: TrainConfig
     world_size: int
-    machine: Mapping[str, Any]
+    machine: Mapping[str, object]
     batches: range  # that are recorded under these options
 
 
@@ -209,7 +209,7 @@ class Comparison:
         self._steps_per_batch = steps_per_batch
         self._sums = StepSums()
         self._recorded: Sequence[Sums] = ()
-        self._facts: Mapping[str, Any] = {}
+        self._facts: Mapping[str, object] = {}
         self._rounds: list[int] = []
         self.found: list[Found] = []  # of this rank, the first one only
 
@@ -281,7 +281,7 @@ def _loaded(step: LoggedStep, rank: int) -> list[tuple[Minibatch, Sums]]:
     return pairs
 
 
-def _agreed(ranks: Ranks, prepare: Callable[[], Any]) -> Any:
+def _agreed(ranks: Ranks, prepare: Callable[[], object]) -> Any:
     """What `prepare` returns here; what it raises on any rank is raised on all of them."""
     value, complaint = None, ""
     try:

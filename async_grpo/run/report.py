@@ -213,7 +213,7 @@ class Report:
         """A checkpoint was given up; heard from a thread."""
         self._totals.failed_checkpoints += 1
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """The counters and how far the files go, for a checkpoint."""
         file_bytes = {file.path.name: file.path.stat().st_size for file in self._files}
         evaluations = self.evaluations.state()
@@ -365,7 +365,7 @@ class Report:
             self._totals.ends[name] = [self._totals.ends.get(name, [value])[0], value]
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
+def _write(path: Path, values: Mapping[str, object]) -> None:
     try:
         write_json_atomic(path, values)
     except ConfigError as error:  # of a run that goes on: nothing but a checkpoint is needed

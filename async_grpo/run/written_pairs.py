@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer
 
@@ -46,6 +46,9 @@ from async_grpo.util.files import replacing
 from async_grpo.verification.config import VerifierConfig, read_sources
 from async_grpo.verification.sandbox import Sandbox
 from async_grpo.verification.tasks import adapter_sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 logger = logging.getLogger(__name__)
 CHUNK = 1024  # questions: so many that the engine seldom waits for the last outputs of one
@@ -90,7 +93,12 @@ class OfflineTeacher:
     """An engine that answers questions as a generation worker of a run would, and in texts."""
 
     def __init__(
-        self, config: GenerateConfig, facts: ModelFacts, tokenizer: Any, *, longest_prompt: int
+        self,
+        config: GenerateConfig,
+        facts: ModelFacts,
+        tokenizer: Tokenizer,
+        *,
+        longest_prompt: int,
     ) -> None:
         from async_grpo.devices.current import seen_devices  # torch reads vLLM's environment later
 
@@ -135,7 +143,7 @@ class OfflineTeacher:
         return replace(turn, text=text)
 
 
-def _load(config: GenerateConfig, facts: ModelFacts, tokenizer: Any) -> QuestionTable:
+def _load(config: GenerateConfig, facts: ModelFacts, tokenizer: Tokenizer) -> QuestionTable:
     room = facts.max_positions - config.max_generation_tokens
     if room < 1:
         raise config.refusal(
@@ -253,7 +261,7 @@ class PairRules:
         '{"q": "2+2=", "level": 1, "completion": "4", "completion_token_ids": [6, 1]}\\n'
         """
         text, ids = (self.mapping.get(n, n) for n in ("completion", "completion_token_ids"))
-        written: dict[str, Any] = {**question.columns, text: turn.text}
+        written: dict[str, object] = {**question.columns, text: turn.text}
         written.pop(ids, None)  # of a line that had a demonstration
         if self.has_token_ids:
             written[ids] = turn.token_ids.tolist()

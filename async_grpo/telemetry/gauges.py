@@ -14,9 +14,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo.telemetry.schema import METRIC_BY_NAME, METRICS, axis_label
+
+if TYPE_CHECKING:
+    from ray.util.metrics import Gauge
 
 logger = logging.getLogger(__name__)
 Row = Mapping[str, float | int | None]
@@ -66,7 +69,7 @@ class RayGauges:
     def __init__(self, run: str) -> None:
         self._run = run
         self._shown: dict[str, tuple[Point, ...]] = {}  # by kind of row
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Gauge] = {}
         self._is_broken = False
         self._said_at_s = 0.0
         self._lock = threading.Lock()
@@ -104,7 +107,7 @@ class RayGauges:
             self._is_broken = True
             logger.warning("Prometheus gets no metrics of this run any more: %s", error)
 
-    def _gauge(self, name: str) -> Any:
+    def _gauge(self, name: str) -> Gauge:
         from ray.util.metrics import Gauge
 
         if name not in self._gauges:

@@ -15,7 +15,7 @@ from async_grpo.util.files import LineFile, explained, replacing
 logger = logging.getLogger(__name__)
 
 
-def to_json(value: Any, *, indent: int | None = None) -> bytes:
+def to_json(value: object, *, indent: int | None = None) -> bytes:
     """`value` as JSON without NaN: numbers that are not finite become null, paths become text, and
     what numpy holds becomes numbers and lists.
 
@@ -27,7 +27,7 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
     return text.encode("utf-8", errors="backslashreplace")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, int | str):
@@ -51,7 +51,7 @@ class JsonlWriter(LineFile):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: Mapping[str, object]) -> None:
         """Append `row`."""
         self.append(to_json(row) + b"\n")
 
@@ -61,7 +61,7 @@ class JsonlWriter(LineFile):
             logger.warning("%s lacks %d lines", self.path, self.num_lost)
 
 
-def write_json_atomic(path: Path, value: Mapping[str, Any], *, mode: int = 0o666) -> None:
+def write_json_atomic(path: Path, value: Mapping[str, object], *, mode: int = 0o666) -> None:
     """Replace `path` with `value` as indented JSON: readers see the old file or the new one.
 
     Raises `ConfigError` when the folder cannot be written.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from async_grpo.telemetry.jsonl import to_json
 from async_grpo.util.files import LineFile, replacing
@@ -52,7 +51,7 @@ class SampleDump:
                 "twice"
             )
 
-    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, lines: Sequence[Mapping[str, object]]) -> None:
         """The samples of one group, as `batching.sample_log` describes them."""
         content = b"".join(to_json(line) + b"\n" for line in lines)
         self._make_room(len(content))

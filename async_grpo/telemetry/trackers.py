@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.jsonl import write_json_atomic
@@ -289,7 +289,7 @@ def tracked_run(config: TrainConfig, *, first_step: int) -> TrackedRun:
     return TrackedRun(folder, config.tracker_project, config.shown_name, first_step, known_as)
 
 
-def arguments(tracker: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
+def arguments(tracker: str, run: TrackedRun) -> tuple[str, dict[str, object]]:
     """The first argument of accelerate's class of a tracker, and its others.
 
     They keep its files in the run's folder, name the run, and go on with one that it knows.

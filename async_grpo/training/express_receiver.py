@@ -11,9 +11,9 @@ unblocked by: teachers that answer; a member's loss, after which there is no gro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import ray
@@ -65,7 +65,7 @@ class ExpressReceiver:
         # On rank 0: where the group met, its teacher ranks, and their calls.
         self._store: torch.distributed.Store | None = None
         self._members: Sequence[WorkerHandle] = ()
-        self._calls: list[Any] = []
+        self._calls: list[Awaitable[None]] = []
 
     @property
     def num_teachers(self) -> int:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def compute_dtype(mixed_precision: str, device: torch.device) -> torch.dtype:
@@ -59,7 +62,7 @@ def shard(
     if activation_checkpointing:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     policy.compile_logprobs = compile
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "mesh": mesh,
         "mp_policy": (precision := _precision(mixed_precision, torch.device(mesh.device_type))),
         "offload_policy": (
@@ -171,7 +174,7 @@ def _reduce_by_sum(policy: PolicyModel) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def _parameter_groups(module: FSDPModule) -> list[FSDPParamGroup]:
     """What FSDP2 keeps of a module's parameters; there is no public way to it."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

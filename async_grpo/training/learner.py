@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class Learner:
         self._suspects = Suspects(config.output_dir, rank=ranks.rank)
         self._audit = Audit(self.step.collectives)
         self._tokens = TokenDump.of(config, ranks)
-        self.settings: dict[str, Any] = {}  # see `set`
+        self.settings: dict[str, object] = {}  # see `set`
         self.log: StepLog | None = None  # whoever trains sets it
         self.step.keeps_terms = self._tokens is not None
         self._size = size_of(policy.model)

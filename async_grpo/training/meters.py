@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -85,7 +84,7 @@ class _TimedAllGather(DefaultAllGather):
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> object:
         with self._collectives.gathering():
             return super().__call__(*args, **options)
 
@@ -94,7 +93,7 @@ class _TimedReduceScatter(DefaultReduceScatter):
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> object:
         with self._collectives.gathering():
             return super().__call__(*args, **options)
 

@@ -34,7 +34,7 @@ from async_grpo.util.errors import DataError
 TOO_LARGE = ("teacher.hidden", "teacher.logits")
 SCORES, HAS = "scores.", "has."  # and a name
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, NDArray[np.generic]]
 MAGIC = b"AGR1"
 HEAD = struct.Struct("<4sIIQ")
 
@@ -187,7 +187,7 @@ class Frame:
         return arrays
 
 
-def frame(facts: Mapping[str, Any], arrays: bytes = b"") -> bytes:
+def frame(facts: Mapping[str, object], arrays: bytes = b"") -> bytes:
     """One record; numbers of `facts` come back to the bit."""
     text = json.dumps(facts).encode()
     checksum = zlib.crc32(arrays, zlib.crc32(text))

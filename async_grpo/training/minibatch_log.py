@@ -274,7 +274,7 @@ def _cut_file(path: Path, first: int) -> None:
     os.truncate(path, end)
 
 
-def outcome(result: StepResult, digest: int) -> dict[str, Any]:
+def outcome(result: StepResult, digest: int) -> dict[str, object]:
     """What a step came to on this rank, in JSON values; the same in a replay, to the bit."""
     return {
         "skipped": result.skipped,
@@ -285,7 +285,7 @@ def outcome(result: StepResult, digest: int) -> dict[str, Any]:
     }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device) -> dict[str, object]:
     """What the bits of a sum depend on, beside options and data."""
     is_cuda = device.type == "cuda"
     return {
@@ -314,7 +314,7 @@ def _record(minibatch: Minibatch, sums: Sums, place: dict[str, int]) -> bytes:
     return frame(facts, b"" if names else encode(minibatch))
 
 
-def _end(end: EndOfStep) -> dict[str, Any]:
+def _end(end: EndOfStep) -> dict[str, object]:
     return {
         "is_last_of_batch": end.is_last_of_batch,
         "num_samples": end.num_samples,

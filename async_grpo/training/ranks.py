@@ -141,7 +141,7 @@ class Ranks:
         """What every rank gives, in their order; collective, over hosts and not devices."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
+        values = [value] * self.world_size
         dist.all_gather_object(values, value, group=group)
         return values
 

@@ -36,7 +36,7 @@ SCORES = "scores."  # and a name
 # Of teachers: a whole step of them would be many times a minibatch's activations.
 TOO_LARGE = ("teacher.hidden", "teacher.logits")
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, NDArray[np.generic]]
 
 
 class Suspects:
@@ -127,7 +127,7 @@ def _arrays(packed: PackedMinibatch) -> Arrays:
     return {name: np.asarray(value) for name, value in present.items()}
 
 
-def _packed(arrays: Mapping[str, NDArray[Any]]) -> PackedMinibatch:
+def _packed(arrays: Mapping[str, NDArray[np.generic]]) -> PackedMinibatch:
     values: dict[str, Any] = {
         name: torch.from_numpy(array) if array.ndim else int(array)
         for name, array in arrays.items()

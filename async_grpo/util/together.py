@@ -6,12 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-async def together(work: Iterable[Coroutine[Any, Any, T]], *, name: str) -> list[T]:
+async def together(work: Iterable[Coroutine[object, object, T]], *, name: str) -> list[T]:
     """What they give, in order; raises the first error, with the rest cancelled."""
     tasks = [asyncio.create_task(each, name=f"{name}-{n}") for n, each in enumerate(work)]
     try:

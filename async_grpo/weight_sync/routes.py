@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from async_grpo.config.roles import role_of
 from async_grpo.types import WorkerInfo
 from async_grpo.util.errors import ConfigError, WeightSyncError
+
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 OBJECT_STORE = "object_store"
 GIB = 2**30
@@ -101,7 +104,7 @@ every process, but trainer rank 0 and worker w share GPU-1: use object_store
     raise ConfigError(f"--weight-transport {transport} needs {need}: use {OBJECT_STORE}")
 
 
-def check_group(group: Any) -> None:
+def check_group(group: PyNcclCommunicator | None) -> None:
     """Raise `WeightSyncError` for a communicator of vLLM whose broadcasts would do nothing.
 
     Where the NCCL library cannot be loaded, vLLM makes one all the same, and the receiver would

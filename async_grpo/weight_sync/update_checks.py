@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -147,14 +147,14 @@ class Readback:
 class _Place(NamedTuple):
     """Rows [start, start + size) of a module's weight or bias are one published parameter."""
 
-    module: Any
+    module: Module
     attribute: str
     start: int
     size: int
     is_packed: bool  # the module multiplies by a copy in a form of its own
 
 
-def _places(model: Any) -> dict[str, list[_Place]]:
+def _places(model: Module) -> dict[str, list[_Place]]:
     """By published name: where a live model holds it; a tied head and its embedding are two."""
     merged = getattr(model, "packed_modules_mapping", {})
     places: dict[str, list[_Place]] = defaultdict(list)
@@ -177,7 +177,7 @@ def _places(model: Any) -> dict[str, list[_Place]]:
     return places
 
 
-def _sizes(module: Any, held: Tensor) -> list[int]:
+def _sizes(module: Module, held: Tensor) -> list[int]:
     """Rows of each published parameter that is a part of this one, on this process."""
     if indices := getattr(module, "shard_indices", None):  # of a vocabulary, which is padded
         return [indices.num_org_elements]

@@ -100,7 +100,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
         data = np.memmap(path, dtype=np.uint8, mode="c")
         self._staged = {meta.name: view_tensor(data, meta) for meta in tensors}
 
-    def _receive(self, update_info: dict[str, Any]) -> None:
+    def _receive(self, update_info: dict[str, object]) -> None:
         """Load all parameters from the trainer's device; an error leaves a broken model."""
         self._begin_loading()
         recorder = _Recorder(self.model, self._readback)
@@ -152,7 +152,7 @@ class StagedFileEngine(NCCLWeightTransferEngine):
 class _Recorder:
     """Stands before the model while vLLM's engine loads, and remembers what was loaded."""
 
-    def __init__(self, model: Any, readback: Readback) -> None:
+    def __init__(self, model: torch.nn.Module, readback: Readback) -> None:
         self._model = model
         self._readback = readback
         self.loaded: set[str] | None = set()
