@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
@@ -42,6 +43,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, CheckpointError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 from async_grpo.util.together import in_background
+from async_grpo.util.waiting import poll
 from async_grpo.weight_sync.publisher import device_tensors
 
 logger = logging.getLogger(__name__)
@@ -308,16 +310,11 @@ def _take_token(folder: Path) -> None:
 
 def _is_seen(path: Path, token: str) -> bool:
     """Whether this rank reads the token, waiting for a disk that is slow to show it."""
-    given_up_at = time.monotonic() + deadlines.FILE_SEEN_S
-    while True:
-        try:
+    for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.FILE_SEEN_S):
+        with suppress(OSError):  # it is not here, or not yet
             if disk.read(path) == token.encode():
                 return True
-        except OSError:  # it is not here, or not yet
-            pass
-        if time.monotonic() >= given_up_at:
-            return False
-        time.sleep(POLL_INTERVAL_S)
+    return False
 
 
 def _check_here(folder: Path, found: Sequence[tuple[str, Mapping[str, str]]]) -> None:

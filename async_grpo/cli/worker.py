@@ -26,6 +26,7 @@ from async_grpo.model.hub import local_folder
 from async_grpo.model.model_folder import check_files, check_tokenizer_files, stated_positions
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DataError, UnfitModel
+from async_grpo.util.waiting import poll
 
 logger = logging.getLogger(__name__)
 WATCH_INTERVAL_S = 0.5
@@ -104,9 +105,5 @@ def _serve_on_cluster(config: WorkerConfig, places: cluster.Places) -> None:
 
 def _ends_soon(places: cluster.Places) -> bool:
     """Whether an error came from the cluster's end: it loses its workers before its head."""
-    deadline = time.monotonic() + deadlines.HEAD_ENDED_S
-    while not cluster.has_ended(places):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(WATCH_INTERVAL_S)
-    return True
+    looks = poll(every_s=WATCH_INTERVAL_S, within_s=deadlines.HEAD_ENDED_S)
+    return any(cluster.has_ended(places) for _ in looks)

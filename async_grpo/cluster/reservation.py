@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from async_grpo.cluster import cluster
 from async_grpo.devices.inventory import VISIBLE, Inventory
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ClusterError, ConfigError, DeadlineError
+from async_grpo.util.waiting import poll
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -180,11 +180,10 @@ def _overlaps(inventory: Inventory) -> bool:
 
 def _await_room(who: str, share: float) -> None:
     """Raise `ClusterError` unless devices are free: Ray would wait for one without a word."""
-    deadline = time.monotonic() + deadlines.ROOM_S
-    while cluster.free_here().get("GPU", 0.0) < share:
-        if time.monotonic() > deadline:
-            raise _no_device(who, share)
-        time.sleep(POLL_INTERVAL_S)
+    for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.ROOM_S):
+        if cluster.free_here().get("GPU", 0.0) >= share:
+            return
+    raise _no_device(who, share)
 
 
 def _no_device(who: str, share: float) -> ClusterError:

@@ -23,6 +23,7 @@ from async_grpo.launch.actors import worker_kinds
 from async_grpo.launch.supervised_worker import SupervisedWorker
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ClusterError, ConfigError, ProcessLostError
+from async_grpo.util.waiting import poll
 
 if TYPE_CHECKING:
     from async_grpo.cluster.handles import ControllerHandle
@@ -179,22 +180,22 @@ class Workers:
 
         What others still hold may become free in a moment, what the node does not have never does.
         """
-        whole, deadline = cluster.resources_here(), time.monotonic() + deadlines.ROOM_S
-        while True:
+        whole = cluster.resources_here()
+        for _ in poll(every_s=POLL_INTERVAL_S, within_s=deadlines.ROOM_S):
             free = cluster.free_here()
             missing = [what for what, amount in needed.items() if free.get(what, 0.0) < amount]
             if not missing:
                 return
             too_small = [what for what in missing if whole.get(what, 0.0) < needed[what]]
-            if too_small or time.monotonic() > deadline:
-                what = (too_small or missing)[0]
-                raise (ConfigError if too_small else ClusterError)(
-                    f"{self._config.num_workers} {self._config.role} worker(s) need "
-                    f"{needed[what]:g} {what} of Ray on this node, {free.get(what, 0.0):g} of "
-                    f"{whole.get(what, 0.0):g} are free{_held(what)}: stop other workers, "
-                    f"or start Ray with a larger --num-{what.lower()}s"
-                )
-            time.sleep(POLL_INTERVAL_S)
+            if too_small:
+                break
+        what = (too_small or missing)[0]
+        raise (ConfigError if too_small else ClusterError)(
+            f"{self._config.num_workers} {self._config.role} worker(s) need "
+            f"{needed[what]:g} {what} of Ray on this node, {free.get(what, 0.0):g} of "
+            f"{whole.get(what, 0.0):g} are free{_held(what)}: stop other workers, "
+            f"or start Ray with a larger --num-{what.lower()}s"
+        )
 
 
 def _held(what: str) -> str:

@@ -27,6 +27,7 @@ from async_grpo.types import WeightsSnapshot, WorkerInfo
 from async_grpo.util import deadlines
 from async_grpo.util.add_ons import add_on
 from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, WeightSyncError
+from async_grpo.util.waiting import poll
 from async_grpo.weight_sync.buckets import NamedTensors
 from async_grpo.weight_sync.routes import OBJECT_STORE, check_route
 
@@ -277,11 +278,11 @@ class WorkersClient:
 def wait_for_all(calls: Mapping[WorkerInfo, Awaitable[None]], *, deadline: float) -> None:
     """Until all workers have answered; raises the first failure at once, whoever still runs."""
     waiting = dict(calls)
-    while waiting:
+    for _ in poll(every_s=LOOK_INTERVAL_S, within_s=deadline - time.monotonic()):
         for worker in [worker for worker, call in waiting.items() if cluster.is_ready(call)]:
             who = f"{worker.role} worker {worker.worker_id}"
             cluster.wait(waiting.pop(worker), timeout_s=deadlines.ANSWER_S, who=who)
-        if waiting and time.monotonic() > deadline:
-            names = ", ".join(worker.worker_id for worker in waiting)
-            raise DeadlineError(f"no answer in time from worker {names}")
-        time.sleep(LOOK_INTERVAL_S if waiting else 0.0)
+        if not waiting:
+            return
+    names = ", ".join(worker.worker_id for worker in waiting)
+    raise DeadlineError(f"no answer in time from worker {names}")
