@@ -38,6 +38,7 @@ from async_grpo.run.output_folder import LAUNCH_LOGS
 from async_grpo.types import SamplingContract, WorkerInfo
 from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError, DeadlineError, WorkerError
+from async_grpo.util.waiting import poll
 from async_grpo.weight_sync.routes import check_route
 
 if TYPE_CHECKING:
@@ -161,9 +162,8 @@ def _find(
     hint = f"where none was started, {remedy}"
     if logs := os.environ.get(LAUNCH_LOGS):
         remedy = hint = f"launch keeps the logs of its workers in {logs}"
-    timeout_s = demand.config.worker_timeout_s
-    started, reminded = time.monotonic(), float("-inf")
-    while True:
+    timeout_s, reminded = demand.config.worker_timeout_s, float("-inf")
+    for _ in poll(every_s=POLL_INTERVAL_S, within_s=timeout_s):
         workers = cluster.wait(
             controller.members.remote(role), timeout_s=deadlines.ANSWER_S, who=WHO
         )
@@ -172,15 +172,13 @@ def _find(
         if workers:
             return workers
         now = time.monotonic()
-        if now - started > timeout_s:
-            raise DeadlineError(
-                f"no worker registered within --worker-timeout-s {timeout_s:g}: the run needs "
-                f"a {role} worker{why}, {remedy}"
-            )
         if now - reminded > REMIND_INTERVAL_S:
             logger.info("waiting for a %s worker to load; %s", role, hint)
             reminded = now
-        time.sleep(POLL_INTERVAL_S)
+    raise DeadlineError(
+        f"no worker registered within --worker-timeout-s {timeout_s:g}: the run needs "
+        f"a {role} worker{why}, {remedy}"
+    )
 
 
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
