@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,6 +40,7 @@ from async_grpo.types import (
 )
 from async_grpo.util.errors import AsyncGrpoError, DeadlineError, ServerAway
 from async_grpo.util.together import together
+from async_grpo.util.waiting import TRIES, ask_again
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +50,6 @@ FindRenderer = Callable[[str, str], Renderer]  # of a model, and a name of --ren
 # (history, its sampling, the worker that holds its longest prefix or "") -> a turn.
 Generate = Callable[[NDArray[np.int32], SamplingContract, str], Awaitable[Turn]]
 AFTER_LOSS_S = 1.0
-TRIES = 3  # of a turn whose engine was lost, and of a judge that gave no verdict
 MAX_REASON_CHARACTERS = 500
 
 
@@ -375,13 +376,11 @@ class EpisodeServices:
         return answer.text
 
     async def _asked_again(self, role: str, method: str, request: Any, **where: Any) -> Any:
-        """The answer of a worker, or of another one; raises the last of `TRIES` errors."""
-        for _ in range(TRIES - 1):
-            try:
-                return await self.ask(role, method, request, **where)
-            except ServerAway:
-                raise
-            except AsyncGrpoError as error:
-                logger.warning("another %s worker is asked: %s", role, error)
-            await asyncio.sleep(AFTER_LOSS_S)
-        return await self.ask(role, method, request, **where)
+        """See `ask_again`; a server that is away is nothing that another worker mends."""
+        return await ask_again(
+            lambda: self.ask(role, method, request, **where),
+            lost=AsyncGrpoError,
+            final=ServerAway,
+            warn=partial(logger.warning, "another %s worker is asked: %s", role),
+            pause_s=AFTER_LOSS_S,
+        )

@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,13 +37,13 @@ from async_grpo.gateway.session import Session, Sessions
 from async_grpo.types import GenerationRequest, SamplingContract, Turn
 from async_grpo.util import deadlines
 from async_grpo.util.errors import LeaseLost, ProcessLostError
+from async_grpo.util.waiting import ask_again
 
 if TYPE_CHECKING:
     from async_grpo.cluster.handles import ControllerHandle, GatewayHandle
 
 logger = logging.getLogger(__name__)
 ADDRESS_FILE = "gateway.env"
-TRIES = 3  # of a turn whose engine was lost
 MAX_TURNS_AT_A_TIME = 16  # the others wait here: training keeps the engines
 # So small that no lease of training waits for it, and enough to tell equal engines apart. Binary:
 # loads must become 0 again.
@@ -119,12 +120,11 @@ class Engines:
         Raises `Refused` while the run has no controller, and what the last engine raised.
         """
         async with self._places:
-            for _ in range(TRIES - 1):
-                try:
-                    return await self._asked(request, prefer)
-                except LeaseLost as error:
-                    logger.warning("a turn of the gateway is sampled again: %s", error)
-            return await self._asked(request, prefer)
+            return await ask_again(
+                lambda: self._asked(request, prefer),
+                lost=LeaseLost,
+                warn=partial(logger.warning, "a turn of the gateway is sampled again: %s"),
+            )
 
     async def _asked(self, request: GenerationRequest, prefer: str | None) -> Turn:
         try:

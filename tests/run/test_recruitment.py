@@ -111,7 +111,6 @@ def test_a_worker_that_cannot_serve_the_run_is_refused(worker, options, sentence
 def look(monkeypatch):
     """Recruit for options from a controller with workers of some roles: the roles asked for."""
     monkeypatch.setattr(recruitment.cluster, "wait", lambda answer, **_: answer)
-    monkeypatch.setattr(recruitment, "POLL_INTERVAL_S", 0.01)
 
     def look(*present, **options):
         asked = []
@@ -121,7 +120,7 @@ def look(monkeypatch):
             return (replace(WORKER, role=role, max_model_len=64),) if role in present else ()
 
         controller = SimpleNamespace(members=SimpleNamespace(remote=members))
-        recruit(controller, demand(worker_timeout_s=0.05, **options))
+        recruit(controller, demand(worker_timeout_s=1e-9, **options))
         return asked
 
     return look
@@ -166,7 +165,7 @@ def test_a_run_that_samples_nothing_needs_its_teacher_alone(look):
 )
 def test_a_missing_role_is_named_with_the_command_that_starts_it(look, missing, sentence):
     present = {GENERATION, REFERENCE, MATH, ENVIRONMENT, VERIFIER} - {missing}
-    with pytest.raises(DeadlineError, match=f"within --worker-timeout-s 0.05: .*{sentence}"):
+    with pytest.raises(DeadlineError, match=f"within --worker-timeout-s 1e-09: .*{sentence}"):
         graded = {"environment": "single_turn"} if missing == VERIFIER else {}
         look(*present, **EVERYTHING | graded)
 
