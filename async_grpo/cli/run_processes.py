@@ -95,14 +95,14 @@ def dispatcher_of(run: LocalRun, number: int, environment: Mapping[str, str]) ->
 def remote_dispatcher_of(run: LocalRun, number: int, *, node: Node) -> RemoteProcess:
     """The same on another node."""
     name = _name_of(run, number)
-    return RemoteProcess(
+    process = ChildProcess(
         f"the {name} worker on {node.host}",
         [*COMMAND[1:], "worker", "--ends-with-stdin", *run.worker_options[number]],
-        node_id=node.node_id,
         log=run.logs / f"{name}@{node.host}.log",
         environment={"OMP_NUM_THREADS": "1", "RAY_ADDRESS": run.ray_address},
         max_restarts=MAX_RESTARTS,
     )
+    return RemoteProcess(process, node_id=node.node_id)
 
 
 def _name_of(run: LocalRun, number: int) -> str:

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -29,7 +29,7 @@ from async_grpo.cluster import cluster
 from async_grpo.launch.interrupts import NUMBERS
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, DeadlineError, WorkerError
-from async_grpo.util.log_tail import NUM_LINES_SEARCHED, last_error, last_said, tail
+from async_grpo.util.log_tail import NUM_LINES_SEARCHED, LastWords, last_error, last_said, tail
 
 logger = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.2
@@ -52,6 +52,15 @@ def leash(number: signal.Signals) -> tuple[str, ...]:
     if setpriv is None or threading.current_thread() is not threading.main_thread():
         return ()
     return (setpriv, "--pdeathsig", number.name.removeprefix("SIG"))
+
+
+def ended_within(timeout_s: float, *processes: subprocess.Popen[bytes]) -> bool:
+    """Wait so long for their end; whether all of them have ended then."""
+    deadline = time.monotonic() + timeout_s
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
+    return all(process.poll() is not None for process in processes)
 
 
 @dataclass(eq=False)
@@ -95,10 +104,9 @@ class ChildProcess:
     def __exit__(self, *_: object) -> None:
         """Send the stop signal, wait, then kill the whole group."""
         self.max_restarts = 0
-        if self.child.poll() is None:
+        if not self.has_ended:
             self.interrupt()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.child.wait(self.stop_timeout_s)
+            self.ends_within(self.stop_timeout_s)
         self._signal(signal.SIGKILL)
         self.child.wait()
 
@@ -141,9 +149,7 @@ class ChildProcess:
 
     def ends_within(self, timeout_s: float) -> bool:
         """Whether the child ends so soon."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.child.wait(timeout_s)
-        return self.has_ended
+        return ended_within(timeout_s, self.child)
 
     @property
     def failure(self) -> str:
@@ -167,33 +173,18 @@ class ChildProcess:
         how = f"failed with exit code {code}" if code else "ended early"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
-        return f"{how}{f': {cause}' if cause else ''} (all of it in {self.log})"
+        return how + LastWords(str(self.log), cause).sentence
 
 
 class CommandHost:
     """The actor on another node, which holds the command as its child."""
 
-    def __init__(
-        self,
-        name: str,
-        words: Sequence[str],
-        folder: str,
-        log: str,
-        variables: Mapping[str, str],
-        max_restarts: int,
-    ) -> None:
-        """`words` behind Python; `folder`: where it works, the same on all machines."""
-        Path(log).parent.mkdir(parents=True, exist_ok=True)
-        self._process = ChildProcess(
-            name,
-            [sys.executable, *words],
-            log=Path(log),
-            environment={**os.environ, **variables},
-            stdin=subprocess.PIPE,
-            folder=folder,
-            max_restarts=max_restarts,
-        )
-        self._process.__enter__()
+    def __init__(self, process: ChildProcess) -> None:
+        """`process`: see `RemoteProcess`."""
+        process.log.parent.mkdir(parents=True, exist_ok=True)
+        process.command = [sys.executable, *process.command]
+        process.environment = {**os.environ, **process.environment}
+        self._process = process.__enter__()
 
     async def last_words(self) -> str:
         """Once the command has ended by itself and is not started again, or was stopped."""
@@ -211,15 +202,15 @@ class CommandHost:
 
 @dataclass(eq=False)
 class RemoteProcess:
-    """`ChildProcess` on another node; the log lies there, where the folder is not shared."""
+    """A child on another node; its log lies there, where the folder is not shared.
 
-    name: str
-    words: Sequence[str]  # behind Python
+    `process`: its command is what goes behind Python, its environment what it gets beside that of
+    `ray start` there. It works in this process's folder, and sees the end of its host.
+    """
+
+    process: ChildProcess
     _: KW_ONLY
     node_id: str
-    log: Path
-    environment: Mapping[str, str]  # that the command gets beside those of `ray start` there
-    max_restarts: int = 0
 
     def __enter__(self) -> Self:
         import ray
@@ -227,11 +218,10 @@ class RemoteProcess:
 
         place = NodeAffinitySchedulingStrategy(node_id=self.node_id, soft=False)
         actor: Any = ray.remote(CommandHost)
-        self._host = actor.options(num_cpus=0, scheduling_strategy=place, max_concurrency=10)
-        log = str(self.log.absolute())
-        self._host = self._host.remote(
-            self.name, [*self.words], os.getcwd(), log, dict(self.environment), self.max_restarts
-        )
+        host = actor.options(num_cpus=0, scheduling_strategy=place, max_concurrency=10)
+        log, folder = self.process.log.absolute(), os.getcwd()
+        process = replace(self.process, log=log, folder=folder, stdin=subprocess.PIPE)
+        self._host = host.remote(process)
         self._last_words = self._host.last_words.remote()
         return self
 
@@ -240,13 +230,13 @@ class RemoteProcess:
 
         timeout_s = deadlines.CHILD_ENDED_S + deadlines.ANSWER_S
         with contextlib.suppress(AsyncGrpoError):  # its node may be lost: then it has ended
-            cluster.wait(self._host.stop.remote(), timeout_s=timeout_s, who=self.name)
+            cluster.wait(self._host.stop.remote(), timeout_s=timeout_s, who=self.process.name)
         ray.kill(self._host)
 
     def check(self) -> None:
         """Raise `WorkerError` when the command has ended, as nobody asked it to."""
         if self.has_ended:
-            raise WorkerError(f"{self.name} {self.last_words}")
+            raise WorkerError(f"{self.process.name} {self.last_words}")
 
     @property
     def has_ended(self) -> bool:
@@ -255,4 +245,5 @@ class RemoteProcess:
     @property
     def last_words(self) -> str:
         """Of a command that has ended; raises `AsyncGrpoError` when its node was lost."""
-        return str(cluster.wait(self._last_words, timeout_s=deadlines.ANSWER_S, who=self.name))
+        call, timeout_s = self._last_words, deadlines.ANSWER_S
+        return str(cluster.wait(call, timeout_s=timeout_s, who=self.process.name))

@@ -8,7 +8,6 @@ failure, or about losing rank 0, would hide it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from types import FrameType
 
 import click
 
+from async_grpo.launch.child_processes import ended_within
 from async_grpo.launch.interrupts import NUMBERS, leave
 from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, RankLostError
@@ -99,22 +99,15 @@ class LocalRanks:
     def _end(self, failed: int) -> None:
         """End the other ranks: wait, then SIGTERM, then SIGKILL."""
         if not self._asked:
-            self._wait(deadlines.RANKS_LEAVING_S if failed else 0.0)
+            ended_within(deadlines.RANKS_LEAVING_S if failed else 0.0, *self._ranks)
             self._send(signal.SIGTERM)
-        self._wait(deadlines.RANKS_ENDED_S)
+        ended_within(deadlines.RANKS_ENDED_S, *self._ranks)
         self._send(signal.SIGKILL)
-        self._wait(deadlines.RANKS_ENDED_S)
-
-    def _wait(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(max(deadline - time.monotonic(), 0.0))
+        ended_within(deadlines.RANKS_ENDED_S, *self._ranks)
 
     def _send(self, number: int) -> None:
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                rank.send_signal(number)
+            rank.send_signal(number)  # none to one that has ended
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._asked = self._asked or number

@@ -9,7 +9,7 @@ import pytest
 from local_ray import local_ray
 
 from async_grpo.cluster import cluster
-from async_grpo.launch.child_processes import RemoteProcess
+from async_grpo.launch.child_processes import ChildProcess, RemoteProcess
 from async_grpo.util.errors import WorkerError
 
 pytestmark = pytest.mark.integration
@@ -40,10 +40,11 @@ def command(connected, tmp_path, monkeypatch):
 
     def start(text, **options):
         (tmp_path / "command.py").write_text(text)
-        return RemoteProcess(
-            "it", ["command.py"], node_id=here.node_id, log=tmp_path / "logs" / "it.log",
+        process = ChildProcess(
+            "it", ["command.py"], log=tmp_path / "logs" / "it.log",
             environment={"GIVEN": "given"}, **options,
         )  # fmt: skip
+        return RemoteProcess(process, node_id=here.node_id)
 
     return start
 
