@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 
 MAX_CALL_BYTES = 4 << 20
 MAX_ITEMS = 100_000  # of an iterator
-COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
+Message = dict[str, Any]  # of JSON, whose values the other side has chosen
+COLLECTIONS: dict[str, Callable[[list[Any]], object]] = {
     "tuple": tuple,
     "set": set,
     "iterator": iter,
@@ -45,14 +46,14 @@ class Wire:
         self._reader = os.fdopen(descriptor, "rb")
         self._writer = os.fdopen(descriptor, "wb", buffering=0, closefd=False)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         line = json.dumps(message).encode("ascii") + b"\n"
         if len(line) > MAX_CALL_BYTES:
             raise ValueError(f"a call of {len(line)} bytes")
         while line:
             line = line[self._writer.write(line) :]
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> Message:
         line = self._reader.readline(MAX_CALL_BYTES)
         if not line.endswith(b"\n"):
             raise EOFError
@@ -62,12 +63,12 @@ class Wire:
         return message
 
 
-def serve_calls(take_orders: Callable[[], tuple[dict[str, Any], str]]) -> NoReturn:
+def serve_calls(take_orders: Callable[[], tuple[Message, str]]) -> NoReturn:
     """Define what the code defines, then answer calls until the tests have ended."""
     orders, code = take_orders()
     wire = Wire(orders["peer"])
-    names: dict[str, Any] = {"__name__": "solution"}
-    handles: dict[int, Any] = {}
+    names: Message = {"__name__": "solution"}
+    handles: dict[int, object] = {}
     exec(compile(code, "solution", "exec"), names)
     while True:
         call = wire.receive()
@@ -82,7 +83,7 @@ def serve_calls(take_orders: Callable[[], tuple[dict[str, Any], str]]) -> NoRetu
         wire.send(reply)
 
 
-def run_tests(take_orders: Callable[[], tuple[dict[str, Any], str]]) -> NoReturn:
+def run_tests(take_orders: Callable[[], tuple[Message, str]]) -> NoReturn:
     """Run the tests one after another; one word on standard output says how they went."""
     orders, text = take_orders()
     wire, given = Wire(orders["peer"]), json.loads(text)
@@ -100,12 +101,12 @@ def run_tests(take_orders: Callable[[], tuple[dict[str, Any], str]]) -> NoReturn
     os._exit(0)
 
 
-def _names(given: dict[str, Any], test: str, wire: Wire) -> dict[str, Any]:
+def _names(given: Message, test: str, wire: Wire) -> dict[str, object]:
     """What a test sees: the setup, and a stand-in for every name that only the solution can have.
 
     A builtin is the solution's where the data says that the solution is to define it.
     """
-    names: dict[str, Any] = {"__name__": "tests"}
+    names: dict[str, object] = {"__name__": "tests"}
     exec(compile(given["setup"], "setup", "exec"), names)
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     for name in used - set(names):
@@ -124,7 +125,7 @@ class Remote:
     def __init__(self, wire: Wire, of: int | None, name: str) -> None:
         self._call = (wire, of, name)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         wire, of, name = self._call
         plain = {key: _encode(value, None) for key, value in kwargs.items()}
         wire.send(
@@ -146,7 +147,7 @@ class RemoteObject:
         return Remote(*self._place, name)
 
 
-def _encode(value: Any, handles: dict[int, Any] | None) -> Any:
+def _encode(value: Any, handles: dict[int, object] | None) -> object:
     """The value as JSON, its type kept; an object that is not plain stays here, under a handle."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -170,7 +171,7 @@ def _encode(value: Any, handles: dict[int, Any] | None) -> Any:
     return {"object": id(value)}
 
 
-def _decode(value: Any, wire: Wire) -> Any:
+def _decode(value: object, wire: Wire) -> object:
     if isinstance(value, list):
         return [_decode(item, wire) for item in value]
     if not isinstance(value, dict):

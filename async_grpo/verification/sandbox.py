@@ -10,14 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from async_grpo.config.worker_config import refuse_switches
 from async_grpo.types import Verdict
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification.config import VerifierConfig
 from async_grpo.verification.server import GraderServer
-from async_grpo.verification.tasks import Outcome
+from async_grpo.verification.tasks import Outcome, Sample
 from async_grpo.verification.verdict import best_verdict, is_settled, settle
 
 PATIENCE_S = 0.5  # a request that takes longer makes room for another
@@ -42,7 +42,7 @@ class Sandbox:
         self._servers: dict[str, GraderServer] = {}  # by adapter
         self._places = asyncio.Semaphore(num_processes)
         self._late_places = asyncio.Semaphore(num_processes * (1 + MAX_LATE))
-        self._controls: dict[str, dict[str, Any]] = {}  # by adapter, the first sample it graded
+        self._controls: dict[str, Sample] = {}  # by adapter, the first sample it graded
         self._seconds: dict[str, float] = {}  # by adapter, of a sample, lately
         self.events: Counter[str] = Counter()
 
@@ -104,7 +104,7 @@ class Sandbox:
                 await places.acquire()
 
     async def grade(
-        self, samples: Sequence[dict[str, Any]], names: Sequence[str] = ()
+        self, samples: Sequence[Sample], names: Sequence[str] = ()
     ) -> tuple[Verdict, ...]:
         """Run these adapters, or all but groupwise ones, on samples of one group.
 
@@ -116,7 +116,7 @@ class Sandbox:
         return tuple(best_verdict(each, seconds=seconds) for each in zip(*outcomes, strict=True))
 
     async def grade_with_each(
-        self, sample: dict[str, Any], names: Sequence[str] = ()
+        self, sample: Sample, names: Sequence[str] = ()
     ) -> tuple[Verdict, ...]:
         """The verdict of each of these adapters, or of all, alone.
 
@@ -139,14 +139,14 @@ class Sandbox:
             server.close()
 
     async def _outcomes(
-        self, samples: Sequence[dict[str, Any]], names: Sequence[str]
+        self, samples: Sequence[Sample], names: Sequence[str]
     ) -> list[list[Outcome]]:
         """By adapter, and sample; without `names`, of all that grade beside others, if any do."""
         every = self._config.reward_names
         asked = names or [name for name in every if name not in self.groupwise] or every
         return await asyncio.gather(*(self._grade_with(name, samples) for name in asked))
 
-    async def _grade_with(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
+    async def _grade_with(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
         """Pieces of the group side by side, then again what has failed, each sample alone."""
         if name in self._servers[name].groupwise:
             return await self._grade_together(name, samples)
@@ -160,7 +160,7 @@ class Sandbox:
             outcomes[n] = outcome
         return outcomes
 
-    async def _grade_together(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
+    async def _grade_together(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
         """All samples in one call of the adapter, which fails for all of them."""
         attempts: list[Outcome] = []
         while not is_settled(attempts):
@@ -177,7 +177,7 @@ class Sandbox:
         """Samples for one process: many of a quick adapter, one of a slow one."""
         return max(1, min(MAX_PIECE, int(PIECE_S / self._seconds.get(name, 1e-3))))
 
-    async def _first_attempts(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
+    async def _first_attempts(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
         """What ends its process counts as the first attempt; a fresh one grades those after it."""
         outcomes: list[Outcome] = []
         while len(outcomes) < len(samples):
@@ -188,7 +188,7 @@ class Sandbox:
             self._seconds[name] = (self._seconds.get(name, seconds) + seconds) / 2
         return outcomes
 
-    async def _settled(self, name: str, sample: dict[str, Any], first: Outcome) -> Outcome:
+    async def _settled(self, name: str, sample: Sample, first: Outcome) -> Outcome:
         attempts = [first]
         while not is_settled(attempts):
             self.events["retried"] += 1
@@ -197,9 +197,7 @@ class Sandbox:
             attempts.append(await self._attempt(name, sample, control))
         return settle(attempts)
 
-    async def _attempt(
-        self, name: str, sample: dict[str, Any], control: dict[str, Any] | None
-    ) -> Outcome:
+    async def _attempt(self, name: str, sample: Sample, control: Sample | None) -> Outcome:
         """One outcome; with a control, which the adapter has graded before, that is graded first.
 
         When it fails now, the sample is not to blame.
@@ -213,7 +211,7 @@ class Sandbox:
         (outcome,) = await self._ask(name, [sample])
         return replace(outcome, is_checked=control is not None)
 
-    async def _ask(self, name: str, samples: Sequence[dict[str, Any]]) -> list[Outcome]:
+    async def _ask(self, name: str, samples: Sequence[Sample]) -> list[Outcome]:
         async with self._late_places:
             await self._places.acquire()
             late = asyncio.get_running_loop().call_later(PATIENCE_S, self._places.release)

@@ -25,6 +25,7 @@ from async_grpo.util.errors import escaped
 if TYPE_CHECKING:
     from async_grpo.types import FailureCause, VerificationRequest
 
+Sample = dict[str, Any]  # what an adapter grades: the user's own columns, and an output
 LENGTH = struct.Struct("!I")
 MAX_BYTES = 256 << 20  # of a message
 MAX_ANSWERS_BYTES = 1 << 20  # of one child
@@ -59,7 +60,7 @@ def overrun(adapter: str, reason: str) -> Outcome:
     return Outcome(adapter, "overrun", reason=reason, cause="overrun")
 
 
-def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
+def adapter_sample(request: VerificationRequest) -> Sample:
     """The dict that adapters receive; what the run knows goes before columns of the same name."""
     question, completion = request.question, request.completion
     return dict(question.columns) | {
@@ -72,7 +73,7 @@ def adapter_sample(request: VerificationRequest) -> dict[str, Any]:
     }
 
 
-def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def portable(sample: Mapping[str, object]) -> tuple[Sample, dict[str, str]]:
     """The sample as plain values, and the type by name of each column that has no plain value.
 
     Arrays become lists, dates and decimals text.
@@ -80,7 +81,7 @@ def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     >>> portable({"nums": (1, 2), "picture": object()})
     ({'nums': [1, 2]}, {'picture': 'object'})
     """
-    plain: dict[str, Any] = {}
+    plain: Sample = {}
     left_out: dict[str, str] = {}
     for name, value in sample.items():
         try:
@@ -90,15 +91,15 @@ def portable(sample: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
     return plain, left_out
 
 
-def encode_request(adapter: str, samples: Mapping[str, Mapping[str, Any]]) -> bytes:
+def encode_request(adapter: str, samples: Mapping[str, Mapping[str, object]]) -> bytes:
     """Samples of one group, by task id, for one adapter; most are plain as they come.
 
     >>> encode_request("mine", {"7": {"nums": (1, 2)}})[4:]
     b'{"id":"7","adapter":"mine","tasks":[["7",{"nums":[1,2]},{}]]}'
     """
-    message: dict[str, Any] = {"id": next(iter(samples)), "adapter": adapter}
+    message: dict[str, object] = {"id": next(iter(samples)), "adapter": adapter}
     try:
-        plain: list[Any] = [(task_id, sample, {}) for task_id, sample in samples.items()]
+        plain: list[object] = [(task_id, sample, {}) for task_id, sample in samples.items()]
         return encode(message | {"tasks": plain})
     except FrameError:
         made = [(task_id, *portable(sample)) for task_id, sample in samples.items()]
@@ -130,7 +131,7 @@ def read_answers(said: str, *, task_ids: Sequence[str], adapter: str) -> list[Ou
     return outcomes
 
 
-def read_answer(message: Any, *, task_id: str, adapter: str) -> Outcome:
+def read_answer(message: object, *, task_id: str, adapter: str) -> Outcome:
     """The outcome in an answer; raises FrameError for anything else."""
     if not isinstance(message, dict) or set(message) != {"id", *ANSWERS}:
         raise FrameError("not the entries of an answer")
@@ -152,7 +153,7 @@ def _is_short_text(value: object) -> bool:
 
 
 # What a child says of a task, and what of it is believed: never that it was lost, for example.
-ANSWERS: Mapping[str, Callable[[Any], bool]] = {
+ANSWERS: Mapping[str, Callable[[object], bool]] = {
     "status": lambda value: value in ("scored", "unscorable", "overrun", "error"),
     "reward": _is_finite,
     "format_reward": lambda value: value is None or _is_finite(value),
@@ -163,7 +164,7 @@ ANSWERS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _substitute(value: Any) -> Any:
+def _substitute(value: Any) -> object:
     if isinstance(value, date | time | Decimal):
         return str(value)
     if hasattr(value, "tolist"):  # numpy's and torch's arrays and numbers

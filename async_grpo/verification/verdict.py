@@ -10,6 +10,7 @@ from async_grpo.types import Verdict, VerdictStatus
 from async_grpo.verification.config import MAX_PROCESSES, VerifierConfig
 from async_grpo.verification.tasks import Outcome, overrun
 
+Report = Mapping[str, Any]  # of a fork server, in JSON
 NUM_ATTEMPTS = 2  # of an overrun or an error
 MAX_LOST = 4  # attempts whose process was taken away, which says nothing of the text
 CPU_SHARE = 0.9  # of the time limit: killed after so much, the kernel's limit was reached
@@ -23,7 +24,7 @@ def lost(adapter: str, reason: str) -> Outcome:
 
 
 def classify_end(
-    adapter: str, report: Mapping[str, Any], config: VerifierConfig, *, executes_text: bool = False
+    adapter: str, report: Report, config: VerifierConfig, *, executes_text: bool = False
 ) -> Outcome:
     """The outcome of an attempt whose process did not end well; the report is its server's.
 
@@ -64,7 +65,7 @@ def classify_end(
     return Outcome(adapter, "error", reason=f"its process ended, exit code {code}", cause="end")
 
 
-def has_waited(report: Mapping[str, Any], config: VerifierConfig) -> bool:
+def has_waited(report: Report, config: VerifierConfig) -> bool:
     """Whether it was seen with a connection, and its processes did little beside."""
     is_idle = report["family_cpu_s"] < WAITING_SHARE * config.timeout_s
     return bool(report["is_connected"] and is_idle)

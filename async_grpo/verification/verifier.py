@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from numbers import Real
 from pathlib import Path
@@ -51,10 +51,10 @@ CLIENT_LIBRARIES = frozenset(
     {"aiohttp", "anthropic", "botocore", "grpc", "http", "httpcore", "httpcore2", "httpx", "httpx2"}
     | {"openai", "redis", "requests", "socket", "ssl", "urllib", "urllib3", "websockets"}
 )
-Adapter = Callable[[dict[str, Any]], float | Mapping[str, float]]
+Adapter = Callable[[dict[str, object]], float | Mapping[str, float]]
 
 
-def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, Any]]:
+def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, object]]:
     """The adapters of a fork server, and what it tells its pool of them.
 
     They are imported within the limits that they work in, which the server keeps.
@@ -196,7 +196,7 @@ def grade(
 def run_adapter(
     name: str,
     adapter: Adapter,
-    sample: dict[str, Any],
+    sample: dict[str, object],
     config: VerifierConfig,
     *,
     left_out: Mapping[str, str],
@@ -210,8 +210,8 @@ def run_adapter(
 
 def run_groupwise(
     name: str,
-    adapter: Any,
-    samples: Sequence[dict[str, Any]],
+    adapter: Any,  # a groupwise one
+    samples: Sequence[dict[str, object]],
     config: VerifierConfig,
     *,
     left_out: Mapping[str, str],
@@ -248,7 +248,7 @@ def _failed(
     name: str,
     adapter: Adapter,
     error: BaseException,
-    sample: Mapping[str, Any],
+    sample: Mapping[str, object],
     config: VerifierConfig,
     *,
     left_out: Mapping[str, str],
@@ -300,7 +300,7 @@ def _line(error: BaseException, adapter: Adapter) -> str:
     return f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-def _explain(error: BaseException, sample: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
+def _explain(error: BaseException, sample: Iterable[str], left_out: Mapping[str, str]) -> str:
     reason = f"{type(error).__name__}: {error}"[: MAX_REASON_CHARACTERS // 2]
     if isinstance(error, KeyError):  # most often a column that the data does not have
         reason += f" (the sample has {', '.join(sample)})"

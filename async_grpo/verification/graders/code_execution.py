@@ -12,7 +12,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ PYTHON = {"", "python", "py", "python3"}
 MAX_SECONDS_A_TEST = 6
 MAX_CODE_CHARACTERS = 200_000
 TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # set by `verifier`
+Columns = Mapping[str, Any]  # the user's own
 DEFAULT_BUDGET_S = 10.0
 SHARE_OF_TIMEOUT = 0.8  # a program that is too slow is wrong, and the verification in time
 
@@ -40,7 +41,7 @@ class CodeTests:
     defines: tuple[str, ...] = ()  # names that the program defines though builtins have them
 
 
-def grade_code(output: str, columns: Mapping[str, Any], *, budget_s: float | None = None) -> float:
+def grade_code(output: str, columns: Columns, *, budget_s: float | None = None) -> float:
     """1.0 when the last program of the output passes all tests within the budget, else 0.0.
 
     The budget is what this verification has got left, unless it is given.
@@ -76,7 +77,7 @@ def extract_program(output: str) -> str:
     return blocks[-1]
 
 
-def read_tests(columns: Mapping[str, Any]) -> CodeTests:
+def read_tests(columns: Columns) -> CodeTests:
     """The tests in any of the common forms; raises ValueError when there are none.
 
     `test_list` with `test_setup_code` (MBPP), `test` with `entry_point` (HumanEval), `input_output`
@@ -142,7 +143,7 @@ def _until(deadline: float) -> float:
     return min(deadline, time.monotonic() + MAX_SECONDS_A_TEST)
 
 
-def _read_apps(tests: Mapping[str, Any], setup: str) -> CodeTests:
+def _read_apps(tests: Columns, setup: str) -> CodeTests:
     inputs, outputs = tests.get("inputs", ()), tests.get("outputs", ())
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(
@@ -163,11 +164,11 @@ def _read_apps(tests: Mapping[str, Any], setup: str) -> CodeTests:
     return CodeTests(checks=tuple(checks), setup=setup, defines=(name,))
 
 
-def _first(columns: Mapping[str, Any], *names: str) -> Any:
+def _first(columns: Columns, *names: str) -> object:
     return next((columns[name] for name in names if columns.get(name)), None)
 
 
-def _as_value(value: Any) -> Any:
+def _as_value(value: object) -> Any:
     """What a text holds as JSON, if it does."""
     if not isinstance(value, str):
         return value
@@ -177,15 +178,15 @@ def _as_value(value: Any) -> Any:
         return value
 
 
-def _text(value: Any) -> str:
+def _text(value: Iterable[object]) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
-def _join(*parts: Any) -> str:
+def _join(*parts: str | list[str] | None) -> str:
     return "\n".join("\n".join(part) if isinstance(part, list) else part for part in parts if part)
 
 
-def _defined(reference: Any) -> list[str]:
+def _defined(reference: object) -> list[str]:
     """Functions and classes of a reference solution: what a program is asked to define."""
     try:
         body = ast.parse(reference).body if isinstance(reference, str) else []

@@ -19,7 +19,7 @@ MAX_DEPTH = 50  # of parentheses
 
 SPELLINGS = {"\\times": "*", "\\cdot": "*", "\\div": "/", "×": "*", "·": "*", "÷": "/", "−": "-"}
 EQUATION = re.compile(r"([0-9+\-*/() ]+)(?:=([ ]*-?[ ]*[0-9]+[ ]*))?", re.ASCII)
-OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

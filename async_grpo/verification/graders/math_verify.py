@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any
 
 import sympy
 from math_verify import LatexExtractionConfig, parse, verify
@@ -58,7 +57,7 @@ def math_verify_reward(output: str, answer: object) -> float:
     return float(within_cpu(MAX_CPU_S, lambda: _is_right(given, truth, expected)))
 
 
-def _is_right(given: str, truth: str, expected: list[Any]) -> bool:
+def _is_right(given: str, truth: str, expected: list[object]) -> bool:
     parsed = _parse(given)
     if not parsed:
         raise UnscorableError("math-verify cannot read the answer in the output")
@@ -70,7 +69,7 @@ def _is_right(given: str, truth: str, expected: list[Any]) -> bool:
     return "%" in truth or _is_close(expected[0], parsed[0])
 
 
-def _parse(text: str) -> list[Any]:
+def _parse(text: str) -> list[object]:
     box = f"\\boxed{{{text}}}"
     return parse(box, EXTRACTION, extraction_mode="first_match", parsing_timeout=None)
 
@@ -94,7 +93,7 @@ def _contradicts_itself(given: str) -> bool:
     return False
 
 
-def _is_number(expression: Any) -> bool:
+def _is_number(expression: object) -> bool:
     """Whether it is meant as a number, be it 0/0; f(2) may have any value."""
     if not isinstance(expression, sympy.Expr):
         return False
@@ -111,7 +110,7 @@ def _letters(text: str) -> str:
     return re.sub(r"\s", "", clean(text)).casefold()
 
 
-def _is_close(expected: Any, given: Any) -> bool:
+def _is_close(expected: object, given: object) -> bool:
     """False where the library is too generous: tiny numbers, and equations nothing solves."""
     if isinstance(expected, sympy.Eq) and isinstance(given, sympy.Eq):
         return expected == given or bool(sympy.solve(expected, expected.free_symbols))
@@ -121,7 +120,7 @@ def _is_close(expected: Any, given: Any) -> bool:
     return abs(left - right) <= MAX_RELATIVE_ERROR * max(abs(left), abs(right))
 
 
-def _value(expression: Any) -> complex | None:
+def _value(expression: object) -> complex | None:
     """The number that an expression is; None when it is something else."""
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs

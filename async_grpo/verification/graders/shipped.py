@@ -18,6 +18,7 @@ from async_grpo.util.errors import ConfigError
 from async_grpo.verification.graders.answers import UnscorableError, find_answer, without_prompt
 from async_grpo.verification.graders.countdown import grade_countdown
 from async_grpo.verification.graders.mathd import mathd_reward, normalise
+from async_grpo.verification.tasks import Sample
 
 FORMS = (
     "12", "-3", "0.75", "1,234", "3.5%", r"\frac{3}{4}", r"-\frac{17}{12}", r"\sqrt{5}+2",
@@ -32,45 +33,45 @@ UNUSED_BY_GYM = "cellpylib"
 MAX_GYM_CHARACTERS = 10_000  # of an answer
 
 
-def mathd(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+def mathd(sample: Sample, **kwargs: object) -> dict[str, float]:
     r"""The last \boxed{} is the answer, as normalised strings."""
     return {"reward": mathd_reward(_said(sample), sample["answer"])}
 
 
-def sympy(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+def sympy(sample: Sample, **kwargs: object) -> dict[str, float]:
     r"""The last \boxed{} is the answer, as mathematics."""
     from async_grpo.verification.graders.symbolic import sympy_reward
 
     return {"reward": sympy_reward(_said(sample), sample["answer"])}
 
 
-def math_verify(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+def math_verify(sample: Sample, **kwargs: object) -> dict[str, float]:
     """The math-verify library finds the answer in the output."""
     from async_grpo.verification.graders.math_verify import math_verify_reward
 
     return {"reward": math_verify_reward(_said(sample), sample["answer"])}
 
 
-def countdown(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+def countdown(sample: Sample, **kwargs: object) -> dict[str, float]:
     """An equation that hits `target` with every number of `nums` used exactly once."""
     numbers = sample["nums"] if "nums" in sample else sample["numbers"]
     grade = grade_countdown(_said(sample), numbers=numbers, target=sample["target"])
     return {"reward": grade.reward, "format_reward": grade.format_reward}
 
 
-def code_execution(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+def code_execution(sample: Sample, **kwargs: object) -> dict[str, float]:
     """The last fenced block of Python passes all tests of the question: docs/verification.md."""
     from async_grpo.verification.graders.code_execution import grade_code
 
     return {"reward": grade_code(sample["output"], sample)}
 
 
-def majority(samples: list[dict[str, Any]], **kwargs: Any) -> list[Any]:
+def majority(samples: list[Sample], **kwargs: object) -> list[float | UnscorableError]:
     """The answer that most outputs of the question give is the answer."""
     return majority_rewards([_said(sample) for sample in samples])
 
 
-def reasoning_gym(sample: dict[str, Any], **kwargs: Any) -> dict[str, float]:
+def reasoning_gym(sample: Sample, **kwargs: object) -> dict[str, float]:
     """What the scorer of a task of reasoning-gym says: docs/environments.md."""
     given = sample["reasoning_gym"]
     reward = reasoning_gym_reward(_said(sample), given["entry"], config=given["config"])
@@ -149,7 +150,7 @@ def gym_library() -> Any:
 
 
 @functools.cache
-def warm_up(grade: Callable[[str, str], Any]) -> None:
+def warm_up(grade: Callable[[str, str], object]) -> None:
     """Have a parser of mathematics build its tables, which forked requests then share.
 
     They grow with every form of answer that is met: 20 to 80 ms for the first of its kind.
@@ -160,7 +161,7 @@ def warm_up(grade: Callable[[str, str], Any]) -> None:
             grade(rf"\boxed{{{text}}}", f"1+{text}")
 
 
-def _said(sample: dict[str, Any]) -> str:
+def _said(sample: Sample) -> str:
     """What the model added: a prompt that it repeats may hold an answer."""
     return without_prompt(sample["output"], sample.get("input") or "")
 
@@ -171,7 +172,7 @@ def _prepare_countdown() -> None:
         countdown({"output": "8-2+9=15", "nums": [2, 9, 8], "target": 15})
 
 
-def _prepare_mathematics(adapter: Callable[[dict[str, Any]], Any]) -> None:
+def _prepare_mathematics(adapter: Callable[[Sample], object]) -> None:
     warm_up(lambda output, answer: adapter({"output": output, "answer": answer}))
 
 

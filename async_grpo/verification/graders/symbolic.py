@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import sympy
 from pylatexenc.latexwalker import (
@@ -21,6 +20,7 @@ from pylatexenc.latexwalker import (
     LatexGroupNode,
     LatexMacroNode,
     LatexMathNode,
+    LatexNode,
     LatexWalker,
     LatexWalkerParseError,
 )
@@ -41,7 +41,7 @@ POINTS = tuple(
     tuple(sympy.sqrt(prime) / divisor for prime in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37))
     for divisor in (5, -7, 11)
 )
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     name: getattr(sympy, name) for name in ("sqrt", "sin", "cos", "tan", "exp", "log", "ln")
 }
 CONSTANTS = {"pi": sympy.pi, "oo": sympy.oo, "e": sympy.E, "i": sympy.I}
@@ -81,7 +81,7 @@ def sympy_reward(output: str, answer: object) -> float:
         return 0.0
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: sympy.Basic, right: sympy.Basic) -> bool:
     if isinstance(left, sympy.Tuple) or isinstance(right, sympy.Tuple):
         both = isinstance(left, sympy.Tuple) and isinstance(right, sympy.Tuple)
         return both and len(left) == len(right) and all(map(_same, left, right))
@@ -96,7 +96,7 @@ def _same(left: Any, right: Any) -> bool:
     return all(_agree(left, right, dict(zip(symbols, point, strict=False))) for point in points)
 
 
-def _agree(left: Any, right: Any, point: Mapping[Any, Any]) -> bool:
+def _agree(left: sympy.Basic, right: sympy.Basic, point: Mapping[object, object]) -> bool:
     """Whether the values at a point are finite and equal to 30 digits."""
     try:
         one, other = (side.evalf(NUM_DIGITS, subs=point) for side in (left, right))
@@ -123,12 +123,12 @@ def parse_expression(text: str) -> sympy.Basic:
         raise NotMathError(f"not a number: {error}") from error
 
 
-def _plain(nodes: Sequence[Any]) -> str:
+def _plain(nodes: Sequence[LatexNode | None]) -> str:
     """LaTeX nodes as plain text in which groups keep their parentheses."""
     return "".join(_plain_node(node) for node in nodes if node is not None)
 
 
-def _plain_node(node: Any) -> str:
+def _plain_node(node: LatexNode) -> str:
     if isinstance(node, LatexCharsNode):
         return "".join(SYMBOLS.get(character, character) for character in node.chars)
     if isinstance(node, LatexGroupNode):
@@ -140,7 +140,7 @@ def _plain_node(node: Any) -> str:
     raise NotMathError(f"not an expression: {node.latex_verbatim()}")
 
 
-def _plain_macro(node: Any) -> str:
+def _plain_macro(node: LatexMacroNode) -> str:
     arguments = [
         _plain([argument]) for argument in (node.nodeargd.argnlist if node.nodeargd else ())
     ]
@@ -199,7 +199,7 @@ def _is_number(token: str) -> bool:
     return token[0].isdigit() or token[0] == "."
 
 
-def _build(node: ast.AST) -> Any:
+def _build(node: ast.AST) -> sympy.Basic:
     match node:
         case ast.Constant(value=int() as value):
             return sympy.Integer(value)
@@ -220,7 +220,7 @@ def _build(node: ast.AST) -> Any:
     raise NotMathError(f"not an expression: {ast.dump(node)[:80]}")
 
 
-def _power(base: Any, exponent: Any) -> Any:
+def _power(base: sympy.Basic, exponent: sympy.Basic) -> sympy.Basic:
     _small(exponent, bound=MAX_EXPONENT)
     if base.is_Rational and exponent.is_Rational:
         num_bits = max(base.p.bit_length(), base.q.bit_length())
@@ -229,7 +229,7 @@ def _power(base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
-def _small(value: Any, *, bound: int) -> Any:
+def _small(value: sympy.Basic, *, bound: int) -> sympy.Basic:
     """The value, when it holds variables or is at most `bound` in size."""
     if value.is_number and not abs(value.evalf(15)) <= bound:
         raise NotMathError(f"a number beyond {bound}")
