@@ -69,7 +69,7 @@ class EpisodeFailed(WorkerError):
         self.cause = cause or CAUSES.get(failure, Cause.UNKNOWN)
         self.place = ""  # what was raised and the line, where the episode was played
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.failure, str(self), self.again), vars(self)
 
 
@@ -109,7 +109,7 @@ class Services(Protocol):
     async def verify(self, question: Question, episodes: Sequence[Episode]) -> tuple[Verdict, ...]:
         """What the run's rewards say of the last turn of each episode."""
 
-    async def ask(self, role: str, method: str, request: Any, *, cost: float = 1.0) -> Any:
+    async def ask(self, role: str, method: str, request: object, *, cost: float = 1.0) -> Any:
         """The answer of a worker of `role`."""
 
     async def reach(self, send: Callable[[], Awaitable[T]], *, is_idempotent: bool = False) -> T:

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import ContextVar
 from enum import StrEnum
 from traceback import walk_tb
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from async_grpo.types import Verdict
 from async_grpo.util.deadlines import SERVER_PROBE_S
@@ -46,7 +46,7 @@ NO_WAY = frozenset({errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EH
 HTTP_AWAY = {429: "not sent", 503: "not sent", 502: "cut", 504: "cut"}  # refused; nobody knows
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
-Tell = Callable[[str], Coroutine[Any, Any, None]]  # of an outage, for as long as it is awaited
+Tell = Callable[[str], Coroutine[object, object, None]]  # of an outage, while it is awaited
 TELL: ContextVar[Tell | None] = ContextVar("tell", default=None)  # of the episode that is played
 
 
@@ -177,7 +177,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 class Outage:
     """A server is away, which everybody knows until `close`."""
 
-    def __init__(self, telling: Coroutine[Any, Any, None]) -> None:
+    def __init__(self, telling: Coroutine[object, object, None]) -> None:
         self._told = asyncio.create_task(telling, name="outage")
         self._pause_s = FIRST_PAUSE_S
 

@@ -155,8 +155,8 @@ class EnvironmentWorker:
 
 
 async def ask_controller(
-    played: EpisodesRequest, role: str, method: str, request: Any, **options: Any
-) -> Any:
+    played: EpisodesRequest, role: str, method: str, request: object, **options: object
+) -> object:
     """The answer of a worker of `role`; whatever the episodes ask for ends with their lease."""
     answer = _controller_of(played.run).ask.remote(
         played.run, role, method, request, owner=played.lease_id, **options

@@ -228,7 +228,7 @@ class EpisodeServices:
         self.asks = 0  # unanswered
         self.num_tokens = 0  # of the turns that have come
         self._idle_since_s = time.monotonic()
-        self.judged: list[tuple[Any, ...]] = []  # the verdicts of several judges on one thing
+        self.judged: list[tuple[object, ...]] = []  # the verdicts of several judges on one thing
 
     @property
     def idle_s(self) -> float:
@@ -240,7 +240,7 @@ class EpisodeServices:
         return self._request.model
 
     async def ask(
-        self, role: str, method: str, request: Any, *, cost: float = 1.0, **where: Any
+        self, role: str, method: str, request: object, *, cost: float = 1.0, **where: object
     ) -> Any:
         """See `Services`."""
         with self._busy():
@@ -375,7 +375,7 @@ class EpisodeServices:
             raise EpisodeFailed(FailureClass.JUDGE, message) from error
         return answer.text
 
-    async def _asked_again(self, role: str, method: str, request: Any, **where: Any) -> Any:
+    async def _asked_again(self, role: str, method: str, request: object, **where: Any) -> Any:
         """See `ask_again`; a server that is away is nothing that another worker mends."""
         return await ask_again(
             lambda: self.ask(role, method, request, **where),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _LINE = re.compile(r"^VERDICT:(.*)$", re.MULTILINE)
@@ -21,15 +21,15 @@ class VerdictForm(Generic[T]):
     wanted: str  # in words for the judge
     read: Callable[[str], T]  # raises ValueError for anything else
 
-    def asked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    def asked(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
         """The messages, the last of them with what the answer must look like."""
         *before, last = messages
         how = f"End your answer with one line `VERDICT: X`, where X is {self.wanted}."
         return (*before, {**last, "content": f"{last['content']}\n\n{how}"})
 
     def asked_again(
-        self, messages: Sequence[Mapping[str, Any]], *, answer: str, problem: ValueError
-    ) -> tuple[Mapping[str, Any], ...]:
+        self, messages: Sequence[Mapping[str, object]], *, answer: str, problem: ValueError
+    ) -> tuple[Mapping[str, object], ...]:
         """The same conversation, after an answer that was no verdict."""
         said = {"role": "assistant", "content": answer}
         return self.asked((*messages, said, {"role": "user", "content": f"No verdict: {problem}."}))

@@ -15,7 +15,7 @@ import math
 import traceback
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import Environment, EpisodeFailed, FailureClass
@@ -196,7 +196,7 @@ class GroupPlay:
         )
         return self._members[-1]
 
-    async def _unless_idle(self, work: Coroutine[Any, Any, T], member: EpisodeServices) -> T:
+    async def _unless_idle(self, work: Coroutine[object, object, T], member: EpisodeServices) -> T:
         """What the user's `work` returns, however long it takes, while it asks for anything."""
         task = asyncio.create_task(_never_exiting(work, member.tell))
         try:
@@ -268,7 +268,7 @@ def _plain(verdict: object) -> Verdict:
     )
 
 
-async def _never_exiting(work: Coroutine[Any, Any, T], tell: Tell) -> T:
+async def _never_exiting(work: Coroutine[object, object, T], tell: Tell) -> T:
     """These two of a task would end the loop of all episodes."""
     TELL.set(tell)  # of this task, and of those that it starts
     try:

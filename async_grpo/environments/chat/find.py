@@ -17,6 +17,7 @@ from async_grpo.environments.chat.messages import (
     Message,
     Renderer,
     Reply,
+    Tokenizer,
     ToolCall,
     ToolSpec,
     wrong_arguments,
@@ -34,14 +35,14 @@ PROBLEMS = {
 }
 
 
-def find_tokenizer(model: str) -> Any:
+def find_tokenizer(model: str) -> Tokenizer:
     """Hugging Face's tokenizer of a folder, or of a name on a hub."""
     with LOADING:  # transformers fails where several threads import it at once
         return _tokenizer(model)
 
 
 @functools.cache
-def _tokenizer(model: str) -> Any:
+def _tokenizer(model: str) -> Tokenizer:
     from transformers import AutoTokenizer  # seconds, which only who chats is to wait
 
     return AutoTokenizer.from_pretrained(model)
@@ -60,7 +61,7 @@ def find_renderer(model: str, name: str = AUTO) -> Renderer:
     return library_renderer(tokenizer, name=name)
 
 
-def library_renderer(tokenizer: Any, *, name: str) -> Renderer:
+def library_renderer(tokenizer: Tokenizer, *, name: str) -> Renderer:
     """The library's renderer `name`.
 
     Raises:
@@ -105,7 +106,7 @@ class LibraryRenderer:
 
     is_plain = False
 
-    def __init__(self, tokenizer: Any, renderer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer, renderer: Any) -> None:
         self._renderer = renderer
         self._cleaner = Cleaner(tokenizer)
         self.stop_token_ids = tuple(renderer.get_stop_token_ids())

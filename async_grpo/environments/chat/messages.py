@@ -25,6 +25,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TOOL_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 Message = Mapping[str, Any]
 ToolSpec = Mapping[str, Any]
+Shaped = dict[str, Any]  # a message or a tool as templates take it
+Tokenizer = Any  # Hugging Face's, or whatever has the members of theirs that are used here
 
 
 class MessagesError(AsyncGrpoError, ValueError):
@@ -36,13 +38,13 @@ class ToolCall:
     """One attempt of the model at calling a tool."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     problem: str = ""  # why it cannot be called, in words for the model; empty: it can
     text: str = ""  # what the model wrote, of one that cannot
     id: str = field(default_factory=lambda: f"call-{uuid.uuid4().hex[:16]}")
 
 
-def wrong_arguments(arguments: Any) -> str:
+def wrong_arguments(arguments: object) -> str:
     """What is wrong with the arguments of a call, in words for the model; empty: nothing.
 
     >>> wrong_arguments({"x": [1]}), wrong_arguments([1])
@@ -55,7 +57,7 @@ def wrong_arguments(arguments: Any) -> str:
     return ""
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def _is_deeper(value: object, levels: int) -> bool:
     if not isinstance(value, Mapping | list):
         return False
     inner = value.values() if isinstance(value, Mapping) else value
@@ -70,14 +72,14 @@ class Reply:
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Shaped:
         """The assistant's message; calls that cannot be called stand in its content, as written.
 
         >>> Reply("4").message()
         {'role': 'assistant', 'content': '4'}
         """
         broken = [call.text for call in self.tool_calls if call.problem]
-        message: dict[str, Any] = {
+        message: Shaped = {
             "role": "assistant",
             "content": "\n".join(text for text in (self.content, *broken) if text),
         }
@@ -139,7 +141,7 @@ class Renderer(Protocol):
 class Cleaner:
     """Cleans for a tokenizer: Hugging Face's, or anything with the members of theirs used here."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         added, template = tokenizer.added_tokens_decoder.values(), str(tokenizer.chat_template)
         control = [*(str(token) for token in added if token.special), *tokenizer.all_special_tokens]
         # Not each added token is a mark: some vocabularies have line ends, or tags of HTML.
@@ -147,7 +149,7 @@ class Cleaner:
         self._spelt = _any_of(control)
         self._spelt_by_tools = _any_of([*control, *marks, *TOOL_MARKS])
 
-    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def messages(self, messages: Sequence[Message]) -> list[Shaped]:
         """Each of them `in_shape`; raises `MessagesError`."""
         if not messages:
             raise MessagesError("there must be at least one message, got none")
@@ -157,7 +159,7 @@ class Cleaner:
             for each in shaped
         ]
 
-    def tools(self, tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
+    def tools(self, tools: Sequence[ToolSpec]) -> list[Shaped]:
         """The same descriptions; raises `MessagesError` for one that names no function."""
         for tool in tools:
             function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -167,7 +169,7 @@ class Cleaner:
                 )
         return [self._broken(tool, self._spelt_by_tools) for tool in tools]
 
-    def _broken(self, value: Any, spelt: re.Pattern[str]) -> Any:
+    def _broken(self, value: object, spelt: re.Pattern[str]) -> Any:
         """The same with a space in all that is `spelt` in a text, and all of it UTF-8."""
         if isinstance(value, str):
             text = value.encode("utf-8", "replace").decode()  # halves of surrogates have none
@@ -187,7 +189,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(words) or r"(?!)")
 
 
-def in_shape(message: Message) -> dict[str, Any]:
+def in_shape(message: Message) -> Shaped:
     """Its content as one text, and the arguments of its calls as mappings.
 
     Raises `MessagesError` for what is no message.
@@ -203,7 +205,7 @@ def in_shape(message: Message) -> dict[str, Any]:
     return shaped | ({"tool_calls": [_with_mapping(call) for call in calls]} if calls else {})
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """One text of a message's content, which may come in parts.
 
     >>> text_of([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])
@@ -218,7 +220,7 @@ def text_of(content: Any) -> str:
     return "".join(map(str, texts))
 
 
-def _with_mapping(call: Any) -> dict[str, Any]:
+def _with_mapping(call: Any) -> Shaped:
     """A call of an earlier turn with its arguments as a mapping, which templates write."""
     try:
         function = call["function"]

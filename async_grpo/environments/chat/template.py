@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from async_grpo.environments.chat.messages import (
     Cleaner,
     Message,
     MessagesError,
     Reply,
+    Shaped,
+    Tokenizer,
     ToolCall,
     ToolSpec,
     wrong_arguments,
@@ -29,7 +30,7 @@ from async_grpo.util.errors import UnfitModel
 
 REMEDY = "name the renderer of its family with --renderer (see `pip install renderers`)"
 MARK = "what-was-said"
-ASKED: list[dict[str, Any]] = [
+ASKED: list[Shaped] = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": MARK},
 ]
@@ -53,7 +54,7 @@ class TemplateRenderer:
 
     is_plain = True
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         """`tokenizer` is Hugging Face's, or anything with the members of theirs used here."""
         self._tokenizer = tokenizer
         tokens = tokenizer.added_tokens_decoder
@@ -110,8 +111,8 @@ class TemplateRenderer:
 
     def _text(
         self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
+        messages: Sequence[Shaped],
+        tools: Sequence[Shaped] = (),
         *,
         is_asked: bool = False,
     ) -> str:
@@ -125,7 +126,7 @@ class TemplateRenderer:
         return self._templated(messages, tools, is_asked=is_asked)
 
     def _templated(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], *, is_asked: bool = False
+        self, messages: Sequence[Shaped], tools: Sequence[object], *, is_asked: bool = False
     ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
@@ -188,9 +189,7 @@ def read_reply(text: str) -> Reply:
     return Reply(BLOCK.sub("", text).strip() if calls else text, calls)
 
 
-def flattened(
-    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def flattened(messages: Sequence[Shaped], tools: Sequence[Shaped]) -> list[Shaped]:
     """The same conversation for a template that knows no tools: they and their calls are text."""
     flat = [_plain(message) for message in messages]
     if tools:
@@ -200,7 +199,7 @@ def flattened(
     return flat
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
+def _plain(message: Shaped) -> Shaped:
     content = message["content"]
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

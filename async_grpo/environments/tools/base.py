@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from async_grpo.environments.base import ModelError
 from async_grpo.environments.chat.messages import ToolSpec
@@ -24,7 +24,7 @@ class Tool(Protocol):
     def spec(self) -> ToolSpec:
         """What the model is told of it."""
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, object]) -> str:
         """What the model reads.
 
         Raises `ToolMistake`, or any `ModelError`, for the model's own mistakes. A connection that
@@ -42,7 +42,7 @@ class ToolResult:
     text: str
     is_mistake: bool = False  # of the model's
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> dict[str, object]:
         """The message that answers the call."""
         return {
             "role": "tool",

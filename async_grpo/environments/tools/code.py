@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from async_grpo.environments.chat.messages import ToolSpec
 from async_grpo.environments.tools.function import FunctionTool
@@ -47,7 +46,7 @@ class PythonTool:
         self._run_python = FunctionTool(self.run_python)
         self.spec: ToolSpec = self._run_python.spec
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, object]) -> str:
         """See `Tool`; `JailError` when nothing could be run."""
         return await self._run_python.call(arguments)
 

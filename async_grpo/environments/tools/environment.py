@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from async_grpo.environments.base import Environment, Policy, Services
 from async_grpo.environments.chat.messages import Message
@@ -43,7 +42,7 @@ class ToolEnvironment(Environment):
         async with self._opening:
             self._toolbox = toolbox = self._toolbox or await self.open()
         dialogue = await services.dialogue(tools=toolbox.specs)
-        messages: list[Any] = self.messages(question)
+        messages = self.messages(question)
         for _ in range(self.max_turns):
             reply = await dialogue.reply(policy, messages)
             if not reply.tool_calls:

@@ -29,10 +29,10 @@ MAX_THREADS = 32  # of one tool; calls that never return keep theirs
 
 
 @overload
-def tool(function: Callable[..., Any]) -> FunctionTool: ...
+def tool(function: Callable[..., object]) -> FunctionTool: ...
 @overload
-def tool(*, is_idempotent: bool) -> Callable[[Callable[..., Any]], FunctionTool]: ...
-def tool(function: Callable[..., Any] | None = None, *, is_idempotent: bool = False) -> Any:
+def tool(*, is_idempotent: bool) -> Callable[[Callable[..., object]], FunctionTool]: ...
+def tool(function: Callable[..., object] | None = None, *, is_idempotent: bool = False) -> object:
     """The decorator of a function that a model may call; `is_idempotent`: see `base.Tool`."""
     if function is None:
         return partial(FunctionTool, is_idempotent=is_idempotent)
@@ -45,7 +45,7 @@ class FunctionTool:
     Raises `ConfigError` for a function whose arguments have no types, or no names.
     """
 
-    def __init__(self, function: Callable[..., Any], *, is_idempotent: bool = False) -> None:
+    def __init__(self, function: Callable[..., object], *, is_idempotent: bool = False) -> None:
         self.is_idempotent = is_idempotent
         self._function = function
         self._arguments = _arguments_of(function)
@@ -59,7 +59,7 @@ class FunctionTool:
             },
         }
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, object]) -> str:
         """See `Tool`."""
         try:
             given = self._arguments.validate_python(dict(arguments))
@@ -74,10 +74,10 @@ class FunctionTool:
         return answer if isinstance(answer, str) else json.dumps(answer)
 
 
-def _arguments_of(function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
+def _arguments_of(function: Callable[..., object]) -> TypeAdapter[dict[str, object]]:
     """Validates a call's arguments, of which none but the function's own are allowed."""
     hints = get_type_hints(function, include_extras=True)
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if name not in hints or not is_named:
@@ -99,7 +99,7 @@ def _arguments_of(function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
         ) from error
 
 
-def _without_titles(schema: Any) -> Any:
+def _without_titles(schema: object) -> object:
     """The schema without what repeats the names."""
     if isinstance(schema, dict):
         kept = {key: value for key, value in schema.items() if not _is_title(key, value)}
@@ -107,5 +107,5 @@ def _without_titles(schema: Any) -> Any:
     return [_without_titles(each) for each in schema] if isinstance(schema, list) else schema
 
 
-def _is_title(key: str, value: Any) -> bool:
+def _is_title(key: str, value: object) -> bool:
     return key == "title" and isinstance(value, str)

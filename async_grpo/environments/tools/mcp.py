@@ -16,12 +16,13 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import anyio
 import httpx2
+from anyio.streams.memory import MemoryObjectSendStream
 from mcp import Client, MCPError, types
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
@@ -34,7 +35,10 @@ from async_grpo.util.errors import ServerAway
 
 logger = logging.getLogger(__name__)
 MAX_BYTES = 16 << 20  # of one answer
-Streams = tuple[Any, Any]  # of messages from the server, and to it
+Incoming = MemoryObjectSendStream[SessionMessage | Exception]
+Outgoing = AsyncIterable[SessionMessage]
+Streams = tuple[Any, Any]  # of messages from the server, and to it: of no public type
+Call = Mapping[str, object]
 
 
 class McpServer:
@@ -50,7 +54,7 @@ class McpServer:
         self._serving: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._answered_s = 0.0
-        self._unsent: list[Any] = []  # of this connection: calls that did not reach the server
+        self._unsent: list[Call] = []  # of this connection: calls that did not reach the server
 
     async def tools(self) -> tuple[McpTool, ...]:
         """What the server offers; raises whatever keeps it from saying so."""
@@ -63,7 +67,7 @@ class McpServer:
                 listed += page.tools
         return tuple(McpTool(self, tool) for tool in listed)
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, object]) -> str:
         """One call; raises `ToolMistake` for what the server says is wrong with it."""
         client, asked_s = await self._connected(), time.monotonic()
         try:
@@ -152,7 +156,7 @@ class McpTool:
             },
         }
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, object]) -> str:
         """See `Tool`."""
         return await self._server.call(self._name, arguments)
 
@@ -176,7 +180,7 @@ async def _over_pipes(
         start_new_session=True,
     )
     assert process.stdin and process.stdout, "both are pipes"
-    heard, incoming = anyio.create_memory_object_stream[Any](0)
+    heard, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, said = anyio.create_memory_object_stream[SessionMessage](0)
     tasks = [
         asyncio.create_task(_listen(process.stdout, heard)),
@@ -193,7 +197,7 @@ async def _over_pipes(
         await process.wait()
 
 
-async def _listen(stdout: asyncio.StreamReader, heard: Any) -> None:
+async def _listen(stdout: asyncio.StreamReader, heard: Incoming) -> None:
     """One message a line; what is none ends the connection, as the end of the server does."""
     async with heard:
         try:
@@ -204,7 +208,7 @@ async def _listen(stdout: asyncio.StreamReader, heard: Any) -> None:
             logger.warning("a server of tools wrote what is no message: %s", str(error)[:500])
 
 
-async def _speak(stdin: asyncio.StreamWriter, said: Any, heard: Any) -> None:
+async def _speak(stdin: asyncio.StreamWriter, said: Outgoing, heard: Incoming) -> None:
     async for each in said:
         text = each.message.model_dump_json(by_alias=True, exclude_unset=True)
         stdin.write(text.encode() + b"\n")
@@ -215,7 +219,7 @@ async def _speak(stdin: asyncio.StreamWriter, said: Any, heard: Any) -> None:
 
 
 @asynccontextmanager
-async def _over_http(url: str, unsent: list[Any]) -> AsyncIterator[Streams]:
+async def _over_http(url: str, unsent: list[Call]) -> AsyncIterator[Streams]:
     timeout = httpx2.Timeout(TOOL_SERVER_S, read=None)  # a call has its own deadline
     async with (
         httpx2.AsyncClient(
@@ -231,7 +235,7 @@ async def _over_http(url: str, unsent: list[Any]) -> AsyncIterator[Streams]:
 class _BoundedAnswers(httpx2.AsyncHTTPTransport):
     """Refuses what is longer than an answer may be; streams of events have a bound of their own."""
 
-    def __init__(self, unsent: list[Any]) -> None:
+    def __init__(self, unsent: list[Call]) -> None:
         super().__init__()
         self._unsent = unsent
 

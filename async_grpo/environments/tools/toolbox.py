@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from async_grpo.environments.base import EpisodeFailed, FailureClass, ModelError
 from async_grpo.environments.causes import TRIES, cause_of, reach
@@ -86,7 +85,7 @@ class Toolbox:
             failed = f"tool {call.name} failed: {error!r}"[:MAX_CHARACTERS]
             raise EpisodeFailed(FailureClass.TOOL, failed, cause=cause_of(error)) from error
 
-    async def _asked(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+    async def _asked(self, tool: Tool, arguments: Mapping[str, object]) -> str:
         task = asyncio.ensure_future(tool.call(arguments))
         try:
             # `wait_for` would wait for a tool that does not let itself be cancelled.
