@@ -31,13 +31,14 @@ from async_grpo.environments.base import (
     Services,
 )
 from async_grpo.environments.causes import Cause, cause_of
-from async_grpo.environments.chat.messages import Reply, ToolSpec
+from async_grpo.environments.chat.messages import Message, Reply, ToolSpec
 from async_grpo.environments.episode import NoRoom
 from async_grpo.environments.tools.base import ToolMistake
 from async_grpo.environments.tools.toolbox import Toolbox
 from async_grpo.types import Episode, Question, Verdict
 from async_grpo.util.deadlines import OPENENV_ANSWER_S
 
+Json = Mapping[str, Any]  # as the server says it
 MAX_BYTES = 16 << 20  # of one answer
 CAPACITY_INTERVAL_S = 1.0  # at a server whose sessions are all taken
 CALLS = ("Action", "CallToolAction", "ListToolsAction")  # schemas of servers of tools
@@ -64,7 +65,8 @@ class OpenEnvEnvironment(Environment):
         async with opened(self.url, question.columns.get("reset") or {}) as session:
             toolbox = Toolbox(await session.tools())
             dialogue = await services.dialogue(tools=toolbox.specs)
-            messages: list[Any] = [{"role": "user", "content": self.first(question, session.seen)}]
+            seen = self.first(question, session.seen)
+            messages: list[Message] = [{"role": "user", "content": seen}]
             try:
                 for _ in range(self.max_turns):
                     reply = await dialogue.reply(policy, messages)
@@ -80,7 +82,7 @@ class OpenEnvEnvironment(Environment):
 class OpenEnvSession:
     """One connection, which is one environment of the server."""
 
-    def __init__(self, url: str, socket: Any, schema: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, socket: Any, schema: Json) -> None:
         self.seen = ""  # what the last answer has shown
         self.is_done = False
         self._url = url
@@ -98,7 +100,7 @@ class OpenEnvSession:
         return name if is_free and not more and not self._has_calls else ""
 
     @property
-    def _fields(self) -> Mapping[str, Any]:
+    def _fields(self) -> Json:
         """What an action may say, by name."""
         properties = self._schema.get("properties", {})
         return {name: field for name, field in properties.items() if name not in NOT_SAID}
@@ -107,11 +109,11 @@ class OpenEnvSession:
     def _has_calls(self) -> bool:
         return self._schema.get("title") in CALLS
 
-    async def reset(self, given: Mapping[str, Any]) -> None:
+    async def reset(self, given: Mapping[str, object]) -> None:
         """Begin an episode."""
         self._read(await self.ask("reset", given))
 
-    async def step(self, action: Mapping[str, Any]) -> str:
+    async def step(self, action: Mapping[str, object]) -> str:
         """What the server shows of one action; raises `ToolMistake` for one that it refuses."""
         if self.is_done:
             raise ToolMistake("the episode has ended")
@@ -143,7 +145,7 @@ class OpenEnvSession:
         why = "" if rewards else "no action was rewarded"
         return Verdict("scored", sum(rewards), None, "openenv", why, 0.0)
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def ask(self, kind: str, data: Mapping[str, object]) -> Json:
         """The server's answer; raises `ToolMistake` for an action that is none."""
         from websockets.exceptions import ConnectionClosed, WebSocketException
 
@@ -152,7 +154,7 @@ class OpenEnvSession:
                 with suppress(ConnectionClosed):  # by who has said already that all is taken
                     await self._socket.send(json.dumps({"type": kind, "data": data}))
                 answer = json.loads(await self._socket.recv())
-            found: Mapping[str, Any] = answer["data"]
+            found: Json = answer["data"]
         except (OSError, TimeoutError, ValueError, KeyError, WebSocketException) as error:
             raise self._failed(f"failed at {kind}: {error!r}", cause=cause_of(error)) from error
         if answer.get("type") != "error":
@@ -163,7 +165,7 @@ class OpenEnvSession:
             raise ToolMistake(f"{found.get('message')}: {json.dumps(found.get('errors'))}")
         raise self._failed(f"failed at {kind}: {found.get('message')}")
 
-    def _read(self, answer: Mapping[str, Any]) -> None:
+    def _read(self, answer: Json) -> None:
         self.is_done = bool(answer.get("done"))
         self.seen = shown(answer.get("observation") or {})
 
@@ -180,7 +182,7 @@ class ServerTool:
         session: OpenEnvSession,
         name: str,
         description: str,
-        parameters: Mapping[str, Any],
+        parameters: Mapping[str, object],
         *,
         is_call: bool = False,
     ) -> None:
@@ -191,7 +193,7 @@ class ServerTool:
         self._is_call = is_call
         self._name = name
 
-    async def call(self, arguments: Mapping[str, Any]) -> str:
+    async def call(self, arguments: Mapping[str, object]) -> str:
         """See `Tool`."""
         call = {"type": "call_tool", "tool_name": self._name, "arguments": arguments}
         return await self._session.step(call if self._is_call else arguments)
@@ -202,7 +204,7 @@ class _NoSession(Exception):
 
 
 @asynccontextmanager
-async def opened(url: str, given: Mapping[str, Any]) -> AsyncIterator[OpenEnvSession]:
+async def opened(url: str, given: Mapping[str, object]) -> AsyncIterator[OpenEnvSession]:
     """A session that has been reset; waits for one that is free."""
     schema = await action_schema(url)
     while True:
@@ -217,7 +219,7 @@ async def opened(url: str, given: Mapping[str, Any]) -> AsyncIterator[OpenEnvSes
             return
 
 
-async def action_schema(url: str) -> Mapping[str, Any]:
+async def action_schema(url: str) -> Json:
     """The JSON schema of the server's actions."""
     import httpx2
 
@@ -226,7 +228,7 @@ async def action_schema(url: str) -> Mapping[str, Any]:
             timeout=OPENENV_ANSWER_S, trust_env=not _is_here(url)
         ) as http:
             answer = await http.get(f"{url.rstrip('/')}/schema")
-            return cast("Mapping[str, Any]", answer.raise_for_status().json()["action"])
+            return cast(Json, answer.raise_for_status().json()["action"])
     except (httpx2.HTTPError, ValueError, KeyError) as error:
         what = f"OpenEnv server {url} has no schema of its actions: {error!r}"
         raise EpisodeFailed(FailureClass.ENVIRONMENT, what, cause=cause_of(error)) from error
@@ -254,7 +256,7 @@ def _is_here(url: str) -> bool:
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-async def _acted(session: OpenEnvSession, toolbox: Toolbox, reply: Reply) -> list[dict[str, Any]]:
+async def _acted(session: OpenEnvSession, toolbox: Toolbox, reply: Reply) -> list[Message]:
     """What the model reads of its turn; nothing: it has called no tool."""
     if not session.text_field:
         return [result.message() for result in await toolbox.answer(reply.tool_calls)]
@@ -265,7 +267,7 @@ async def _acted(session: OpenEnvSession, toolbox: Toolbox, reply: Reply) -> lis
     return [{"role": "user", "content": seen}]
 
 
-def shown(observation: Mapping[str, Any]) -> str:
+def shown(observation: Mapping[str, object]) -> str:
     """An observation as the model reads it: its only text, or JSON.
 
     >>> shown({"prompt": "Guess.", "done": False, "reward": None}), shown({"x": 1, "y": 2})

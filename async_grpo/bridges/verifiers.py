@@ -67,7 +67,7 @@ class VerifiersEnvironment(HostedEnvironment):
                 f"{', '.join(question.columns)}: write the data with verifiers_bridge.py tasks",
             )
 
-        async def ask(address: Address) -> Mapping[str, Any]:
+        async def ask(address: Address) -> Mapping[str, object]:
             where = {"base_url": f"{address.url}/v1", "session": address.session}
             return await self._bridge.ask({"task": task, **where})
 
@@ -114,7 +114,7 @@ class Bridge:
         self._starting = asyncio.Lock()
         self._running: _Running | None = None
 
-    async def ask(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def ask(self, asked: Mapping[str, object]) -> Mapping[str, object]:
         """Its answer; who is cancelled while waiting has it do no more."""
         async with self._starting:
             if self._running is None or self._running.ended.done():
@@ -130,7 +130,7 @@ class _Running:
         self._process = process
         self._who = who
         self._numbers = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
+        self._answers: dict[int, asyncio.Future[Mapping[str, object]]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._said = Said()
         self._tasks = [
@@ -168,7 +168,7 @@ class _Running:
             raise running.failed(f"is not ready after {BRIDGE_READY_S:.0f} s")
         return running
 
-    async def ask(self, asked: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def ask(self, asked: Mapping[str, object]) -> Mapping[str, object]:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
@@ -176,14 +176,14 @@ class _Running:
             await asyncio.wait({answer, self.ended}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self.failed(self.ended.result())
-            found: Mapping[str, Any] = answer.result()
+            found: Mapping[str, object] = answer.result()
             return found
         finally:
             del self._answers[number]
             if not answer.done() and not self.ended.done():
                 self._say({"id": number, "cancel": True})
 
-    def _say(self, what: Mapping[str, Any]) -> None:
+    def _say(self, what: Mapping[str, object]) -> None:
         assert self._process.stdin, "it is a pipe"
         self._process.stdin.write(json.dumps(what).encode() + b"\n")
 

@@ -18,8 +18,9 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+Asked = dict[str, Any]  # an episode, or its end, in JSON
 KEY_VARIABLE = "ASYNC_GRPO_SESSION_API_KEY"  # no program of an episode inherits such names
 ONE_PLAYER = (
     "exactly one agent run of an episode must be trained, and played once: pin the others (their "
@@ -27,7 +28,7 @@ ONE_PLAYER = (
 )
 
 
-def parsed(options: list[str]) -> Any:
+def parsed(options: list[str]) -> object:
     """`vf-eval`'s configuration of these options; ends the process with its own words."""
     from pydantic_config import cli
     from verifiers.v1.cli.resolve import narrow_config, plugin_errors, with_positional_taskset
@@ -57,7 +58,7 @@ def write_tasks(path: str, config: Any) -> None:
 class Episodes:
     """Those that are played now."""
 
-    def __init__(self, config: Any, answers: Any) -> None:
+    def __init__(self, config: Any, answers: TextIO) -> None:
         import verifiers.v1 as vf
 
         self._vf = vf
@@ -67,7 +68,7 @@ class Episodes:
         self._answers = answers
         self._playing: dict[int, asyncio.Task[None]] = {}
 
-    def take(self, asked: dict[str, Any]) -> None:
+    def take(self, asked: Asked) -> None:
         """Begin an episode, or end it."""
         number = asked["id"]
         if asked.get("cancel"):
@@ -84,18 +85,18 @@ class Episodes:
             task.cancel()
         await asyncio.gather(*playing, return_exceptions=True)
 
-    def say(self, answer: dict[str, Any]) -> None:
+    def say(self, answer: dict[str, object]) -> None:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
-    async def _answer(self, asked: dict[str, Any]) -> None:
+    async def _answer(self, asked: Asked) -> None:
         try:
             answer = outcome(await self._play(asked))
         except Exception as error:
             answer = {"errors": [[type(error).__name__, str(error)]]}
         self.say({"id": asked["id"], **answer})
 
-    async def _play(self, asked: dict[str, Any]) -> Any:
+    async def _play(self, asked: Asked) -> object:
         vf, config = self._vf, self._config
         client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=KEY_VARIABLE)
         context = vf.ModelContext(model="policy", client=client, sampling=config.sampling)
@@ -119,7 +120,7 @@ class Episodes:
         return await self.env.run_slot(slot, context, on_trace=mint)
 
 
-def outcome(episode: Any) -> dict[str, Any]:
+def outcome(episode: Any) -> dict[str, object]:
     """What became of an episode: a reward, or the errors that kept it from one."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     trained = [trace for trace in episode.traces if trace.agent.trainable]

@@ -39,7 +39,7 @@ class AnswerPlan:
     heading: wire.Heading
     wanted: tuple[Wanted, ...]  # by the index of their choice
     num_prompt: int  # tokens
-    logprobs: Callable[[Turn], dict[str, Any]] | None
+    logprobs: Callable[[Turn], dict[str, object]] | None
     # The content of a turn that has not ended; None: it cannot be told yet.
     so_far: Callable[[Sequence[int]], str] | None
 
@@ -167,7 +167,7 @@ def _repeated(ask: Ask, num: int) -> list[Ask]:
     return [replace(ask, seed=seed) for seed in seeds]
 
 
-def _prompts(prompt: Any) -> list[Any]:
+def _prompts(prompt: Any) -> list[str | list[int]]:
     """Each of them a text, or ids."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]

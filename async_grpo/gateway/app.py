@@ -26,6 +26,7 @@ from async_grpo.gateway.answer_plan import AnswerPlan, chat_plan, completion_pla
 from async_grpo.gateway.sampler import Ask, Refused
 from async_grpo.gateway.session import Session, Sessions
 from async_grpo.gateway.wire import (
+    Asked,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -114,7 +115,7 @@ class _Endpoints:
         name = request.path_params.get("session")
         return self._sessions.find(name, token=token, header=header, opens=opens)
 
-    async def _read(self, request: Request, kind: Any) -> tuple[Session, Any]:
+    async def _read(self, request: Request, kind: type[Asked]) -> tuple[Session, Asked]:
         session, longest = self._find(request), self._sessions.limits.body_bytes
         body = bytearray()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Refused(AsyncGrpoError, ValueError):
         self.status = status
         self.code = code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The answer's JSON.
 
         >>> Refused("no", status=401).body()["error"]["type"]

@@ -11,12 +11,11 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from async_grpo.environments.chat.dialogue import Dialogue
-from async_grpo.environments.chat.messages import ToolSpec
+from async_grpo.environments.chat.messages import Tokenizer, ToolSpec
 from async_grpo.gateway.sampler import Ask, Refused, Sampler
 from async_grpo.types import Turn
 
@@ -41,7 +40,7 @@ class Session:
         self,
         sampler: Sampler,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         make_dialogue: MakeDialogue,
         room: int = 0,
         full: Callable[[str], Refused] | None = None,
@@ -76,7 +75,7 @@ class Session:
         """Their text, without control tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def check_size(self, said: Any) -> None:
+    def check_size(self, said: object) -> None:
         """Raise `Refused` for texts that must have more tokens than fit, before they are read."""
         if (number := num_chars(said)) > self._max_chars:
             raise self._full(
@@ -124,12 +123,12 @@ class Session:
 
 
 @functools.cache
-def longest_token(tokenizer: Any) -> int:
+def longest_token(tokenizer: Tokenizer) -> int:
     """Characters of its longest token: so many times as many as tokens a text has at most."""
     return max(map(len, tokenizer.get_vocab()))
 
 
-def num_chars(said: Any) -> int:
+def num_chars(said: object) -> int:
     """Characters of all texts in JSON values.
 
     >>> num_chars([{"role": "user", "content": [{"text": "abc"}]}, None])

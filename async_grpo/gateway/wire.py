@@ -25,12 +25,14 @@ from async_grpo.types import Turn
 Count = Annotated[int, Field(ge=1)]
 OneOrMore = str | list[str]
 R = TypeVar("R", bound="SamplingRequest")
+Asked = TypeVar("Asked", bound=BaseModel)
+Json = dict[str, object]
 MAX_CHOICES = 64
 MAX_STOPS = 64  # each is looked for in every text
 LEAST_TEMPERATURE = 1e-9  # below it, but for 0, log-probabilities are not finite
 LARGEST_SEED = 2**63 - 1 - MAX_CHOICES  # of an engine, whose choices count on from it
 # What each option may be where the temperature is all that sampling knows.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
@@ -40,7 +42,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
 }
 # What would change the answer, and is not served.
-UNSERVED: dict[str, tuple[Any, ...]] = {
+UNSERVED: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "functions": ([],),
@@ -108,8 +110,8 @@ class SamplingRequest(BaseModel):
 class ChatRequest(SamplingRequest):
     """Of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Json]
+    tools: list[Json] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
 
@@ -119,7 +121,7 @@ class ChatRequest(SamplingRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]]:
+    def offered_tools(self) -> list[Json]:
         """Those that the model may call."""
         is_off = (self.model_extra or {}).get("tool_choice") == "none"
         return [] if is_off else self.tools or []
@@ -148,7 +150,7 @@ class GenerateRequest(BaseModel):
     stream: bool = False
 
 
-def read_request(body: bytes, kind: type[BaseModel]) -> Any:
+def read_request(body: bytes, kind: type[Asked]) -> Asked:
     """The request; raises `Refused` for what is none."""
     try:
         return kind.model_validate_json(body)
@@ -168,7 +170,7 @@ class Heading:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def of(self, choices: Sequence[Any], *, is_chunk: bool = False, **more: Any) -> dict[str, Any]:
+    def of(self, choices: Sequence[object], *, is_chunk: bool = False, **more: object) -> Json:
         kind = f"{self.kind}.chunk" if is_chunk and self.kind == "chat.completion" else self.kind
         heading = {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created}
         return {**heading, "model": self.model, "choices": choices, **more}
@@ -181,7 +183,7 @@ class AnsweredChoice:
     index: int
     turn: Turn
     reply: Reply  # of a completion: its text alone
-    logprobs: dict[str, Any] | None = None
+    logprobs: Json | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -189,12 +191,12 @@ class AnsweredChoice:
         is_called = any(not call.problem for call in self.reply.tool_calls)
         return "tool_calls" if is_called else self.turn.finish_reason
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Json:
         """Of a chat."""
         end = {"finish_reason": self.finish_reason, "logprobs": self.logprobs}
         return {"index": self.index, "message": self.reply.message(), **end}
 
-    def text(self) -> dict[str, Any]:
+    def text(self) -> Json:
         """Of a completion."""
         end = {"finish_reason": self.finish_reason, "logprobs": self.logprobs}
         return {"index": self.index, "text": self.reply.content, **end}
@@ -210,7 +212,7 @@ def usage(num_prompt: int, choices: Sequence[AnsweredChoice]) -> dict[str, int]:
     }
 
 
-def event(data: dict[str, Any]) -> str:
+def event(data: Json) -> str:
     """One server-sent event.
 
     >>> event({"a": 1})
@@ -225,7 +227,7 @@ def chat_delta(index: int, text: str) -> dict[str, Any]:
     return {"index": index, "delta": delta, "finish_reason": None, "logprobs": None}
 
 
-def last_chat_deltas(choice: AnsweredChoice, *, num_sent: int) -> Iterator[dict[str, Any]]:
+def last_chat_deltas(choice: AnsweredChoice, *, num_sent: int) -> Iterator[Json]:
     """The rest of a chat's choice, of whose content so many characters were sent."""
     message = choice.reply.message()
     calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
@@ -236,18 +238,17 @@ def last_chat_deltas(choice: AnsweredChoice, *, num_sent: int) -> Iterator[dict[
     yield {**rest, "delta": {}, "finish_reason": choice.finish_reason}
 
 
-def completion_delta(index: int, text: str) -> dict[str, Any]:
+def completion_delta(index: int, text: str) -> Json:
     """A part of a completion."""
     return {"index": index, "text": text, "finish_reason": None, "logprobs": None}
 
 
-def last_completion_deltas(choice: AnsweredChoice, *, num_sent: int) -> Iterator[dict[str, Any]]:
+def last_completion_deltas(choice: AnsweredChoice, *, num_sent: int) -> Iterator[Json]:
     """The rest of a completion, of which so many characters were sent."""
-    whole = choice.text()
-    yield {**whole, "text": whole["text"][num_sent:]}
+    yield {**choice.text(), "text": choice.reply.content[num_sent:]}
 
 
-def chat_logprobs(turn: Turn, decode: Decode) -> dict[str, Any]:
+def chat_logprobs(turn: Turn, decode: Decode) -> Json:
     """What a chat says of each sampled token."""
     content = []
     for token_id, logprob in zip(turn.token_ids.tolist(), turn.logprobs.tolist(), strict=True):
@@ -257,7 +258,7 @@ def chat_logprobs(turn: Turn, decode: Decode) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(turn: Turn, decode: Decode) -> dict[str, Any]:
+def completion_logprobs(turn: Turn, decode: Decode) -> Json:
     """What a completion says of each sampled token."""
     tokens = [decode([token_id]) for token_id in turn.token_ids.tolist()]
     starts = list(itertools.accumulate(map(len, tokens), initial=0))[:-1]
@@ -265,7 +266,7 @@ def completion_logprobs(turn: Turn, decode: Decode) -> dict[str, Any]:
     return {**said, "text_offset": starts}
 
 
-def generated(index: int, turn: Turn) -> dict[str, Any]:
+def generated(index: int, turn: Turn) -> Json:
     """A choice of /inference/v1/generate, by vLLM's schema."""
     pairs = zip(turn.token_ids.tolist(), turn.logprobs.tolist(), strict=True)
     content = [
@@ -281,7 +282,7 @@ def generated(index: int, turn: Turn) -> dict[str, Any]:
     }
 
 
-def versions(turn: Turn) -> list[dict[str, Any]]:
+def versions(turn: Turn) -> list[Json]:
     """Which weights made which tokens; none where they never change."""
     return [
         {"version": str(span.version), "start": span.start, "end": span.stop}
