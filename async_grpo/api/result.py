@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+Row = dict[str, Any]  # of measures: docs/metrics.md has their types
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One gradient step, after it was taken."""
@@ -51,8 +54,8 @@ class Result:
     """A run's folder, read."""
 
     folder: Path
-    history: tuple[dict[str, Any], ...]  # a row a gradient step
-    evaluations: tuple[dict[str, Any], ...]  # a row an evaluation on held-out data
+    history: tuple[Row, ...]  # a row a gradient step
+    evaluations: tuple[Row, ...]  # a row an evaluation on held-out data
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
@@ -117,7 +120,7 @@ class Result:
         return path
 
     @property
-    def _by_step(self) -> list[dict[str, Any]]:
+    def _by_step(self) -> list[Row]:
         """Evaluations, of which one that takes long has its line late."""
         return sorted(self.evaluations, key=lambda row: row.get("step", 0))
 

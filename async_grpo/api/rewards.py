@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import cloudpickle
 
 from async_grpo.util.errors import ConfigError
 
-Reward = Callable[..., Any]  # a sample as a dict in, a number or a dict of them out
+Reward = Callable[..., object]  # a sample as a dict in, a number or a dict of them out
 MAX_MIB = 16.0  # of all functions with what they refer to: each verifier process holds it
 FILE = """\
 # Rewards that Python's `async_grpo.train` was given, by value (Python {python}, cloudpickle
@@ -86,7 +85,7 @@ def reward_file(rewards: Reward | str | Sequence[Reward | str], *, folder: Path)
     return RewardFile(tuple(named), path, _text(functions, pickled) if functions else "")
 
 
-def check_reward(reward: Any) -> None:
+def check_reward(reward: object) -> None:
     """Raise `ConfigError` unless verifiers can call it with one sample.
 
     >>> check_reward(lambda prompts, completions: 1.0)

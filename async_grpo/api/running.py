@@ -40,7 +40,7 @@ from async_grpo.util.run_folder import METRICS_FILE, PARAMETERS_FILE
 
 POLL_INTERVAL_S = 0.2
 LAUNCH_LOG = "launch.log"
-Config = str | os.PathLike[str] | Mapping[str, Any] | TrainConfig
+Config = str | os.PathLike[str] | Mapping[str, object] | TrainConfig
 Tables = dict[str, list[dict[str, Any]]]
 MODES = {GENERATION: GENERATION, REFERENCE: LOGPROB, ENVIRONMENT: ENVIRONMENT}  # of roles
 OF_LAUNCH = {"prepare", "num_cpus", "ray_address", "unconfined_rewards", "unconfined_code"}
@@ -51,7 +51,7 @@ def train(
     *,
     reward: Reward | str | Sequence[Reward | str] | None = None,
     on_step: Callable[[Step], object] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Result:
     """Train to the end, and return what the run has left.
 
@@ -76,7 +76,7 @@ def start(
     config: Config,
     *,
     reward: Reward | str | Sequence[Reward | str] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Run:
     """Begin a run as `train` does, and return at once; iterate over it for its steps."""
     plan, rewards = plan_run(config, reward=reward, **options)
@@ -89,7 +89,7 @@ def plan_run(
     config: Config,
     *,
     reward: Reward | str | Sequence[Reward | str] | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[LocalRun, RewardFile | None]:
     """The run that a script describes, checked; nothing is started or written.
 
@@ -219,7 +219,7 @@ def _launch_options(file: Path, tables: Tables, words: Sequence[str]) -> dict[st
     return options_of_run(launch.make_context("launch", [str(file), *words]).params)
 
 
-def _flags(options: dict[str, Any]) -> list[str]:
+def _flags(options: dict[str, object]) -> list[str]:
     """Options of the trainer, or of `launch`, as they are typed."""
     of_launch = {name: value for name, value in options.items() if name in OF_LAUNCH}
     of_train = {name: value for name, value in options.items() if name not in OF_LAUNCH}
@@ -250,7 +250,7 @@ def tables_of(config: Config) -> Tables:
     if isinstance(config, TrainConfig):
         return {"train": [values_in(config)]}
     if isinstance(config, Mapping):
-        found: Mapping[str, Any] = config
+        found: Mapping[str, object] = config
     elif isinstance(config, str | os.PathLike):
         file = os.fspath(config)
         read_tables(file)  # which refuses what is wrong, under the file's own name
@@ -302,18 +302,18 @@ def with_rewards(tables: Tables, names: Sequence[str]) -> Tables:
     return {**tables, "worker": graded}
 
 
-def _listed(tables: Any) -> Sequence[Any]:
+def _listed(tables: object) -> Sequence[object]:
     return tables if isinstance(tables, list | tuple) else [tables]
 
 
-def _dict(table: Any, name: str) -> Mapping[str, Any]:
+def _dict(table: object, name: str) -> Mapping[str, object]:
     if not isinstance(table, Mapping):
         several = " or a list of them" if name in MAY_REPEAT else ""
         raise ConfigError(f"config[{name!r}] must be a dict{several}, got {table!r}: give one")
     return table
 
 
-def plain(table: Mapping[str, Any]) -> dict[str, Any]:
+def plain(table: Mapping[str, object]) -> dict[str, object]:
     """The same in values that a file has: paths as text, arrays' numbers as Python's, no None.
 
     >>> plain({"data_path": Path("a"), "teacher_for": ("b",), "preset": None})
@@ -322,7 +322,7 @@ def plain(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _plain_value(value) for key, value in table.items() if value is not None}
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, list | tuple):

@@ -247,7 +247,7 @@ class Trials:
         remedy = "a run would not go on as it was: report it, with the options of this run"
         return Finding("error", "deep", f"{text} came to other weights: {remedy}")
 
-    def _train(self, name: str, pairs: list[Any] | None, **options: Any) -> str:
+    def _train(self, name: str, pairs: Sequence[object] | None, **options: Any) -> str:
         """Why a run has failed; empty when it has not."""
         data = self._place / f"{name if pairs is not None else 'batch'}.jsonl"
         if pairs is not None:

@@ -9,22 +9,24 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, TypeVar, cast, get_args
 
 import click
 
 from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
+from async_grpo.cli.run_file import Table
 from async_grpo.config.live import parse_settings, with_settings
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types.runs import AT_ONCE, Control, ControlAction
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.run_folder import PARAMETERS_FILE
 
+T = TypeVar("T")
 if TYPE_CHECKING:
     from async_grpo.types import RunStatus
 
@@ -71,7 +73,7 @@ def main(run: Path, action: str, what: tuple[str, ...], ray_address: str) -> Non
             "says where it is"
         )
 
-    def ask(call: Any) -> Any:
+    def ask(call: Awaitable[T]) -> T:
         return cluster.wait(call, timeout_s=deadlines.STATUS_S, who=WHO)
 
     folder = str(run.absolute())
@@ -104,11 +106,11 @@ def _user() -> str:
     return str(os.getuid())
 
 
-def _options(run: Path) -> Mapping[str, Any]:
+def _options(run: Path) -> Table:
     """Those with which a run was started; raises `ConfigError` where there is none."""
     path = run / PARAMETERS_FILE
     try:
-        options: dict[str, Any] = json.loads(path.read_text())
+        options: Table = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{run} must be the folder of a run, {path} cannot be read ({error}): name another"
@@ -121,7 +123,7 @@ def _options(run: Path) -> Mapping[str, Any]:
     return options
 
 
-def _config(options: Mapping[str, Any]) -> TrainConfig:
+def _config(options: Table) -> TrainConfig:
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     return TrainConfig(**{name: value for name, value in options.items() if name in names})
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -43,7 +43,7 @@ from async_grpo.cli.local_run import (
 )
 from async_grpo.cli.options import CONTEXT, OptionsCommand
 from async_grpo.cli.origin import trust_option, trust_words
-from async_grpo.cli.run_file import as_toml
+from async_grpo.cli.run_file import Table, as_toml
 from async_grpo.cli.run_processes import (
     COMMAND,
     CheckBeside,
@@ -305,7 +305,7 @@ def conclusion(run: LocalRun, *, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def _held_out(rows: list[dict[str, Any]]) -> str:
+def _held_out(rows: Sequence[Table]) -> str:
     """Accuracy on held-out questions, of the first set that has one; empty without."""
     names = (key for row in rows for key in row if key.startswith("eval_accuracy"))
     name = next(names, "")
@@ -322,7 +322,7 @@ def _held_out(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _sampled(first: Mapping[str, Any]) -> str:
+def _sampled(first: Table) -> str:
     """When the first evaluation's tokens are from: one engine trains on while it evaluates.
 
     >>> _sampled({"weights": "7.0"}), _sampled({"weights": "7.0..7.4"}), _sampled({})

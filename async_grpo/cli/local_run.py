@@ -13,10 +13,12 @@ import os
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from async_grpo.cli.options import is_typed
 from async_grpo.cli.origin import check_origin
@@ -136,7 +138,7 @@ def variables_of(plot: Table) -> tuple[str, ...]:
     return (named,) if isinstance(named, str) else tuple(named)
 
 
-def options_of_run(launch_options: Mapping[str, Any]) -> dict[str, Any]:
+def options_of_run(launch_options: Table) -> dict[str, Any]:
     """Those of `launch` that say what the run is; others say what to do with it."""
     return {name: launch_options[name] for name in RUN_OPTIONS}
 
@@ -329,7 +331,7 @@ def _body(run: LocalRun, command: str) -> str:
     )
 
 
-def _flags(command: Any, values: Table, *, but: Table) -> list[str]:
+def _flags(command: click.Command, values: Table, *, but: Table) -> list[str]:
     """The command line of the values that are not those of `but`."""
     given = {key: value for key, value in values.items() if value != but.get(key)}
     return flags_of(given, command=command)

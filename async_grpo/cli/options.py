@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NOT_BUILT = ("tensor", "pipeline", "context")  # of the ways to divide a model among ranks
 
 Config = TypeVar("Config")
+Function = Callable[..., object]  # which click makes a command of
 CONTEXT = {
     # The predecessor's underscores keep working: --batch_size is --batch-size.
     "token_normalize_func": lambda token: token.replace("_", "-"),
@@ -94,10 +95,10 @@ def without_truth_values(args: Sequence[str], *, switches: Mapping[str, str]) ->
             yield name + is_joined + value
 
 
-def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def options_of(config_class: type[Any]) -> Callable[[Function], Function]:
     """A decorator that gives a click command one option for each field of `config_class`."""
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Function) -> Function:
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         docs = attribute_docs(config_class)
         for name, group in reversed(groups_of(config_class).items()):
@@ -110,7 +111,7 @@ def options_of(config_class: type[Any]) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def given_options(context: click.Context) -> dict[str, Any]:
+def given_options(context: click.Context) -> dict[str, object]:
     """Those of a command's options that its user typed, or wrote into the file of the run."""
     return {
         name: value
@@ -125,8 +126,8 @@ def is_typed(context: click.Context, name: str) -> bool:
 
 
 def _click_option(
-    config_class: type[Any], field: dataclasses.Field[Any], settings: dict[str, Any]
-) -> Any:
+    config_class: type, field: dataclasses.Field[object], settings: dict[str, Any]
+) -> Callable[[Function], Function]:
     annotation = typing.get_type_hints(config_class)[field.name]
     is_required = field.default is dataclasses.MISSING
     if not is_required:
@@ -158,7 +159,7 @@ def _click_option(
 class _OrNone(click.ParamType):
     """Another type whose value is `off` where None is typed."""
 
-    def __init__(self, parsed_as: click.ParamType, off: Any) -> None:
+    def __init__(self, parsed_as: click.ParamType, off: object) -> None:
         self.name = parsed_as.name
         self.parsed_as = parsed_as
         self._off = off
@@ -200,7 +201,7 @@ class _Choice(click.ParamType):
         return found
 
 
-def predecessor_options(function: Callable[..., Any]) -> Callable[..., Any]:
+def predecessor_options(function: Function) -> Function:
     """A decorator that gives a click command options of other trainers that have no part here.
 
     Harmless ones are taken, others are refused. All are hidden: a new command line needs none.

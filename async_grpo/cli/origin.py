@@ -49,7 +49,7 @@ def here_or_shared(path: str) -> str:
     return str(shared) if is_shared else path
 
 
-def with_shared(value: Any, *, key: str = "") -> Any:
+def with_shared(value: object, *, key: str = "") -> Any:
     """The content of a run's file, or a part of it, with every such path in its texts.
 
     >>> with_shared({"train": {"batch_size": 4, "data": ["a=sample-data/none.jsonl"]}})

@@ -272,7 +272,7 @@ def _fleet(text: str) -> Fleet:
     return Fleet((), core, num_cores=len(os.sched_getaffinity(0)), threads=threads)
 
 
-def _tables(file: str) -> dict[str, Any]:
+def _tables(file: str) -> dict[str, object]:
     """Of --rates."""
     if not file:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -63,7 +63,7 @@ def make_page(
     """The command, with its defaults; raises `ConfigError` where `path` cannot be written."""
     from async_grpo.viewing.page.build import write_page  # with numpy
 
-    def find(model: str) -> Any:
+    def find(model: str) -> object:
         return _tokenizer(tokenizer, model=model, run=run)
 
     try:
@@ -73,7 +73,7 @@ def make_page(
         raise ConfigError(f"cannot write {path} ({reason}): choose another --output") from error
 
 
-def _tokenizer(named: str, *, model: str, run: Path) -> Any:
+def _tokenizer(named: str, *, model: str, run: Path) -> object:
     """Hugging Face's: what the user named, or the run's model, or an export of the run; or None."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a page is made of what is here
     from async_grpo.environments.chat.find import find_tokenizer  # seconds

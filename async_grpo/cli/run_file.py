@@ -56,7 +56,7 @@ SHARED_OPTIONS = ("ray_address", "namespace")
 OF_TRAIN = {"data": "type", "eval": "name"}  # tables that are options: {table: its first key}
 TABLES = (SHARED, "worker", "train", *OF_TRAIN, "plot", "launch")
 MAY_REPEAT = ("worker", *OF_TRAIN)
-Table = Mapping[str, Any]
+Table = Mapping[str, Any]  # of a run's file
 
 
 def read_tables(file: str) -> tuple[Table, dict[str, list[Table]]]:
@@ -112,7 +112,7 @@ def _entry(table: Table, file: str, *, option: str, name: str) -> str:
         raise click.UsageError(f"{file}: {error}") from None
 
 
-def table_of(file: str, *, command: click.Command, mode: object) -> dict[str, Any]:
+def table_of(file: str, *, command: click.Command, mode: object) -> dict[str, object]:
     """{parameter of `command`: value} of its own table; `mode` chooses among [[worker]] tables."""
     name = str(command.name)
     shared, found = read_tables(file)
@@ -129,7 +129,7 @@ def table_of(file: str, *, command: click.Command, mode: object) -> dict[str, An
     return values_of(tables[0], command=command, where=f"{file}: [{name}]")
 
 
-def values_of(table: Table, *, command: click.Command, where: str) -> dict[str, Any]:
+def values_of(table: Table, *, command: click.Command, where: str) -> dict[str, object]:
     """{parameter of `command`: value}; raises `click.UsageError` that names what is wrong."""
     known = {key: each for each in command.params if each.expose_value for key in _keys(each)}
     values = {}
@@ -143,7 +143,7 @@ def values_of(table: Table, *, command: click.Command, where: str) -> dict[str, 
     return values
 
 
-def flags_of(values: Mapping[str, Any], *, command: click.Command) -> list[str]:
+def flags_of(values: Table, *, command: click.Command) -> list[str]:
     """The command line that gives `command` these values."""
     flags: list[str] = []
     for parameter in command.params:
@@ -164,7 +164,7 @@ def flags_of(values: Mapping[str, Any], *, command: click.Command) -> list[str]:
     return flags
 
 
-def config_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def config_option(function: Callable[..., object]) -> Callable[..., object]:
     """A decorator that gives a click command `--config`, which `OptionsCommand` reads."""
     return click.option(
         "--config",
@@ -180,7 +180,7 @@ def _keys(parameter: click.Parameter) -> Iterable[str]:
     return [name.removeprefix("--").replace("-", "_") for name in long] or [str(parameter.name)]
 
 
-def _checked(parameter: click.Parameter, value: Any, *, where: str) -> Any:
+def _checked(parameter: click.Parameter, value: object, *, where: str) -> object:
     if parameter.multiple or parameter.nargs == -1:
         if isinstance(value, str) and (between := getattr(parameter, "between", "")):
             value = split_text(value, between)
@@ -190,7 +190,7 @@ def _checked(parameter: click.Parameter, value: Any, *, where: str) -> Any:
     return _converted(parameter, value, where=where)
 
 
-def _converted(parameter: click.Parameter, value: Any, *, where: str) -> Any:
+def _converted(parameter: click.Parameter, value: object, *, where: str) -> object:
     kind = getattr(parameter.type, "parsed_as", parameter.type)  # of one that may be None
     if getattr(parameter, "is_flag", False):
         wanted, fits = "true or false", isinstance(value, bool)
@@ -235,7 +235,7 @@ def as_toml(tables: Mapping[str, Sequence[Table]]) -> str:
     return "\n".join(blocks)
 
 
-def values_in(config: Any) -> dict[str, Any]:
+def values_in(config: Any) -> dict[str, object]:
     """{option: value as a file has it} of options of the trainer, or of a dispatcher."""
     return {
         field.name: _repeated(getattr(config, field.name), field.metadata["several"])
@@ -243,7 +243,7 @@ def values_in(config: Any) -> dict[str, Any]:
     }
 
 
-def defaults_in(config_class: Any) -> dict[str, Any]:
+def defaults_in(config_class: type[Any]) -> dict[str, object]:
     """The same of what its options are by default."""
     return {
         field.name: _repeated(field.default, field.metadata["several"])
@@ -251,11 +251,11 @@ def defaults_in(config_class: Any) -> dict[str, Any]:
     }
 
 
-def _repeated(value: Any, between: str) -> Any:
+def _repeated(value: Any, between: str) -> object:
     return split_text(value, between) if between else value
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, str):  # JSON's escapes are TOML's, but for one character

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -77,7 +77,7 @@ class RankCommand(OptionsCommand):
 @config_option
 @command_boundary()
 @rank0_only_errors()
-def main(*, nproc_per_node: int, **_: Any) -> None:
+def main(*, nproc_per_node: int, **_: object) -> None:
     """Train a causal language model with GRPO (or SFT) on this machine.
 
     On several machines: `torchrun ... trainer_core.py` on each of them, with the same options.

@@ -67,7 +67,7 @@ def evaluate(model: str, data: str, **options: Any) -> None:
     _tell(measured, config)
 
 
-def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, Any]:
+def _measured(config: EvaluateConfig, *, model: str, data: str) -> dict[str, object]:
     """What a line of a run says of the set; the logs stay where something fails."""
     folder = tempfile.mkdtemp(prefix="evaluate-")
     run = LocalRun(
@@ -143,7 +143,7 @@ def _run(config: EvaluateConfig, model: str, data: str, *, folder: str) -> Train
 
 def _evaluated(
     run: LocalRun, config: EvaluateConfig, data: str, workers: Sequence[ChildProcess]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     from async_grpo.run import evaluating  # seconds, as all that needs torch
     from async_grpo.telemetry.estimates import evaluation_row
 
@@ -158,7 +158,7 @@ def _evaluated(
     return {key: value for key, value in row.items() if key not in OF_RUNS}
 
 
-def _tell(measured: dict[str, Any], config: EvaluateConfig) -> None:
+def _tell(measured: dict[str, object], config: EvaluateConfig) -> None:
     from async_grpo.telemetry.estimates import in_words
     from async_grpo.telemetry.jsonl import write_json_atomic
 

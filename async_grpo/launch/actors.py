@@ -147,7 +147,7 @@ def _start_logprob_worker(
 
 
 def _actor(
-    actor_class: type[Any],
+    actor_class: type,
     taken: Mapping[str, float],
     *,
     max_concurrency: int = 1000,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -158,7 +158,7 @@ def end_with_stdin() -> None:
     threading.Thread(target=watch, name="stdin", daemon=True).start()
 
 
-def stdin_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def stdin_option(function: Callable[..., object]) -> Callable[..., object]:
     """A decorator that gives a click command `--ends-with-stdin`, for who starts it as a child."""
 
     def watch(_: click.Context, __: click.Parameter, given: bool) -> None:
