@@ -23,6 +23,7 @@ from async_grpo.run.data import Part, Purpose, parts_of
 from async_grpo.types import GivenPair, Question, TrainingPair
 from async_grpo.util.errors import AsyncGrpoError
 
+Record = Question | TrainingPair | GivenPair
 DATA_S = 3.0  # of reading a file, beyond which the rest is left to the run
 
 MAX_NOTED_IDS = 4096
@@ -85,7 +86,7 @@ class DataRead:
     num_lines: int = 0
     is_whole: bool = True  # or time was up
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # [R] tokens
-    firsts: Mapping[str, Any] = field(default_factory=dict)  # by dataset_type, the first record
+    firsts: Mapping[str, Record] = field(default_factory=dict)  # by dataset_type, the first record
     problem: AsyncGrpoError | None = None
     waits: str = ""  # why it cannot be read yet
     unknown: float = 0.0  # share of its first prompts' tokens that stand for nothing known
@@ -109,7 +110,7 @@ def read_data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
 
 def _read(part: Part) -> DataRead:
     lengths: list[int] = []
-    firsts: dict[str, Any] = {}
+    firsts: dict[str, Record] = {}
     notes, is_whole, deadline = Notes(), True, float("inf")
 
     def goes_on() -> bool:  # from the first line on: what reads the format is imported before it
@@ -118,7 +119,7 @@ def _read(part: Part) -> DataRead:
         is_whole = time.monotonic() < deadline
         return is_whole
 
-    def build(row: Mapping[str, Any]) -> Any:
+    def build(row: Mapping[str, Any]) -> Record:
         record = part.build(row)
         notes.take(row, ids_of(record), answer=answer_of(record), kind=type_of(record))
         return record
@@ -141,7 +142,7 @@ def _read(part: Part) -> DataRead:
     )
 
 
-def num_tokens(record: Question | TrainingPair | GivenPair) -> int:
+def num_tokens(record: Record) -> int:
     """Of the prompt, or of the whole pair."""
     if isinstance(record, Question):
         return len(record.input_token_ids)
@@ -150,7 +151,7 @@ def num_tokens(record: Question | TrainingPair | GivenPair) -> int:
     return len(record.prompt_token_ids) + len(record.completion_token_ids)
 
 
-def ids_of(record: Question | TrainingPair | GivenPair) -> list[int]:
+def ids_of(record: Record) -> list[int]:
     """The prompt's."""
     if isinstance(record, TrainingPair):
         return [int(each) for each in record.prompt_token_ids]
@@ -158,12 +159,12 @@ def ids_of(record: Question | TrainingPair | GivenPair) -> list[int]:
     return [int(each) for each in question.input_token_ids]
 
 
-def answer_of(record: Question | TrainingPair | GivenPair) -> str | bytes | None:
+def answer_of(record: Record) -> str | bytes | None:
     """What is to be learnt of it."""
     return record.answer if isinstance(record, Question) else record.completion_token_ids.tobytes()
 
 
-def type_of(record: Question | TrainingPair | GivenPair) -> str:
+def type_of(record: Record) -> str:
     """The dataset_type of a record; a supervised pair has none."""
     if isinstance(record, GivenPair):
         record = record.question

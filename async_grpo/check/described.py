@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,13 +27,14 @@ from async_grpo.verification.config import Isolation
 
 MODULE = "async_grpo.check.described"
 SCRATCH_MIB = 256
+Told = dict[str, Any]  # of an algorithm, in JSON
 NEED = ("role", "num_columns", "before_advantages", "of_given")
 
 
 class Described(Algorithm):
     """Stands for an algorithm whose code is not imported here."""
 
-    def __init__(self, config: TrainConfig, told: Mapping[str, Any]) -> None:
+    def __init__(self, config: TrainConfig, told: Told) -> None:
         super().__init__(config)
         self.needs = tuple(ScoreNeed(**need) for need in told["needs"])
         self.learns_from_pairs = bool(told["learns_from_pairs"])
@@ -57,7 +58,7 @@ def _describe(config: TrainConfig, code: UserCode) -> Algorithm:
 
 
 @functools.cache
-def _told(config: TrainConfig, code: UserCode) -> Mapping[str, Any]:
+def _told(config: TrainConfig, code: UserCode) -> Told:
     isolation = Isolation(
         confined=True, network=False, seen_as=os.geteuid(), scratch_mib=SCRATCH_MIB
     )
@@ -75,7 +76,7 @@ def _told(config: TrainConfig, code: UserCode) -> Mapping[str, Any]:
             capture_output=True,
             timeout=deadlines.GRADERS_LOADED_S,
         )
-        told: Mapping[str, Any] = json.loads(done.stdout)
+        told: Told = json.loads(done.stdout)
     except (ValueError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"{code.place} must be imported within {deadlines.GRADERS_LOADED_S:g} s, without the "

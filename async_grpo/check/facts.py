@@ -86,9 +86,9 @@ def gather(setup: Setup, *, tries_rewards: bool = True, cost: Cost = EVERYTHING)
     return Facts(**found, engine_options=engine_option_names() if asks_engine else frozenset())
 
 
-def _places(setup: Setup) -> dict[str, Any]:
+def _places(setup: Setup) -> dict[str, object]:
     """The run's folder, the cluster, the gateway's port, the packages."""
-    config, found = setup.train, dict[str, Any]()
+    config, found = setup.train, dict[str, object]()
     if not setup.starts_head and not setup.learns_from_pairs:
         found["head"] = at = tried(lambda: head.locate(setup.ray_address or config.ray_address))
         if isinstance(at, str):
@@ -99,7 +99,7 @@ def _places(setup: Setup) -> dict[str, Any]:
     return {**found, "start": tried(lambda: _start(config)), "unfit": unfit}
 
 
-def _at_once(setup: Setup) -> dict[str, Any]:
+def _at_once(setup: Setup) -> dict[str, object]:
     """What heads of files say of models, and the first line of each file of data."""
     model, others = _models(setup, stated_facts)
     size = tried(lambda: weights_size(model.path)) if isinstance(model, ModelFacts) else None
@@ -113,10 +113,10 @@ def _sources(setup: Setup) -> AsyncGrpoError | None:
     return tried(lambda: check_sources(setup.train, waits=setup.is_prepared))
 
 
-def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, Any]:
+def _in_seconds(setup: Setup, tries_rewards: bool) -> dict[str, object]:
     """What tokenizers, the lines of data, the weights and the rewards say."""
     model, others = _models(setup, check_model_folder)
-    found: dict[str, Any] = {"model": model, "worker_models": others}
+    found: dict[str, object] = {"model": model, "worker_models": others}
     reads: Known[tuple[DataRead, ...]] = ()
     if isinstance(model, ModelFacts):
         from async_grpo.model.weight_files import check_weights  # imports torch
@@ -187,7 +187,7 @@ def _questions(config: TrainConfig, reads: Collection[DataRead]) -> list[Questio
     return questions if config.data else questions[:1]
 
 
-def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, Any]:
+def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, object]:
     """The first prompt as text, whether it begins with two first tokens; what no token is of."""
     from transformers import AutoTokenizer
 

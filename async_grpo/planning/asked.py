@@ -228,7 +228,7 @@ WITH_HEAD_NORMS = ("qwen3", "gemma3_text", "olmo2")
 def _config(  # as config.json of the published models has it
     kind: str, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int,
     vocabulary: int, *, head: int = 0, tied: bool = False,
-) -> Mapping[str, Any]:  # fmt: skip
+) -> Mapping[str, object]:  # fmt: skip
     return {
         "model_type": kind, "hidden_size": hidden, "intermediate_size": intermediate,
         "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -299,7 +299,7 @@ def shape_of_config(config: Mapping[str, Any], *, who: str, num_parameters: int 
     )
 
 
-def published_config(name: str) -> Mapping[str, Any] | None:
+def published_config(name: str) -> Mapping[str, object] | None:
     """The sizes that a model of this name was published with; None for a name unknown here.
 
     >>> published_config("Qwen/Qwen2.5-7B-Instruct")["num_hidden_layers"]

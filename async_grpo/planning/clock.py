@@ -14,7 +14,7 @@ import selectors
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from async_grpo.planning.rates import EngineRates
 
@@ -43,7 +43,7 @@ class _Loop(asyncio.SelectorEventLoop):
         return self._jump.now_s
 
 
-def run(scenario: Coroutine[Any, Any, T]) -> T:
+def run(scenario: Coroutine[object, object, T]) -> T:
     """What the coroutine returns; sleeping costs no time.
 
     >>> async def scenario():

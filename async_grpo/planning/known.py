@@ -43,7 +43,7 @@ MAX_SAMPLES = 20_000  # whose lengths are read, the newest
 CORRECTIONS, CLOSE = 12, 0.01  # times that speeds are corrected, and a share that is near enough
 PRIOR_SEQS = 20.0  # sequences that cost an engine's step as much as its constant, where runs do not
 PRIOR_WEIGHT = 0.1  # tell the two apart
-Row = Mapping[str, Any]
+Row = Mapping[str, Any]  # of training_metrics.jsonl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Known:
     """Where speeds come from, beside the peaks of devices."""
 
     runs: tuple[EarlierRun, ...] = ()
-    given: Mapping[str, Any] = field(default_factory=dict)  # tables of a file
+    given: Mapping[str, object] = field(default_factory=dict)  # tables of a file
     file: str = ""
 
 

@@ -13,7 +13,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log, log2
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -216,7 +215,7 @@ def token_bytes(model: ModelShape, size: int) -> int:
     return 2 * model.num_layers * model.key_width * size
 
 
-def given(rates: Rates, tables: Mapping[str, Any], *, who: str) -> Rates:
+def given(rates: Rates, tables: Mapping[str, object], *, who: str) -> Rates:
     """With what a file says in its tables, such as [trainer] cost_per_second.
 
     Raises `ConfigError` for a table, a key or a value that is no rate.

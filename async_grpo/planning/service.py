@@ -337,7 +337,7 @@ class _Service:
             await asyncio.sleep(PING_INTERVAL_S)
             await self._control.work(self._scenario.num_engines * self._scenario.control.ping_s)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -42,6 +42,7 @@ PANELS_OF_PAIRS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 # Of a run, what makes no other experiment of it.
 NOT_COMPARED = {"output_dir", *options_of_change(TrainConfig, Change.INCIDENTAL)}
 SEED_AT_THE_END = re.compile(r"[-_. ]*(seed|s)?[-_. ]*\d*$")
+Row = dict[str, Any]  # of measures, in JSON
 Floats = NDArray[np.float64]
 
 
@@ -55,8 +56,8 @@ class Run:
 
     name: str
     source: str  # the path, for messages
-    rows: Sequence[dict[str, Any]]  # of its steps, then of its evaluations
-    options: Mapping[str, Any] = field(default_factory=dict)  # what it was trained with, if known
+    rows: Sequence[Row]  # of its steps, then of its evaluations
+    options: Mapping[str, object] = field(default_factory=dict)  # of its training, if known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +89,7 @@ def read_run(path: str, *, name: str, remote: str = "") -> Run:
     return Run(name, source, rows, _options(options))
 
 
-def _options(text: str) -> dict[str, Any]:
+def _options(text: str) -> dict[str, object]:
     """None where the file is missing or is no whole JSON: seeds are told by `-n`, then."""
     try:
         options = json.loads(text or "{}")
@@ -97,15 +98,15 @@ def _options(text: str) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
-def _evaluated(row: dict[str, Any]) -> dict[str, Any]:
+def _evaluated(row: Row) -> Row:
     """What an evaluation measured, and when; its sums have names that steps give to theirs."""
     return {key: row[key] for key in row if re.match("eval_|total_|step$", key)}
 
 
-def parse_rows(text: str, source: str) -> list[dict[str, Any]]:
+def parse_rows(text: str, source: str) -> list[Row]:
     """The JSON objects of `text`; a half-written last line is left out with a warning."""
     lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for number, line in lines:
         try:
             row = json.loads(line)
@@ -302,7 +303,7 @@ def _read_remote(path: str, remote: str) -> list[str]:
     return texts
 
 
-def experiment(options: Mapping[str, Any]) -> str:
+def experiment(options: Mapping[str, object]) -> str:
     """What runs that differ by their seeds alone have in common, of their `training_params.json`.
 
     >>> first = {"infinite_sampler_seed": 1, "output_dir": "runs/1", "learning_rate": 1e-6}
@@ -319,11 +320,11 @@ def experiment(options: Mapping[str, Any]) -> str:
     return json.dumps(compared, sort_keys=True)
 
 
-def seed_of(options: Mapping[str, Any]) -> Any:
+def seed_of(options: Mapping[str, object]) -> object:
     return options.get("infinite_sampler_seed")
 
 
-def names_of(paths: Sequence[str], options: Sequence[Mapping[str, Any]]) -> list[str]:
+def names_of(paths: Sequence[str], options: Sequence[Mapping[str, object]]) -> list[str]:
     """A name for each run, the same for those of one experiment with seeds of their own.
 
     `options`: of each run, empty where it has left none. Runs of one experiment and one seed are

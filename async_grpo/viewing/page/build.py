@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, BinaryIO
 
 from async_grpo.util.errors import DataError
 from async_grpo.util.files import replacing
@@ -34,7 +34,7 @@ OPTIONS = (  # of the run, which the page shows and computes with
 OF_STEP = ("batch", "step", "num_samples", "num_tokens", "ratio_mode")
 MEASURED = ("grad_norm", "learning_rate")
 NOT_OURS = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # another program's line
-FindTokenizer = Callable[[str], Any]
+FindTokenizer = Callable[[str], object]
 Place = dict[str, int]  # step, round, rank
 
 
@@ -157,7 +157,7 @@ class _Blocks:
         self._num_bytes = 0
         self._num_samples = 0
 
-    def add(self, told: dict[str, Any]) -> None:
+    def add(self, told: dict[str, object]) -> None:
         content = as_json(told)
         self._waiting.append(content)
         self._num_bytes += len(content)
@@ -211,7 +211,7 @@ def _script(name: str, content: bytes) -> bytes:
     return b'<script type="application/gzip" id="%s">%s</script>\n' % (name.encode(), packed)
 
 
-def as_json(value: Any) -> bytes:
+def as_json(value: object) -> bytes:
     """ASCII alone, so that lone surrogates come through; what is not finite becomes null."""
     try:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
@@ -219,7 +219,7 @@ def as_json(value: Any) -> bytes:
         return json.dumps(_finite(value), separators=(",", ":")).encode()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):

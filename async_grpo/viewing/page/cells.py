@@ -6,7 +6,7 @@ import base64
 import functools
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ NUMBERS = {
     "rank": "I", "oldest": "I", "attempt": "H", "index": "H",
 }  # fmt: skip
 CATEGORIES = ("fate", "dataset_type", "verdict", "finish_reason", "adapter")
+Column = Any  # of a line: None, a value a token, or such a list a row
 NONE = 2**32 - 1  # of an unsigned column: not known
 MAX_HEAD = 200  # characters of a question that filters read, and lists show
 
@@ -49,7 +50,7 @@ class Columns:
     def num_samples(self) -> int:
         return len(self.values["batch"])
 
-    def add(self, line: Line, place: Mapping[str, int], config: Mapping[str, Any]) -> None:
+    def add(self, line: Line, place: Mapping[str, int], config: Line) -> None:
         """Append a sample; `place`: its step, and its round and rank where they are known."""
         known = {
             **line,
@@ -94,7 +95,7 @@ def _is_by_row(line: Line) -> bool:
     return bool(found) and not (found[0] and isinstance(found[0][0], str))
 
 
-def weight_of(line: Line, config: Mapping[str, Any]) -> float | None:
+def weight_of(line: Line, config: Line) -> float | None:
     """w_i of its tokens in the loss, by the aggregation of the run."""
     num_trained = line.get("num_trained_tokens")
     if num_trained is None or "aggregation" not in config:
@@ -105,7 +106,7 @@ def weight_of(line: Line, config: Mapping[str, Any]) -> float | None:
 
 def detail(
     line: Line, *, trained: Callable[[int], Line | None], words: Words | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Texts and tokens of a sample.
 
     `trained` has what a rank said of a row; `words` makes text of token ids, and is None where the
@@ -128,8 +129,8 @@ def detail(
     return found
 
 
-def _row(line: Line, number: int, trained: Line | None, words: Words) -> dict[str, Any]:
-    def own(name: str) -> Any:
+def _row(line: Line, number: int, trained: Line | None, words: Words) -> dict[str, object]:
+    def own(name: str) -> Column:
         return _of_row(line, number, line.get(name))
 
     mask = own("loss_mask")
@@ -148,23 +149,23 @@ def _row(line: Line, number: int, trained: Line | None, words: Words) -> dict[st
     return row
 
 
-def _of_row(line: Line, number: int, values: Any) -> Any:
+def _of_row(line: Line, number: int, values: Column) -> Column:
     return values[number] if values is not None and _is_by_row(line) else values
 
 
-def _flat(values: Any) -> Any:
+def _flat(values: Column) -> Column:
     """None in the place of several columns a token."""
     return None if values and isinstance(values[0], list) else values
 
 
-def _short(values: Any) -> Any:
+def _short(values: Iterable[float | None] | None) -> list[float | None] | None:
     """Nine digits, which are enough to tell any two float32 apart."""
     if values is None:
         return None
     return [None if each is None else float(f"{each:.9g}") for each in values]
 
 
-def _floats(text: str | None) -> Any:
+def _floats(text: str | None) -> list[float | None] | None:
     """What `training.token_dump.as_text` wrote."""
     if text is None:
         return None

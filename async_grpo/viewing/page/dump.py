@@ -22,7 +22,7 @@ OF_SLOT = re.compile(rb'\{"batch": (\d+), "ordinal": (\d+),')
 OF_ROW = re.compile(
     rb'\{"batch": (\d+), "ordinal": (\d+), "attempt": (\d+), "index": (\d+), "row": (\d+),'
 )
-Line = dict[str, Any]
+Line = dict[str, Any]  # of JSON, whatever wrote it
 Key = tuple[int, int, int]  # ordinal, attempt, index in the group
 
 
