@@ -262,8 +262,7 @@ def wait(reference: Awaitable[T], *, timeout_s: float, who: str) -> T:
     from ray.exceptions import GetTimeoutError, RayError
 
     try:
-        found: T = ray.get(reference, timeout=timeout_s)
-        return found
+        return ray.get(reference, timeout=timeout_s)
     except GetTimeoutError:
         raise DeadlineError(f"{who} did not answer within {timeout_s:g} s") from None
     except RayError as error:

@@ -20,8 +20,7 @@ class Message:
 
     def _values(self) -> tuple[object, ...]:
         kind: Any = type(self)  # mypy takes a class with this method for one that has no hash
-        found: tuple[object, ...] = _getter(kind)(self)
-        return found
+        return _getter(kind)(self)
 
 
 class Parcel(Message):

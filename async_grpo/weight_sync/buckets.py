@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
 
-from async_grpo.types import (
-    Piece,
-    Stored,
-    TensorMeta,
-    WeightsBucket,
-    WeightsSnapshot,
-    WeightsVersion,
-)
+from async_grpo.types import Piece, TensorMeta, WeightsBucket, WeightsSnapshot, WeightsVersion
 from async_grpo.util.errors import WeightSyncError
 
 ALIGNMENT_BYTES = 64  # every tensor can be viewed in place as any dtype
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 BUCKET_BYTES = 256 << 20
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Put = Callable[[NDArray[np.uint8]], Stored]
+Put = Callable[[NDArray[np.uint8]], Awaitable[NDArray[np.uint8]]]
 
 
 def pack(
