@@ -158,17 +158,32 @@ def server_command(isolation: Isolation, *, module: str = SERVER, hides: bool = 
         mounts += ["--size", str(isolation.scratch_mib << 20), "--tmpfs", "/dev/shm"]
     spaces = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     spaces += [] if isolation.network else ["--unshare-net"]
+    hidden = [*_hide(hidden_paths(os.environ)), *_tools()] if hides else []
     rights = ["SYS_ADMIN", "SETFCAP"]  # to give each request namespaces, root's number in them
+    locked = []
     if os.geteuid() == 0:  # no user namespace: its requests must be able to change their user
         rights += ["SETUID", "SETGID", "KILL", "DAC_READ_SEARCH"]
     else:
-        spaces += ["--unshare-user", "--uid", "0", "--gid", "0"]
-    hidden = [*_hide(hidden_paths(os.environ)), *_tools()] if hides else []
+        spaces += ["--unshare-user", "--cap-drop", "ALL"]
+        locked = _lock_mounts()
     allowed = [word for right in rights for word in ("--cap-add", f"CAP_{right}")]
     return [
         find_bwrap(), "--die-with-parent", "--new-session", "--as-pid-1", *mounts,
-        *hidden, *spaces, "--cap-drop", "ALL", *allowed,
+        *hidden, *spaces, *locked, "--cap-drop", "ALL", *allowed,
         *program,
+    ]  # fmt: skip
+
+
+def _lock_mounts() -> list[str]:
+    """A second bwrap inside the first: rights for each request's mounts, none over these.
+
+    A server imports users' code with the rights that it needs. The kernel lets a user namespace
+    undo no mount, nor what hides a file, that was made in the one around it. Root has none: its own
+    number may write /proc/sys, and what keeps it from that would, locked, forbid a new /proc too.
+    """
+    return [
+        find_bwrap(), "--die-with-parent", "--as-pid-1", "--dev-bind", "/", "/", "--proc", "/proc",
+        "--unshare-pid", "--unshare-user", "--uid", "0", "--gid", "0",
     ]  # fmt: skip
 
 
