@@ -24,8 +24,9 @@ DEVICES = {"qwen_7b": "8", "deepscaler": "8,8", "one_gpu": "2"}
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Few batches of each simulation, few splits."""
-    monkeypatch.setattr(prediction, "MEASURED_SAMPLES", 0)
+    """A few batches of a small part of the run in each simulation, few splits."""
+    monkeypatch.setattr(prediction, "SIMULATED_SAMPLES", 128)
+    monkeypatch.setattr(prediction, "MEASURED", (1, 1))
     monkeypatch.setattr(prediction, "SHARES", 1)
     monkeypatch.setattr(search, "COARSE", (1.0,))
     monkeypatch.setattr(search, "FINE_ROUNDS", 0)
