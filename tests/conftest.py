@@ -31,7 +31,12 @@ settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.add_cleanup(gc.unfreeze)  # after pytest's own last collection of garbage
+
+
 def pytest_collection_finish() -> None:
+    gc.freeze()  # millions of objects that live as long as the process: nobody looks at them again
     gc.enable()
 
 
