@@ -297,7 +297,7 @@ def make_plan(*, batch_size: int, questions: Sequence[Question], num_ranks: int)
         order=QuestionStream(len(questions), seed=0).index,
         replacement=lambda slot, *, attempt: slot,
         seed_of=None,
-        sampling=SamplingContract(1.0, (1,), config.max_generation_tokens),
+        sampling=SamplingContract(1.0, (1,), config.sampling.max_generation_tokens),
         num_ranks=num_ranks,
         incarnation=FIRST.incarnation,
     )

@@ -1,16 +1,16 @@
 import ast
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import async_grpo
+from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util import deadlines
 
 PACKAGE = Path(async_grpo.__file__).parent
-DEFAULTS = {field.name: field.default for field in fields(TrainConfig)}
+DEFAULTS = {name: each.default for name, each in option_fields(TrainConfig).items()}
 WAIT = re.compile(r"(TIMEOUT|SLACK|SILENCE|GRACE|FROZEN|ENDING|LEASE|DEADLINE)[A-Z_]*_S$")
 
 

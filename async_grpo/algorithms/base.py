@@ -131,17 +131,17 @@ class Algorithm:
     @property
     def temperature(self) -> float:
         """At which the policy's log-probabilities are computed."""
-        return self.config.temperature
+        return self.config.sampling.temperature
 
     @property
     def samples_per_slot(self) -> int:
         """Samples that a slot of the batch is planned to give."""
-        return self.config.samples_per_question
+        return self.config.sampling.samples_per_question
 
     @property
     def aggregation(self) -> str:
         """The weight w_i of a token, and with it what D counts (design, section 4)."""
-        return self.config.aggregation
+        return self.config.objective.aggregation
 
     def finish_group(self, group: Group) -> Group:
         """The group with shaped rewards and advantages, or replaced: its slot draws again.

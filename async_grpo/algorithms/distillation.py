@@ -79,7 +79,7 @@ class Distillation(Grpo):
             return ()
         from async_grpo.algorithms.distillation_loss import head_term  # with torch
 
-        alpha, temperature = self.config.gkd_alpha, self.config.temperature
+        alpha, temperature = self.config.teaching.gkd_alpha, self.config.sampling.temperature
         return (head_term(self._payload, teachers, alpha=alpha, policy_temperature=temperature),)
 
     def contributes(self, sample: Sample) -> bool:
@@ -98,37 +98,40 @@ class Distillation(Grpo):
 
 def payload_of(config: TrainConfig) -> Payload | None:
     """What teachers are asked beside log-probabilities; None: nothing."""
-    if not config.gkd_coefficient:
+    if not config.teaching.gkd_coefficient:
         return None
-    top_k = config.gkd_top_k if config.teacher_payload == "topk" else 0
-    return Payload(cast(PayloadKind, config.teacher_payload), top_k, config.gkd_temperature)
+    top_k = config.teaching.gkd_top_k if config.teaching.teacher_payload == "topk" else 0
+    return Payload(
+        cast(PayloadKind, config.teaching.teacher_payload), top_k, config.teaching.gkd_temperature
+    )
 
 
 def teachers_in_words(config: TrainConfig) -> str:
     """One sentence: whose questions each teaches, and what its terms are."""
+    teaching = config.teaching
     rest = "all others" if len(config.teacher_routes) > 1 else "all"
     routes = ", ".join(
         f"{name} for {rest if kind == EVERY_TYPE else kind}"
         for kind, name in config.teacher_routes.items()
     )
-    parts = [f"teachers: {routes}", f"rewards weigh {config.reward_coefficient:g}"]
-    if config.opd_coefficient:
-        bound = f", within ±{config.opd_clip:g} nats," if config.opd_clip else ""
+    parts = [f"teachers: {routes}", f"rewards weigh {teaching.reward_coefficient:g}"]
+    if teaching.opd_coefficient:
+        bound = f", within ±{teaching.opd_clip:g} nats," if teaching.opd_clip else ""
         parts.append(
-            f"{config.opd_coefficient:g} * (teacher - policy){bound} in each token's advantage"
+            f"{teaching.opd_coefficient:g} * (teacher - policy){bound} in each token's advantage"
         )
-    if config.gkd_coefficient:
-        parts.append(f"{config.gkd_coefficient:g} * {_divergence(config)}")
+    if teaching.gkd_coefficient:
+        parts.append(f"{teaching.gkd_coefficient:g} * {_divergence(config)}")
     return "; ".join(parts)
 
 
 def _divergence(config: TrainConfig) -> str:
     names = {0.0: "KL(teacher, policy)", 1.0: "KL(policy, teacher)"}
-    name = names.get(config.gkd_alpha, f"JSD of alpha {config.gkd_alpha:g}")
-    square = ", times its square," if config.gkd_square_temperature else ""
+    name = names.get(config.teaching.gkd_alpha, f"JSD of alpha {config.teaching.gkd_alpha:g}")
+    square = ", times its square," if config.teaching.gkd_square_temperature else ""
     over = "the whole vocabulary"
-    if config.teacher_payload == "topk":
-        over = f"the teacher's {config.gkd_top_k} likeliest tokens and the rest as one"
-    given = 1 - config.gkd_lambda
+    if config.teaching.teacher_payload == "topk":
+        over = f"the teacher's {config.teaching.gkd_top_k} likeliest tokens and the rest as one"
+    given = 1 - config.teaching.gkd_lambda
     pairs = f", {given:.0%} of the samples given pairs" if given else ""
-    return f"{name} at temperature {config.gkd_temperature:g}{square} over {over}{pairs}"
+    return f"{name} at temperature {config.teaching.gkd_temperature:g}{square} over {over}{pairs}"

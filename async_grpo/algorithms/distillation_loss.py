@@ -53,21 +53,21 @@ def distillation_loss(
     `teacher_gap_sum` is over sampled tokens, unweighted, as `gkd_divergence_sum` is over all.
     """
     gap = packed.scores[TEACHER] - scored.logprobs.detach()
-    followed = packed.advantages * config.reward_coefficient
-    if config.opd_coefficient:
-        bound = config.opd_clip or None
+    followed = packed.advantages * config.teaching.reward_coefficient
+    if config.teaching.opd_coefficient:
+        bound = config.teaching.opd_clip or None
         within = gap if bound is None else gap.clamp(-bound, bound)
-        followed = followed + config.opd_coefficient * within
+        followed = followed + config.teaching.opd_coefficient * within
     result = grpo_loss(
         scored.logprobs, scored.entropy, replace(packed, advantages=followed), config=config
     )
     loss, sums = result.loss, {**result.sums, "teacher_gap_sum": _sampled(gap, packed).sum()}
-    if config.gkd_coefficient:
+    if config.teaching.gkd_coefficient:
         divergence_N = scored.terms[NAME]
         sums |= {"gkd_divergence_sum": divergence_N.sum()}
-        if config.gkd_square_temperature:
-            divergence_N = divergence_N * config.gkd_temperature**2
-        loss = loss + config.gkd_coefficient * (packed.weights * divergence_N).sum()
+        if config.teaching.gkd_square_temperature:
+            divergence_N = divergence_N * config.teaching.gkd_temperature**2
+        loss = loss + config.teaching.gkd_coefficient * (packed.weights * divergence_N).sum()
         if (tail := packed.scores.get(f"{TEACHER}.tail")) is not None:
             sums |= {"teacher_tail_sum": torch.exp(tail).sum()}
     return LossSums(loss, sums=sums)

@@ -22,9 +22,9 @@ def users_algorithm(config: TrainConfig) -> UserCode | None:
 
     Raises `ConfigError` for a name that is none.
     """
-    if config.algorithm in SHIPPED:
+    if config.objective.algorithm in SHIPPED:
         return None
-    return UserCode.read(config.algorithm, option="--algorithm", shipped=SHIPPED)
+    return UserCode.read(config.objective.algorithm, option="--algorithm", shipped=SHIPPED)
 
 
 def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorithm:
@@ -39,22 +39,22 @@ def find_algorithm(config: TrainConfig, code: UserCode | None = None) -> Algorit
     found = code.load(Algorithm) if code else _shipped(config)
     if not found.learns_from_pairs:
         config.check_sampling()
-    elif config.data:
+    elif config.data.data:
         raise config.refusal(
             "data", "needs an algorithm that samples outputs", "join the files to one --data-path"
         )
     for name in ("eval", "keep_best_checkpoint"):
-        if getattr(config, name) and found.learns_from_pairs:
+        if getattr(config.evaluation, name) and found.learns_from_pairs:
             raise config.refusal(
                 name, "needs an algorithm that samples outputs",
                 "--eval-data-path tells the loss on held-out pairs",
             )  # fmt: skip
-    if config.gateway and (found.learns_from_pairs or not config.asks_questions):
+    if config.places.gateway and (found.learns_from_pairs or not config.asks_questions):
         raise config.refusal("gateway", "needs a run that samples outputs", "leave it out")
     return found(config)
 
 
 def _shipped(config: TrainConfig) -> type[Algorithm]:
     check_distillation(config)
-    found = SHIPPED[config.algorithm]
-    return Distillation if found is Grpo and config.has_teacher_terms else found
+    found = SHIPPED[config.objective.algorithm]
+    return Distillation if found is Grpo and config.teaching.has_teacher_terms else found

@@ -46,16 +46,18 @@ class Grpo(Algorithm):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__(config)
         check_objective(config)
-        kl_in_reward = config.kl_coefficient > 0 and not config.kl_in_loss
-        if config.kl_coefficient:
+        kl_in_reward = config.objective.kl_coefficient > 0 and not config.objective.kl_in_loss
+        if config.objective.kl_coefficient:
             self.needs = (ScoreNeed(REFERENCE, before_advantages=kl_in_reward),)
         # With one step a batch the policy itself is what it was at the start.
-        self.uses_old_policy = config.mode == "decoupled" and config.steps_per_batch > 1
-        is_corrected = config.importance_correction != "none"
-        self._needs_one_row = config.ratio_level == "sequence" or (
-            is_corrected and config.correction_level == "sequence"
+        self.uses_old_policy = config.mode == "decoupled" and config.batching.steps_per_batch > 1
+        is_corrected = config.objective.importance_correction != "none"
+        self._needs_one_row = config.objective.ratio_level == "sequence" or (
+            is_corrected and config.objective.correction_level == "sequence"
         )
-        self._every_term_has_advantage = not config.kl_in_loss and not config.entropy_coefficient
+        self._every_term_has_advantage = (
+            not config.objective.kl_in_loss and not config.objective.entropy_coefficient
+        )
 
     def finish_group(self, group: Group) -> Group:
         """Penalties and advantages; replaced where nothing can be learnt and more may be drawn.
@@ -70,14 +72,14 @@ class Grpo(Algorithm):
             )
         samples = tuple(shaped(sample, self.config) for sample in group.samples)
         rewards = [sample.shaped_reward for sample in samples]
-        advantages = group_advantages(rewards, method=self.config.advantage)
-        may_draw = group.attempt < self.config.dynamic_sampling
+        advantages = group_advantages(rewards, method=self.config.objective.advantage)
+        may_draw = group.attempt < self.config.objective.dynamic_sampling
         group = with_advantages(replace(group, samples=samples), advantages.tolist())
         return replace(group, is_replaced=may_draw and not has_variance(rewards))
 
     def mask(self, samples: Samples) -> Samples:
         """Outputs that were cut are not trained, if the run says so; their advantages stay."""
-        if not self.config.mask_truncated_samples:
+        if not self.config.objective.mask_truncated_samples:
             return samples
         return tuple(
             replace(sample, episode=sample.episode.untrained())
@@ -181,18 +183,22 @@ def shaped(sample: Sample, config: TrainConfig) -> Sample:
     """The sample with the penalties of the run's options; k1 in the reward needs its scores."""
     overlong = overlong_penalty(
         sample.episode.longest_turn,
-        max_tokens=config.max_generation_tokens,
-        buffer_tokens=config.overlong_buffer_tokens,
-        largest=config.overlong_penalty,
+        max_tokens=config.sampling.max_generation_tokens,
+        buffer_tokens=config.objective.overlong_buffer_tokens,
+        largest=config.objective.overlong_penalty,
     )
     kl = 0.0
-    if config.kl_coefficient and not config.kl_in_loss and sample.num_trained_tokens:
+    if (
+        config.objective.kl_coefficient
+        and not config.objective.kl_in_loss
+        and sample.num_trained_tokens
+    ):
         kl = sum(
             kl_penalty(
                 row.logprobs,
                 part.scores[REFERENCE],
                 loss_mask_L=row.loss_mask,
-                coefficient=config.kl_coefficient,
+                coefficient=config.objective.kl_coefficient,
             )
             for part in sample.parts()
             for row in part.episode.rows
@@ -205,10 +211,11 @@ def shaped(sample: Sample, config: TrainConfig) -> Sample:
 
 def objective_in_words(config: TrainConfig) -> tuple[str, ...]:
     """One sentence each: preset, denominator, ratio and clip, correction, penalties, sampling."""
+    objective = config.objective
     sentences = (
         _preset(config),
-        f"loss: {_denominator(config)}; advantage {config.advantage}",
-        f"ratio: a {config.ratio_level}, against {OLD_POLICY[config.mode]}; {_clip(config)}",
+        f"loss: {_denominator(config)}; advantage {objective.advantage}",
+        f"ratio: a {objective.ratio_level}, against {OLD_POLICY[config.mode]}; {_clip(config)}",
         f"engine/trainer correction: {_correction(config)}",
         _penalties(config),
         _rewards(config),
@@ -218,77 +225,80 @@ def objective_in_words(config: TrainConfig) -> tuple[str, ...]:
 
 def clip_is_inert(config: TrainConfig) -> bool:
     """The ratio is exactly 1 wherever it is computed, so that no bound can cut anything."""
-    one_step = config.steps_per_batch == 1
+    one_step = config.batching.steps_per_batch == 1
     return config.mode == "on_policy" or (config.mode == "decoupled" and one_step)
 
 
 def _preset(config: TrainConfig) -> str:
-    if not config.preset:
+    if not config.objective.preset:
         return ""
-    longest = config.max_generation_tokens
-    typed = typed_out(config.preset, max_generation_tokens=longest)
-    sentence = f"--preset {config.preset} stands for {typed}"
-    named = preset_options(config.preset, max_generation_tokens=longest)
+    longest = config.sampling.max_generation_tokens
+    typed = typed_out(config.objective.preset, max_generation_tokens=longest)
+    sentence = f"--preset {config.objective.preset} stands for {typed}"
+    named = preset_options(config.objective.preset, max_generation_tokens=longest)
     changed = [
-        f"{flag(name)} {getattr(config, name)}"
+        f"{flag(name)} {getattr(config.objective, name)}"
         for name, value in named.items()
-        if getattr(config, name) != value
+        if getattr(config.objective, name) != value
     ]
     return f"{sentence}; changed by you: {' '.join(changed)}" if changed else sentence
 
 
 def _denominator(config: TrainConfig) -> str:
-    if config.aggregation == "constant":
+    objective = config.objective
+    if objective.aggregation == "constant":
         return (
-            f"each sample's token sum by {config.constant_length_samples} tokens, then a mean over "
-            "the samples of the step"
+            f"each sample's token sum by {objective.constant_length_samples} tokens, then a mean "
+            "over the samples of the step"
         )
-    return DENOMINATORS[config.aggregation]
+    return DENOMINATORS[objective.aggregation]
 
 
 def _clip(config: TrainConfig) -> str:
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.policy_loss == "cispo":
+    low, high = 1 - config.objective.clip_low, 1 + config.objective.clip_high
+    if config.objective.policy_loss == "cispo":
         bounds = f"its value as a weight kept within [{max(low, 0):g}, {high:g}] (cispo)"
     else:
         bounds = f"clipped to [{low:g}, {high:g}]"
-        if config.dual_clip:
-            bounds += f", below {config.dual_clip:g} where the advantage is negative"
+        if config.objective.dual_clip:
+            bounds += f", below {config.objective.dual_clip:g} where the advantage is negative"
     return f"{bounds}, which is inert: the ratio is always 1" if clip_is_inert(config) else bounds
 
 
 def _correction(config: TrainConfig) -> str:
-    if config.importance_correction != "none":
-        return config.correction_in_words
+    if config.objective.importance_correction != "none":
+        return config.objective.correction_in_words
     if config.mode == "behaviour":
         return "none needed, the ratio contains it"
-    if config.max_staleness:
-        lag = config.max_staleness
+    if config.sampling.max_staleness:
+        lag = config.sampling.max_staleness
         return f"none, though samples may be of weights {lag} versions old: the gradient is biased"
     return "none"
 
 
 def _penalties(config: TrainConfig) -> str:
+    objective = config.objective
     parts = []
-    if config.kl_coefficient:
-        where = "loss" if config.kl_in_loss else "reward"
-        parts.append(f"{config.kl_coefficient:g} * KL ({config.kl_estimator}) in the {where}")
-    if config.entropy_coefficient:
-        parts.append(f"an entropy bonus of {config.entropy_coefficient:g}")
+    if objective.kl_coefficient:
+        where = "loss" if objective.kl_in_loss else "reward"
+        parts.append(f"{objective.kl_coefficient:g} * KL ({objective.kl_estimator}) in the {where}")
+    if objective.entropy_coefficient:
+        parts.append(f"an entropy bonus of {objective.entropy_coefficient:g}")
     return f"penalties: {', '.join(parts)}" if parts else ""
 
 
 def _rewards(config: TrainConfig) -> str:
+    objective, sampling = config.objective, config.sampling
     parts = []
-    if config.overlong_buffer_tokens:
+    if objective.overlong_buffer_tokens:
         parts.append(
-            f"the last {config.overlong_buffer_tokens} of {config.max_generation_tokens} tokens "
-            f"cost up to {config.overlong_penalty:g} of the reward"
+            f"the last {objective.overlong_buffer_tokens} of {sampling.max_generation_tokens} "
+            f"tokens cost up to {objective.overlong_penalty:g} of the reward"
         )
-    if config.mask_truncated_samples:
+    if objective.mask_truncated_samples:
         parts.append("truncated outputs are not trained")
-    if config.dynamic_sampling:
+    if objective.dynamic_sampling:
         parts.append(
-            f"a question without variance is replaced up to {config.dynamic_sampling} times"
+            f"a question without variance is replaced up to {objective.dynamic_sampling} times"
         )
     return f"samples: {'; '.join(parts)}" if parts else ""

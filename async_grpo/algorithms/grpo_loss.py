@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums
-from async_grpo.config.objective import ObjectiveConfig
+from async_grpo.config.objective import ObjectiveOptions
 from async_grpo.config.roles import REFERENCE
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import PackedMinibatch
@@ -41,19 +41,19 @@ def grpo_loss(
     if packed.is_given is not None:
         logprobs, entropy, packed = _of_sampled(logprobs, entropy, packed, ~packed.is_given)
     old = _old(logprobs, packed, config)
-    ratio = policy_ratio(logprobs, old, packed, level=config.ratio_level)
-    policy, clipped = policy_loss(ratio, logprobs, packed.advantages, config)
+    ratio = policy_ratio(logprobs, old, packed, level=config.objective.ratio_level)
+    policy, clipped = policy_loss(ratio, logprobs, packed.advantages, config.objective)
     corrected = torch.zeros_like(clipped)
-    if config.importance_correction != "none":
-        correction, corrected = correction_weights(old, packed, config)
+    if config.objective.importance_correction != "none":
+        correction, corrected = correction_weights(old, packed, config.objective)
         policy = correction * policy
     policy_sum = (packed.weights * policy).sum()
     loss, kl_sums = policy_sum, {}
-    if config.kl_in_loss:
+    if config.objective.kl_in_loss:
         kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, config)
-        loss = loss + config.kl_coefficient * kl_sums["kl_sum"]
-    if config.entropy_coefficient:
-        loss = loss - config.entropy_coefficient * (packed.weights * entropy).sum()
+        loss = loss + config.objective.kl_coefficient * kl_sums["kl_sum"]
+    if config.objective.entropy_coefficient:
+        loss = loss - config.objective.entropy_coefficient * (packed.weights * entropy).sum()
     sums = {
         "policy_loss_sum": policy_sum,
         **kl_sums,
@@ -95,8 +95,8 @@ def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: Trai
     `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
     policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    kl = kl_penalty(logprobs, packed.scores[REFERENCE], estimator=config.kl_estimator)
-    if config.kl_estimator == "k3_iw":
+    kl = kl_penalty(logprobs, packed.scores[REFERENCE], estimator=config.objective.kl_estimator)
+    if config.objective.kl_estimator == "k3_iw":
         kl = kl * torch.exp(bounded(logprobs - old))
     return (packed.weights * kl).sum()
 
@@ -105,7 +105,7 @@ def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: Trai
 def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
     """[N] bool: which tokens are beyond the bound of exponents."""
     is_far = logprobs - old > MAX_EXPONENT
-    if config.kl_in_loss:
+    if config.objective.kl_in_loss:
         is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
     return is_far
 
@@ -145,14 +145,14 @@ def policy_ratio(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, *, leve
 
 
 def policy_loss(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: ObjectiveConfig
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, config: ObjectiveOptions
 ) -> tuple[Tensor, Tensor]:
     """The surrogate of each token, [N], and where its bound cut the gradient or the weight.
 
     `clip` is -min(ratio * A, clip(ratio, 1 - low, 1 + high) * A). A good token's ratio counts up
     to 1 + high, a bad token's down to 1 - low; going back is free:
 
-    >>> config = ObjectiveConfig(clip_low=0.25, clip_high=0.25)
+    >>> config = ObjectiveOptions(clip_low=0.25, clip_high=0.25)
     >>> ratio = torch.tensor([1.5, 1.5, 0.5, 0.5])
     >>> advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
     >>> loss, clipped = policy_loss(ratio, ratio.log(), advantages, config)
@@ -180,7 +180,7 @@ def policy_loss(
 
 @torch.no_grad()
 def correction_weights(
-    old: Tensor, packed: PackedMinibatch, config: ObjectiveConfig
+    old: Tensor, packed: PackedMinibatch, config: ObjectiveOptions
 ) -> tuple[Tensor, Tensor]:
     """w = f(exp(old - b)) [N] for what the engine sampled with other numbers, and where f cut.
 

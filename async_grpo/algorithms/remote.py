@@ -59,7 +59,7 @@ class RemoteRules:
         self.needs = algorithm.needs
         self.waits_for_step = algorithm.waits_for_step
         self._process = process
-        self._who = f"--algorithm {algorithm.config.algorithm}"
+        self._who = f"--algorithm {algorithm.config.objective.algorithm}"
 
     async def finish_group(self, group: Group) -> Group:
         return await self._answer(self._process.finish_group.remote(group))

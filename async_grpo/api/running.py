@@ -122,7 +122,7 @@ class Run:
     def __init__(self, plan: LocalRun) -> None:
         self.folder = plan.folder
         self.log = plan.logs / LAUNCH_LOG
-        self._num_batches = plan.train.num_training_batches
+        self._num_batches = plan.train.batching.num_training_batches
         self._began_at_ns = time.time_ns()
         self._is_stopped = False
         self._open = contextlib.ExitStack()
@@ -131,7 +131,7 @@ class Run:
         place = self._open.enter_context(tempfile.TemporaryDirectory(prefix="async-grpo-"))
         file = Path(place, "run.toml")
         file.write_text(as_toml(plan.tables))
-        typed = ["--overwrite"] if plan.types_overwrite and plan.train.overwrite else []
+        typed = ["--overwrite"] if plan.types_overwrite and plan.train.recording.overwrite else []
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.pop("MPLBACKEND", None)  # a notebook's own, which no other process can draw by
         child = ChildProcess(
@@ -273,10 +273,10 @@ def with_workers(tables: Tables, run: LocalRun) -> Tables:
     from async_grpo.algorithms.find import find_algorithm
     from async_grpo.run.recruitment import needed_roles  # imports Ray
 
-    joins = run.ray_address or run.train.ray_address != "auto"
+    joins = run.ray_address or run.train.places.ray_address != "auto"
     if "worker" in tables or joins or find_algorithm(run.train).learns_from_pairs:
         return tables
-    model = {"model_path": run.train.model_name_or_path}
+    model = {"model_path": run.train.places.model_name_or_path}
     made = [
         {"mode": MODES[role], **({} if role == ENVIRONMENT else model)}
         for role in needed_roles(run.train)

@@ -83,7 +83,7 @@ class ExperienceBatcher:
         first = StepKey(resume.batch, resume.step_in_batch) if resume else StepKey(0, 0)
         self._plan = plan
         self._registry_of = registry_of
-        self._step_groups = StepGroups(plan.rules, num_slots=config.questions_per_step)
+        self._step_groups = StepGroups(plan.rules, num_slots=config.batching.questions_per_step)
         self._quarantine = Quarantine(resume.quarantined if resume else ())
         self._teachers = Teachers.of(plan, registry_of, first=first)
         self._pipeline = SlotPipeline(
@@ -100,20 +100,20 @@ class ExperienceBatcher:
         self._ledger = Ledger.restore(resume.ledger) if resume else Ledger()
         self._rounds = RoundFormer(
             plan.num_ranks,
-            max_tokens=config.max_tokens_per_gpu,
-            steps_per_batch=config.steps_per_batch,
-            deterministic=config.deterministic,
+            max_tokens=config.batching.max_tokens_per_gpu,
+            steps_per_batch=config.batching.steps_per_batch,
+            deterministic=config.batching.deterministic,
             first_step=first,
         )
         needed = named((need.role for need in plan.rules.needs), config.teacher_names)
-        self._roles = (GENERATION, *needed, *map(judge, config.judge_names))
+        self._roles = (GENERATION, *needed, *map(judge, config.data.judge_names))
         self._outbox = Outbox(plan.num_ranks)
         self._unfetched: tuple[Sample, ...] = ()  # of the latest round: ranks may fetch payloads
-        self._by_express = bool(config.express)
+        self._by_express = bool(config.teaching.express)
         self._sums = SampleSums(
             staleness_of=self._window.staleness_of,
             express_bytes=self._teachers.express_bytes,
-            types=config.types,
+            types=config.data.types,
         )
         self._parts: dict[Key, Sample] = {}
         self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
@@ -124,9 +124,9 @@ class ExperienceBatcher:
         self._newest: WeightsVersion | None = None
         self.evaluations = Evaluations(plan, self._pipeline, registry_of, begin=self._begin)
         self._log = SampleLog(
-            recorder if config.dump_samples_filename else None,
+            recorder if config.recording.dump_samples_filename else None,
             next_ordinal=self._window.next_ordinal,
-            has_tokens=config.dump_token_columns,
+            has_tokens=config.recording.dump_token_columns,
         )
 
     async def published(self, version: WeightsVersion) -> None:
@@ -153,9 +153,9 @@ class ExperienceBatcher:
     def _start_slots(self) -> None:
         for ordinal in self._window.start():
             step = self._window.step_of(ordinal)
-            self._unsettled.setdefault(step, self._plan.config.questions_per_step)
+            self._unsettled.setdefault(step, self._plan.config.batching.questions_per_step)
             if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
-                num_samples = self._plan.config.samples_per_question
+                num_samples = self._plan.config.sampling.samples_per_question
                 self._ledger.admit(ordinal, num_samples=num_samples, step=step)
             self._begin(self._run_slot(ordinal, step), name=f"slot-{ordinal}")
 
@@ -315,7 +315,7 @@ class ExperienceBatcher:
         return group
 
     def _reference_of(self, step: StepKey) -> WeightsVersion:
-        batches = self._plan.config.reference_of(step.batch)
+        batches = self._plan.config.sampling.reference_of(step.batch)
         return WeightsVersion(self._plan.incarnation, batches)
 
     def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
@@ -359,7 +359,10 @@ class ExperienceBatcher:
         """The group is dropped whole and counted; a run in which nothing works is ended."""
         logger.warning("question %d is dropped: %s", ordinal, failure)
         self._ledger.settle(ordinal, fate="failed", reason=failure.stage)
-        num_samples, kind = self._plan.config.samples_per_question, self._plan.type_of(ordinal)
+        num_samples, kind = (
+            self._plan.config.sampling.samples_per_question,
+            self._plan.type_of(ordinal),
+        )
         self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
         is_given = bool(self._plan.pairs_of(ordinal))
         self._hopeless.failed(step.batch, failure, is_given=is_given, dataset_type=kind)
@@ -411,8 +414,8 @@ class ExperienceBatcher:
                 tally(
                     parts,
                     incarnation=self._plan.incarnation,
-                    aggregation=config.aggregation,
-                    constant_length=config.constant_length_samples,
+                    aggregation=config.objective.aggregation,
+                    constant_length=config.objective.constant_length_samples,
                 )
             )
             minibatches.append(Minibatch(formed.index, parts))
@@ -432,7 +435,7 @@ class ExperienceBatcher:
         num_samples, num_tokens, sums = self._sums.close(step)
         sent, self._sent = tuple(self._sent), [Tally()] * self._plan.num_ranks
         ended = self._ledger.close_step(step)
-        is_last = step.step_in_batch + 1 == self._plan.config.steps_per_batch
+        is_last = step.step_in_batch + 1 == self._plan.config.batching.steps_per_batch
         controls = self.controls.take() if is_last else ()
         if any(control.action == "evaluate" for control in controls):
             self.evaluations.ask(step.batch + 1)

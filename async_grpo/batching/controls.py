@@ -43,13 +43,13 @@ class Controls:
     @property
     def num_batches(self) -> int:
         """Of the run."""
-        return self._config.num_training_batches
+        return self._config.batching.num_training_batches
 
     @property
     def options(self) -> dict[str, object]:
         """Those that may be set, as they are now."""
         live = with_settings(self._config, self.settings)
-        return {name: getattr(live, name) for name in LIVE}
+        return {name: live.options()[name] for name in LIVE}
 
     @property
     def waiting(self) -> tuple[Control, ...]:
@@ -60,19 +60,21 @@ class Controls:
     def staleness(self) -> tuple[int, int]:
         """--max-staleness as it holds now, and from the next batch on."""
         now = with_settings(self._config, self.settings)
-        return now.max_staleness, with_settings(self._config, self._next()).max_staleness
+        return now.sampling.max_staleness, with_settings(
+            self._config, self._next()
+        ).sampling.max_staleness
 
     def ask(self, control: Control) -> None:
         """Take a request; raises `ConfigError` for one that cannot be."""
         if control.id in self._asked:
             return
         with_settings(self._config, self._next() | dict(control.settings))
-        if control.action == "evaluate" and not self._config.has_held_out:
+        if control.action == "evaluate" and not self._config.evaluation_sets:
             raise ConfigError(
                 "evaluate needs held-out questions, this run has none: start it with "
                 "--eval-data-path"
             )
-        if control.action == "stop" and not self._config.checkpoint_every_batches:
+        if control.action == "stop" and not self._config.recording.checkpoint_every_batches:
             raise ConfigError(
                 "stop needs a checkpoint to stop at, this run writes none "
                 "(--checkpoint-every-batches 0): Ctrl-C ends it"

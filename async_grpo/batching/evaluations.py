@@ -80,7 +80,7 @@ class Evaluations:
         due = [each for each in self._sets if is_asked or is_due(each.config, version.batches)]
         if not due:
             return
-        is_last = version.batches == self._plan.config.num_training_batches
+        is_last = version.batches == self._plan.config.batching.num_training_batches
         before = self._running if self._running and not self._running.done() else None
         if before and not is_last:
             logger.warning("nothing is evaluated of weights %s: %s", version, STILL_RUNNING)

@@ -99,9 +99,9 @@ class SlotPipeline:
         self.judged = Counter[str]()  # what judges have said since it was taken
         self._sampled = Counter[str]()  # groups, and those that were sampled again
         self.grading = Grading(
-            self._verify, timeout_s=config.stall_timeout_s, progress=self.progress
+            self._verify, timeout_s=config.places.stall_timeout_s, progress=self.progress
         )
-        self.outages = Outages(timeout_s=config.stall_timeout_s, progress=self.progress)
+        self.outages = Outages(timeout_s=config.places.stall_timeout_s, progress=self.progress)
         self.stages = StageClock(time.monotonic())
         self.scoring = Scoring(
             self._leased, self._in_stage, config=config, needs=rules.needs, teachers=teachers
@@ -291,7 +291,7 @@ class SlotPipeline:
                     cost=request.num_samples,
                     version=oldest,
                     slot=slot,
-                    timeout_s=self._config.generation_timeout_s or None,
+                    timeout_s=self._config.sampling.generation_timeout_s or None,
                     on_retry=books.sampled_again,
                     lane=lane,
                 )
@@ -304,13 +304,13 @@ class SlotPipeline:
     async def _verify(
         self, requests: Requests, *, rewards: tuple[str, ...] = ()
     ) -> tuple[Verdict, ...]:
-        rewards = rewards or self._config.rewards_of(requests[0].question.dataset_type)
+        rewards = rewards or self._config.data.rewards_of(requests[0].question.dataset_type)
         return await self._leased(
             VERIFIER,
             "verify",
             GradingRequest(requests, rewards=rewards),
             cost=len(requests),
-            timeout_s=self._config.stall_timeout_s,
+            timeout_s=self._config.places.stall_timeout_s,
         )
 
     async def _leased(
@@ -380,7 +380,7 @@ class SlotPipeline:
         return self._registry_of(role).lease(
             cost if lane is None or lane.is_counted else 0.0,
             version=version,
-            timeout_s=self._config.stall_timeout_s,
+            timeout_s=self._config.places.stall_timeout_s,
             moves=lambda: self.progress.answers,
             hold=lane.hold if lane and role == GENERATION else None,
         )

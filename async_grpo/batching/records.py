@@ -89,7 +89,9 @@ class BatcherPlan:
     def sets(self) -> tuple[SetPlan, ...]:
         """All sets of held-out questions that are not empty, as they are sampled."""
         unnamed = ((EvaluationSet(name=UNNAMED), self.held_out),)
-        named = ((each, self.named_sets.get(each.name, ())) for each in self.config.named_sets)
+        named = (
+            (each, self.named_sets.get(each.name, ())) for each in self.config.evaluation.named_sets
+        )
         return tuple(
             SetPlan(config, questions, sampling_of(config, self.sampling))
             for config, questions in (*unnamed, *named)
@@ -99,10 +101,10 @@ class BatcherPlan:
     def window(self, first: StepKey) -> AdmissionWindow:
         """Which slots may start, of a run that begins at the step `first`."""
         return AdmissionWindow(
-            self.config.batch_size,
-            questions_per_step=self.config.questions_per_step,
-            max_staleness=self.config.max_staleness,
-            num_batches=self.config.num_training_batches,
+            self.config.batching.batch_size,
+            questions_per_step=self.config.batching.questions_per_step,
+            max_staleness=self.config.sampling.max_staleness,
+            num_batches=self.config.batching.num_training_batches,
             incarnation=self.incarnation,
             first=first,
         )
@@ -126,7 +128,7 @@ class BatcherPlan:
             ordinal,
             attempt,
             question.input_token_ids,
-            self.config.samples_per_question,
+            self.config.sampling.samples_per_question,
             self.sampling,
             self.seed_of(ordinal=ordinal, attempt=attempt) if self.seed_of else None,
         )
@@ -155,15 +157,15 @@ class BatcherPlan:
             request.sampling,
             oldest,
             environment,
-            min(self.config.max_tokens_per_gpu, self.max_positions),
-            self.config.stall_timeout_s / 2,  # before the lease ends, and says less
+            min(self.config.batching.max_tokens_per_gpu, self.max_positions),
+            self.config.places.stall_timeout_s / 2,  # before the lease ends, and says less
             RunId(self.incarnation, self.epoch),
-            self.config.model_name_or_path,
-            self.config.renderer,
-            self.config.judge_names,
+            self.config.places.model_name_or_path,
+            self.config.data.renderer,
+            self.config.data.judge_names,
             request.seed,
-            self.config.turn_timeout_s,
-            self.config.episode_timeout_s,
+            self.config.sampling.turn_timeout_s,
+            self.config.sampling.episode_timeout_s,
         )
 
 

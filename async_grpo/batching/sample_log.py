@@ -106,12 +106,15 @@ class SampleLog:
         """Tell what the step was made of, and wait for that a moment."""
         if self._recorder is None:
             return
-        first = end.batch * config.batch_size + end.step_in_batch * config.questions_per_step
+        first = (
+            end.batch * config.batching.batch_size
+            + end.step_in_batch * config.batching.questions_per_step
+        )
         line = {
             "batch": end.batch,
             "ordinal": first,
             "step_in_batch": end.step_in_batch,
-            "step": end.batch * config.steps_per_batch + end.step_in_batch + 1,
+            "step": end.batch * config.batching.steps_per_batch + end.step_in_batch + 1,
             "num_samples": end.num_samples,
             "num_tokens": end.num_tokens,
             "ratio_mode": config.mode,

@@ -175,7 +175,7 @@ class Scoring:
         What it waits for is the trainer, which may compute for as long as it likes; one that is
         silent ends the run, and this with it.
         """
-        due = version.batches + self._config.max_staleness if version.batches else 0
+        due = version.batches + self._config.sampling.max_staleness if version.batches else 0
         async with self._has_published:
             await self._has_published.wait_for(lambda: self._batches_published >= due)
 

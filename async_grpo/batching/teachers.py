@@ -49,9 +49,9 @@ class Teachers:
         """Those of a run that begins at the step `first`."""
         config = plan.config
         buffer = TeacherBuffer(
-            int(config.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
-            step=first.batch * config.steps_per_batch + first.step_in_batch,
-            is_whole_step=config.deterministic or plan.rules.waits_for_step,
+            int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
+            step=first.batch * config.batching.steps_per_batch + first.step_in_batch,
+            is_whole_step=config.batching.deterministic or plan.rules.waits_for_step,
         )
         return cls(registry_of, buffer, config=config, vocab_size=plan.vocab_size)
 
@@ -78,7 +78,7 @@ class Teachers:
 
         Nothing does of tokens that one of the models lacks: the teacher refuses them when asked.
         """
-        if not self._config.express:
+        if not self._config.teaching.express:
             return False
         width, _ = self._express_row()
         rows = [row for sample in samples for row in sample.episode.rows]
@@ -87,7 +87,7 @@ class Teachers:
 
     def express_bytes(self) -> int:
         """What travels by express of each token that is trained; 0: nothing does."""
-        return math.prod(self._express_row()) if self._config.express else 0
+        return math.prod(self._express_row()) if self._config.teaching.express else 0
 
     def _express_row(self) -> tuple[int, int]:
         """Logits of a token, and bytes of each; without a teacher yet, those of the policy."""
@@ -130,7 +130,9 @@ class Teachers:
         return self._infos.get(role)
 
     def _role_of(self, sample: Sample) -> str:
-        if self._config.express:  # of one teacher; a sample on a rank no longer has its columns
+        if (
+            self._config.teaching.express
+        ):  # of one teacher; a sample on a rank no longer has its columns
             return teacher(self._config.teacher_names[0])
         kind = sample.question.dataset_type
         name = self._config.teacher_of(kind)
@@ -139,7 +141,7 @@ class Teachers:
         return teacher(name)
 
     def _step_of(self, ordinal: int) -> int:
-        return ordinal // self._config.questions_per_step
+        return ordinal // self._config.batching.questions_per_step
 
 
 class TeacherBuffer:

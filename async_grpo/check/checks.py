@@ -54,17 +54,19 @@ Check = Callable[[Setup, Facts], Iterable[Finding]]
 def check_folders(setup: Setup, _: Facts) -> Iterator[Finding]:
     """The output folder, the dump and the trackers."""
     config = setup.train
-    yield from _of("output", lambda: check_output(config), f"{config.output_dir} can be written")
+    yield from _of(
+        "output", lambda: check_output(config), f"{config.recording.output_dir} can be written"
+    )
     yield from _of("output", lambda: check_overwrite(config, is_typed=setup.types_overwrite))
-    trackers = ", ".join(config.tracker_names) or "none"
-    yield from _of("trackers", lambda: check_trackers(config.tracker_names), trackers)
+    trackers = ", ".join(config.recording.tracker_names) or "none"
+    yield from _of("trackers", lambda: check_trackers(config.recording.tracker_names), trackers)
 
 
 def check_code(setup: Setup, _: Facts) -> Iterator[Finding]:
     """The algorithm, the environments, and a worker for each role of a run on its own cluster."""
     config = setup.train
     names = ", ".join(sorted(config.environments))
-    yield from _of("algorithm", lambda: find_algorithm(config), config.algorithm)
+    yield from _of("algorithm", lambda: find_algorithm(config), config.objective.algorithm)
     yield from _of("environment", lambda: check_environments(config.environments), names)
     if setup.starts_head:
         roles = brought_by(setup.workers)
@@ -91,7 +93,7 @@ def _cannot(kind: str, name: str) -> Finding:
 
 def check_model(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """The folder, its tokenizer, what can be trained, and how large it is."""
-    name = setup.train.model_name_or_path
+    name = setup.train.places.model_name_or_path
     if isinstance(facts.folder, AsyncGrpoError):
         yield from refused("model", facts.folder)
     elif isinstance(facts.model, AsyncGrpoError):
@@ -112,7 +114,7 @@ def check_contents(setup: Setup, facts: Facts) -> Iterator[Finding]:
         yield from refused("model", facts.weights)
     elif facts.weights:
         yield Finding("warning", "model", facts.weights)
-    if (named := setup.train.renderer) != AUTO and isinstance(facts.model, ModelFacts):
+    if (named := setup.train.data.renderer) != AUTO and isinstance(facts.model, ModelFacts):
         yield from _of("renderer", partial(find_renderer, facts.model.path, named), named)
 
 
@@ -144,7 +146,7 @@ def _check_read(setup: Setup, read: DataRead) -> Iterator[Finding]:
         return
     rest = "" if read.is_whole else " so far; the run checks the rest when it loads"
     yield Finding("ok", "data", f"{what}: {read.num_lines} lines{rest}, {lengths_in_words(read)}")
-    is_all = read.purpose == "train" and not setup.train.data and read.is_whole
+    is_all = read.purpose == "train" and not setup.train.data.data and read.is_whole
     if is_all and (few := few_lines(setup.train, read.num_lines)):
         yield Finding("warning", "data", few)
 

@@ -95,7 +95,7 @@ class DataRead:
 
 def read_data(setup: Setup, model: ModelFacts) -> Iterator[DataRead]:
     """Every source of the run's data, as much of each as can be read in `DATA_S`."""
-    config = replace(setup.train, model_name_or_path=model.path)
+    config = setup.train.but(model_name_or_path=model.path)
     for part in parts_of(config, model):
         path = part.source.path
         if setup.is_prepared(path):

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from typing import Any
 
 from async_grpo.algorithms import find
@@ -54,7 +53,7 @@ def users_code_confined(*, trusted: bool) -> Iterator[None]:
 
 def _describe(config: TrainConfig, code: UserCode) -> Algorithm:
     """Raises `ConfigError` for what is no algorithm, for refused options, without confinement."""
-    return Described(config, _told(replace(config, model_name_or_path="any"), code))
+    return Described(config, _told(config.but(model_name_or_path="any"), code))
 
 
 @functools.cache
@@ -67,7 +66,7 @@ def _told(config: TrainConfig, code: UserCode) -> Told:
             f"{code.name} is imported in bubblewrap's confinement alone, which fails here ({why}): "
             "read the file, then give --trust"
         )
-    asked = {"config": asdict(config), "name": code.name, "text": code.text}
+    asked = {"config": config.options(), "name": code.name, "text": code.text}
     try:
         done = subprocess.run(
             confinement.server_command(isolation, module=MODULE),

@@ -78,7 +78,7 @@ def gather(setup: Setup, *, tries_rewards: bool = True, cost: Cost = EVERYTHING)
     """Look at what checks of these costs read; starts verifier processes, and nothing else."""
     config = setup.train
     folder = tried(lambda: _folder(setup))
-    found: dict[str, Any] = {"folder": folder, **_machine(Path(config.output_dir))}
+    found: dict[str, Any] = {"folder": folder, **_machine(Path(config.recording.output_dir))}
     found |= _in_seconds(setup, tries_rewards) if cost & Cost.SECONDS else _at_once(setup)
     if cost & Cost.AT_ONCE:
         found |= _places(setup)
@@ -90,10 +90,12 @@ def _places(setup: Setup) -> dict[str, object]:
     """The run's folder, the cluster, the gateway's port, the packages."""
     config, found = setup.train, dict[str, object]()
     if not setup.starts_head and not setup.learns_from_pairs:
-        found["head"] = at = tried(lambda: head.locate(setup.ray_address or config.ray_address))
+        found["head"] = at = tried(
+            lambda: head.locate(setup.ray_address or config.places.ray_address)
+        )
         if isinstance(at, str):
             found["cluster"] = tried(lambda: head.resources_of(at))
-    if config.gateway:
+    if config.places.gateway:
         found["gateway"] = tried(lambda: ":".join(map(str, free_address(config) or ())))
     unfit = (*unfit_packages(), *broken_interfaces())
     return {**found, "start": tried(lambda: _start(config)), "unfit": unfit}
@@ -157,9 +159,11 @@ def read_model(
 def _folder(setup: Setup) -> str:
     """Of the model; empty where it is not here yet."""
     config = setup.train
-    if setup.is_prepared(config.model_name_or_path):
+    if setup.is_prepared(config.places.model_name_or_path):
         return ""
-    return local_folder(config.model_name_or_path, revision=config.model_revision, fetch=False)
+    return local_folder(
+        config.places.model_name_or_path, revision=config.places.model_revision, fetch=False
+    )
 
 
 def _worker_model(
@@ -172,7 +176,7 @@ def _worker_model(
     path = worker.model_path
     if worker.mode not in WITH_MODEL or worker.judge_url or setup.is_prepared(path):
         return None
-    if path == setup.train.model_name_or_path:
+    if path == setup.train.places.model_name_or_path:
         return trained
     folder = tried(lambda: local_folder(path, revision=worker.model_revision, fetch=False))
     if isinstance(folder, str):
@@ -184,7 +188,7 @@ def _questions(config: TrainConfig, reads: Collection[DataRead]) -> list[Questio
     """What the rewards are tried on: the first question of each file."""
     found = [q for each in reads if each.purpose == "train" for q in each.firsts.values()]
     questions = [question for question in found if isinstance(question, Question)]
-    return questions if config.data else questions[:1]
+    return questions if config.data.data else questions[:1]
 
 
 def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, object]:
@@ -209,12 +213,12 @@ def _prompt(model: ModelFacts, data: Known[tuple[DataRead, ...]]) -> dict[str, o
 
 def _start(config: TrainConfig) -> str:
     """Where the run begins, in words; raises what its folder has against it."""
-    saved = Path(config.output_dir) / "checkpoints"
+    saved = Path(config.recording.output_dir) / "checkpoints"
     if sum(each.stat().st_size for each in saved.rglob("*")) > MOST_VERIFIED_BYTES:
         return f"{saved} is too large to be verified here: the run does when it goes on"
     start = find_start(config)
     if start.folder is None:
-        return f"a new run in {config.output_dir}"
+        return f"a new run in {config.recording.output_dir}"
     left = "nothing is left to train" if start.is_finished else "the run goes on"
     return f"{left} after batch {start.batches}, from {start.folder}"
 

@@ -36,7 +36,9 @@ def check_batch(setup: Setup, facts: Facts) -> Iterator[Finding]:
     is_sft = setup.learns_from_pairs
     text = batch_in_words(config, num_ranks=ranks, num_lines=lines, is_sft=is_sft)
     yield Finding("ok", "batch", text)
-    per_step = config.questions_per_step * (1 if is_sft else config.samples_per_question)
+    per_step = config.batching.questions_per_step * (
+        1 if is_sft else config.sampling.samples_per_question
+    )
     if per_step < ranks:
         yield Finding(
             "warning",
@@ -53,7 +55,7 @@ def check_room(setup: Setup, facts: Facts) -> Iterator[Finding]:
     config, free = setup.train, facts.disk_free_bytes
     kept, dumped = disk_need(config, facts.size)
     need = f"{in_gib(kept)} of checkpoints and exports and up to {in_gib(dumped)} of samples"
-    text = f"{config.output_dir} has {in_gib(free)} free, the run writes {need}"
+    text = f"{config.recording.output_dir} has {in_gib(free)} free, the run writes {need}"
     remedy = "name another --output-dir, or lower --keep-checkpoints or --dump-max-gib"
     if free < kept + dumped:
         yield Finding("error" if free < kept else "warning", "disk", f"{text}: {remedy}")
@@ -76,11 +78,11 @@ def _store(facts: Facts, *, snapshot: int) -> Finding:
 def check_options(setup: Setup, facts: Facts) -> Iterator[Finding]:
     """Values that leave nothing to learn, and more processes than this machine has cores."""
     config, cores = setup.train, os.cpu_count() or 1
-    if not config.learning_rate:
+    if not config.optimizer.learning_rate:
         text = "--learning-rate is 0: nothing is learnt, 1e-6 is usual"
         yield Finding("warning", "options", text)
-    if config.temperature > HOT:
-        text = f"--temperature {config.temperature:g} samples close to noise: 1 is usual"
+    if config.sampling.temperature > HOT:
+        text = f"--temperature {config.sampling.temperature:g} samples close to noise: 1 is usual"
         yield Finding("warning", "options", text)
     yield from _warm_up(config, of_slot=1 if setup.learns_from_pairs else 0)
     started = sum(each.num_workers for each in setup.workers)
@@ -93,14 +95,15 @@ def check_options(setup: Setup, facts: Facts) -> Iterator[Finding]:
 
 
 def _warm_up(config: TrainConfig, *, of_slot: int) -> Iterator[Finding]:
-    by_samples = config.schedule_clock == "samples"
-    per_batch = config.steps_per_batch
+    optimizer = config.optimizer
+    by_samples = optimizer.schedule_clock == "samples"
+    per_batch = config.batching.steps_per_batch
     if by_samples:
-        per_batch = config.batch_size * (of_slot or config.samples_per_question)
-    total = config.num_training_batches * per_batch
-    warm_up = config.num_warmup_samples if by_samples else config.num_warmup_steps
-    if warm_up >= total and config.lr_scheduler != "constant":
-        text = f"the learning rate warms up for {warm_up} {config.schedule_clock}, the run has "
+        per_batch = config.batching.batch_size * (of_slot or config.sampling.samples_per_question)
+    total = config.batching.num_training_batches * per_batch
+    warm_up = optimizer.num_warmup_samples if by_samples else optimizer.num_warmup_steps
+    if warm_up >= total and optimizer.lr_scheduler != "constant":
+        text = f"the learning rate warms up for {warm_up} {optimizer.schedule_clock}, the run has "
         yield Finding("warning", "options", f"{text}{total}: shorten the warm-up, or train longer")
 
 
@@ -129,21 +132,25 @@ def batch_in_words(config: TrainConfig, *, num_ranks: int, num_lines: int, is_sf
 a minibatch train about 32 samples of a step each; 100 batches are 25600 samples and 400 steps, \
 and ask each of 64 questions 50 times
     """
-    of_question = 1 if is_sft else config.samples_per_question
-    samples, step = config.batch_size * of_question, config.questions_per_step * of_question
+    batching = config.batching
+    of_question = 1 if is_sft else config.sampling.samples_per_question
+    samples, step = (
+        batching.batch_size * of_question,
+        batching.questions_per_step * of_question,
+    )
     what = "pairs" if is_sft else f"questions x {of_question} samples = {samples}"
     kind = "pair" if is_sft else "question"
-    steps = config.steps_per_batch
+    steps = batching.steps_per_batch
     text = (
-        f"a batch is {config.batch_size} {what}, in {steps} gradient step{'s'[: steps > 1]} of "
-        f"{step}; {num_ranks} rank{'s'[: num_ranks > 1]} of {config.max_tokens_per_gpu} tokens a "
+        f"a batch is {batching.batch_size} {what}, in {steps} gradient step{'s'[: steps > 1]} of "
+        f"{step}; {num_ranks} rank{'s'[: num_ranks > 1]} of {batching.max_tokens_per_gpu} tokens a "
         f"minibatch train about {math.ceil(step / num_ranks)} samples of a step each; "
-        f"{config.num_training_batches} batches are {samples * config.num_training_batches} "
-        f"samples and {steps * config.num_training_batches} steps"
+        f"{batching.num_training_batches} batches are {samples * batching.num_training_batches} "
+        f"samples and {steps * batching.num_training_batches} steps"
     )
     if not num_lines:
         return text
-    times = config.num_training_batches * config.batch_size / num_lines
+    times = batching.num_training_batches * batching.batch_size / num_lines
     return f"{text}, and ask each of {num_lines} {kind}s {times:.3g} times"
 
 
@@ -152,16 +159,25 @@ def disk_need(config: TrainConfig, size: WeightsSize) -> tuple[int, int]:
 
     While a checkpoint is written, those that are kept are still there.
     """
-    saves = (config.keep_checkpoints + 1) if config.checkpoint_every_batches else 0
-    samples = config.num_training_batches * config.batch_size * config.samples_per_question
-    every = config.min_samples_per_checkpoint
+    saves = (
+        (config.recording.keep_checkpoints + 1) if config.recording.checkpoint_every_batches else 0
+    )
+    samples = (
+        config.batching.num_training_batches
+        * config.batching.batch_size
+        * config.sampling.samples_per_question
+    )
+    every = config.recording.min_samples_per_checkpoint
     exports = 1 + (samples // every if every else 0)
-    of_token = BYTES_OF_TOKEN + BYTES_OF_COLUMNS * config.dump_token_columns
-    dumped = samples * (BYTES_OF_SAMPLE + of_token * config.max_generation_tokens)
-    if config.dump_max_gib:
-        dumped = min(dumped, int(config.dump_max_gib * GIB))
+    of_token = BYTES_OF_TOKEN + BYTES_OF_COLUMNS * config.recording.dump_token_columns
+    dumped = samples * (BYTES_OF_SAMPLE + of_token * config.sampling.max_generation_tokens)
+    if config.recording.dump_max_gib:
+        dumped = min(dumped, int(config.recording.dump_max_gib * GIB))
     state = saves * BYTES_OF_STATE * size.num_parameters
-    return state + exports * size.size_bytes, dumped if config.dump_samples_filename else 0
+    return (
+        state + exports * size.size_bytes,
+        dumped if config.recording.dump_samples_filename else 0,
+    )
 
 
 def in_gib(size_bytes: float) -> str:

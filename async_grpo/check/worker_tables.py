@@ -64,7 +64,7 @@ def try_here(
     """
     if all(map(grades_itself, config.environments)):
         return Tried()
-    graded = [q for q in questions if not grades_itself(config.environment_of(q.dataset_type))]
+    graded = [q for q in questions if not grades_itself(config.data.environment_of(q.dataset_type))]
     pools = [w for w in workers if w.role in (GENERATION, VERIFIER) and w.reward_names]
     for worker in pools:
         check_names(worker.reward_names, config)
@@ -177,7 +177,7 @@ def room_in(cluster: ClusterResources, setup: Setup, *, address: str) -> Finding
     """
     workers = [each for each in setup.workers if each.mode != VERIFIER and not each.judge_url]
     cpus = float(sum(each.num_workers for each in workers))
-    devices = setup.num_ranks * setup.train.gpus_per_rank + sum(
+    devices = setup.num_ranks * setup.train.memory.gpus_per_rank + sum(
         each.num_workers * each.num_devices * each.gpus_per_worker for each in workers
     )
     machines = "1 machine" if cluster.num_machines == 1 else f"{cluster.num_machines} machines"

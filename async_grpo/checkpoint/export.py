@@ -123,7 +123,7 @@ class Exports:
 
     def export_if_due(self) -> None:
         """Collective, after a batch."""
-        interval = self._config.min_samples_per_checkpoint
+        interval = self._config.recording.min_samples_per_checkpoint
         if interval and self._num_samples - max(self._last_export, 0) >= interval:
             self.export()
 
@@ -138,7 +138,7 @@ class Exports:
         target = export_folder(self._config, self._num_samples)
         self._refusal = export_hf(
             self._learner.policy,
-            source_folder=self._config.model_name_or_path,
+            source_folder=self._config.places.model_name_or_path,
             target=str(target),
         )
         self._last_export = self._num_samples
@@ -152,11 +152,12 @@ class Exports:
 
         Raises `CheckpointError` when the trained model is nowhere.
         """
+        recording = self._config.recording
         if not self._refusal:
             return
         if not is_saved:
             raise CheckpointError(
-                f"the disk of --output-dir {self._config.output_dir} refused the trained model "
+                f"the disk of --output-dir {recording.output_dir} refused the trained model "
                 f"({self._refusal}), and no checkpoint holds it: make room, and train again what "
                 "comes after the last good checkpoint"
             )
@@ -180,4 +181,4 @@ def export_finished(config: TrainConfig, ranks: Ranks, start: Start) -> None:
 
 
 def export_folder(config: TrainConfig, num_samples: int) -> Path:
-    return Path(config.output_dir) / "hf_format" / f"samples_{num_samples}"
+    return Path(config.recording.output_dir) / "hf_format" / f"samples_{num_samples}"

@@ -74,7 +74,7 @@ class Start:
         return {
             name: change["is"]
             for name, change in saved.items()
-            if getattr(config, name) == change["was"]
+            if config.options()[name] == change["was"]
         }
 
     @property
@@ -88,19 +88,20 @@ def find_start(config: TrainConfig) -> Start:
 
     Raises `ConfigError` where a run would be lost, `CheckpointError` where none can be read.
     """
-    output = Path(config.output_dir)
-    replaces = config.overwrite and not is_restart()
-    names_checkpoint = config.resume not in ("auto", "never")
+    recording = config.recording
+    output = Path(recording.output_dir)
+    replaces = recording.overwrite and not is_restart()
+    names_checkpoint = recording.resume not in ("auto", "never")
     if replaces or not _holds_run(output):
         start = _named(config) if names_checkpoint else Start()
         if replaces and start.source and start.source.resolve() == output.resolve():
             raise ConfigError(
-                f"--resume {config.resume} must not lie in the run that --overwrite removes: leave "
-                "out --overwrite, or name another --output-dir"
+                f"--resume {recording.resume} must not lie in the run that --overwrite removes: "
+                "leave out --overwrite, or name another --output-dir"
             )
         if not replaces and not is_restart():
             _check_dump_is_new(config, output)
-    elif config.resume == "never" and not is_restart():
+    elif recording.resume == "never" and not is_restart():
         raise _occupied(config, "--resume never was given")
     else:
         start = _own(config, output)
@@ -124,17 +125,18 @@ def changed_options(start: Start, config: TrainConfig) -> dict[str, dict[str, ob
     saved = start.manifest.config if start.manifest else {}
     return {
         name: {"was": saved[name], "is": value}
-        for name, value in dataclasses.asdict(config).items()
+        for name, value in config.options().items()
         if name in saved and saved[name] != value and name not in PLACES
     }
 
 
 def _own(config: TrainConfig, output: Path) -> Start:
     """The start of a command line whose output folder holds a run already."""
-    if config.resume not in ("auto", "never"):
+    recording = config.recording
+    if recording.resume not in ("auto", "never"):
         named = _named(config)
-        newest = _newest(output, keep=config.keep_checkpoints)
-        if newest.folder and _saved_options(output).get("resume") == config.resume:
+        newest = _newest(output, keep=recording.keep_checkpoints)
+        if newest.folder and _saved_options(output).get("resume") == recording.resume:
             return newest  # this very command line has gone on from there before
         if named.source is None or named.source.resolve() != output.resolve():
             if newest.folder is None and differing_options(config, output, INCIDENTAL) == []:
@@ -142,11 +144,11 @@ def _own(config: TrainConfig, output: Path) -> Start:
             raise _occupied(config, "it is not the run of --resume")
         if newest.folder is None or newest.folder.resolve() != Path(str(named.folder)).resolve():
             raise ConfigError(
-                f"--resume {config.resume} must be the newest checkpoint of its own folder "
+                f"--resume {recording.resume} must be the newest checkpoint of its own folder "
                 f"({newest.folder}): to go back further, name another --output-dir"
             )
         return named
-    newest = _newest(output, keep=config.keep_checkpoints)
+    newest = _newest(output, keep=recording.keep_checkpoints)
     if newest.folder is None:
         _check_nothing_due(config, output)
         logger.info(
@@ -159,27 +161,29 @@ def _own(config: TrainConfig, output: Path) -> Start:
 
 def _check_dump_is_new(config: TrainConfig, output: Path) -> None:
     """A new run begins its dump anew; one beside its folder may be somebody else's."""
-    dump = output / config.dump_samples_filename
+    dump = output / config.recording.dump_samples_filename
     is_own = dump.resolve().is_relative_to(output.resolve())
     require(
         not dump.exists() or is_own, "dump_samples_filename", "must name a new file",
-        config.dump_samples_filename, "name another, or replace it with --overwrite",
+        config.recording.dump_samples_filename, "name another, or replace it with --overwrite",
     )  # fmt: skip
 
 
 def _named(config: TrainConfig) -> Start:
     """The checkpoint that `--resume PATH` names, or the newest one of the run that it names."""
-    path = Path(config.resume)
+    path = Path(config.recording.resume)
     if (path / MANIFEST_NAME).exists():
         return Start(path, read_checkpoint(path))
     if not (path / CHECKPOINTS_FOLDER).is_dir():
         raise ConfigError(
             f"--resume must be auto, never, or the folder of a checkpoint or of a run, "
-            f"{config.resume} is none of these: correct the path"
+            f"{config.recording.resume} is none of these: correct the path"
         )
-    start = _newest(path, keep=config.keep_checkpoints)
+    start = _newest(path, keep=config.recording.keep_checkpoints)
     if start.folder is None:
-        raise CheckpointError(f"--resume {config.resume} holds no checkpoint yet: name another")
+        raise CheckpointError(
+            f"--resume {config.recording.resume} holds no checkpoint yet: name another"
+        )
     return start
 
 
@@ -201,14 +205,14 @@ def _checked(start: Start, config: TrainConfig) -> Start:
     """`start` if these options can go on from it; tells of those that differ."""
     if start.manifest is None:
         return start
-    saved, own = start.manifest.config, dataclasses.asdict(config)
+    saved, own = start.manifest.config, config.options()
     for name in FIXED:
         if name in saved and saved[name] != own[name]:
             raise ConfigError(
                 f"{flag(name)} must be {saved[name]}, as in {start.folder}, got {own[name]}: give "
                 f"{flag(name)} {saved[name]}, or start a new run in another --output-dir"
             )
-    if start.batches >= config.num_training_batches:
+    if start.batches >= config.batching.num_training_batches:
         logger.info(
             "all %d batches of %s are trained, nothing is left to do: give a larger "
             "--num-training-batches to go on",
@@ -223,8 +227,8 @@ def _checked(start: Start, config: TrainConfig) -> Start:
 
 def _check_references(start: Start, config: TrainConfig) -> None:
     """The reference's moved weights are in the checkpoint, unless they are the policy's own."""
-    batches = range(start.batches, start.batches + config.max_staleness + 1)
-    needed = {config.reference_of(batch) for batch in batches} - {0, start.batches}
+    batches = range(start.batches, start.batches + config.sampling.max_staleness + 1)
+    needed = {config.sampling.reference_of(batch) for batch in batches} - {0, start.batches}
     missing = sorted(needed - set(start.state["references"]))
     if find_algorithm(config).needs_reference and missing:
         raise ConfigError(
@@ -254,27 +258,29 @@ def _check_nothing_due(config: TrainConfig, output: Path) -> None:
         raise _occupied(config, f"no {PARAMETERS_FILE} says how it was started")
     if differing := differing_options(config, output, INCIDENTAL):
         raise _occupied(config, f"it was started with another {flag(differing[0])}")
-    if not config.checkpoint_every_batches or _two_were_due(config, output / METRICS_FILE):
+    if not config.recording.checkpoint_every_batches or _two_were_due(
+        config, output / METRICS_FILE
+    ):
         raise _occupied(config, "it has left no checkpoint to go on from")
 
 
 def _two_were_due(config: TrainConfig, metrics: Path) -> bool:
     """Then there was a first one, which is written while the run goes on."""
     rows = metrics.read_bytes().splitlines() if metrics.exists() else []
-    num_batches = len(rows) // config.steps_per_batch
-    if num_batches < 2 or not config.checkpoint_every_minutes:
-        return num_batches >= 2 * config.checkpoint_every_batches
+    num_batches = len(rows) // config.batching.steps_per_batch
+    if num_batches < 2 or not config.recording.checkpoint_every_minutes:
+        return num_batches >= 2 * config.recording.checkpoint_every_batches
     try:
         seconds = float(json.loads(rows[-1])["total_seconds"])
     except (ValueError, TypeError, LookupError):  # a line that a crash has cut
         seconds = 0.0
-    is_late = seconds >= 2 * 60 * config.checkpoint_every_minutes
-    return is_late or num_batches >= 2 * config.checkpoint_every_batches
+    is_late = seconds >= 2 * 60 * config.recording.checkpoint_every_minutes
+    return is_late or num_batches >= 2 * config.recording.checkpoint_every_batches
 
 
 def differing_options(config: TrainConfig, output: Path, ignored: tuple[str, ...]) -> list[str]:
     """Those that the run in `output` was not started with; all, where none was."""
-    saved, own = _saved_options(output), dataclasses.asdict(config)
+    saved, own = _saved_options(output), config.options()
     return [name for name in own if name not in ignored and saved.get(name) != own[name]]
 
 
@@ -287,8 +293,9 @@ def _saved_options(output: Path) -> Mapping[str, object]:
 
 
 def _occupied(config: TrainConfig, reason: str) -> ConfigError:
+    recording = config.recording
     return ConfigError(
-        f"--output-dir {config.output_dir} holds a run already, and {reason}: name another "
+        f"--output-dir {recording.output_dir} holds a run already, and {reason}: name another "
         "folder, or replace it with --overwrite"
     )
 

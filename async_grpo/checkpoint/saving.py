@@ -100,8 +100,8 @@ class Checkpoints:
         self._hashes = hashes
         self._references = references
         self._folder = CheckpointFolder(
-            Path(config.output_dir) / CHECKPOINTS_FOLDER,
-            keep=config.keep_checkpoints,
+            Path(config.recording.output_dir) / CHECKPOINTS_FOLDER,
+            keep=config.recording.keep_checkpoints,
             spared=lambda: report.spared_checkpoints() or frozenset(),
         )
         timeout = timedelta(seconds=deadlines.CHECKPOINT_S)
@@ -120,7 +120,7 @@ class Checkpoints:
         Raises `NotSharedError` on all of them where they do not share it. A disk that is full now
         may have room later.
         """
-        if self._ranks.world_size == 1 or not self._config.checkpoint_every_batches:
+        if self._ranks.world_size == 1 or not self._config.recording.checkpoint_every_batches:
             return
         try:
             temporary = self._ranks.share(lambda: self._folder.begin(0), group=self._group)
@@ -139,18 +139,20 @@ class Checkpoints:
         The last batch of the run is left to `save_last`, so that what is exported at the end is
         there when the checkpoint says that nothing is left to do.
         """
-        if not self._config.checkpoint_every_batches:
+        if not self._config.recording.checkpoint_every_batches:
             return
         self._last = self._cut(end)
-        if self._last.batches < self._config.num_training_batches and self._is_due(self._last):
+        if self._last.batches < self._config.batching.num_training_batches and self._is_due(
+            self._last
+        ):
             self._save(self._last)
 
     def _is_due(self, cut: _Cut) -> bool:
         """By the number of batches, or by rank 0's clock: all ranks save, or none."""
-        by_number = cut.batches % self._config.checkpoint_every_batches == 0
+        by_number = cut.batches % self._config.recording.checkpoint_every_batches == 0
         if found := self._config.best_set:
             by_number = by_number or self._config.evaluates(found, cut.batches)
-        interval_s = 60 * self._config.checkpoint_every_minutes
+        interval_s = 60 * self._config.recording.checkpoint_every_minutes
         if not interval_s:
             return by_number
         is_late = self._ranks.is_main and time.monotonic() - self._saved_at >= interval_s
@@ -184,6 +186,7 @@ class Checkpoints:
         return self._last is not None and self._last.batches == self._committed
 
     def _cut(self, end: EndOfStep) -> _Cut:
+        options = self._config.options()
         references = self._references(end.batch + 1) or ()  # None where rank 0's are absent
         state = {
             "clocks": dataclasses.asdict(self._learner.step.clocks),
@@ -192,14 +195,14 @@ class Checkpoints:
             "resume": dataclasses.asdict(end.resume) if end.resume else None,
             "references": [snapshot.version.batches for snapshot in references],
             "settings": {
-                name: {"was": getattr(self._config, name), "is": value}
+                name: {"was": options[name], "is": value}
                 for name, value in self._learner.settings.items()
             },
         }
         manifest = Manifest(
             batches=end.batch + 1,
             world_size=self._ranks.world_size,
-            config=dataclasses.asdict(self._config),
+            config=options,
             hashes={},
             state=state,
         )

@@ -38,7 +38,7 @@ def placed_on(run: LocalRun, nodes: Sequence[int]) -> LocalRun:
     ]
     return replace(
         run,
-        train=replace(run.train, gpus_per_rank=ranks.share),
+        train=run.train.but(gpus_per_rank=ranks.share),
         workers=tuple(workers),
         num_ranks=ranks.count,
         num_devices=sum(nodes),
@@ -51,7 +51,9 @@ def plan_on(nodes: Sequence[int], run: LocalRun) -> Placement:
 
     Raises `ConfigError` when there is no way.
     """
-    ranks = Demand("trainer rank", run.num_ranks, share=run.train.gpus_per_rank, weight=OF_ENGINE)
+    ranks = Demand(
+        "trainer rank", run.num_ranks, share=run.train.memory.gpus_per_rank, weight=OF_ENGINE
+    )
     demands = [_demand(config) for config in run.workers]
     return plan(nodes, ranks=ranks, workers=[each for each in demands if each.count])
 

@@ -169,8 +169,8 @@ class Sizes:
         >>> Sizes.of(config, longest_prompt=100, max_positions=32768)
         Sizes(num_tokens=612, num_sequences=6)
         """
-        longest = min(longest_prompt + config.max_generation_tokens, max_positions)
-        return cls(longest, max(1, config.max_tokens_per_gpu // longest))
+        longest = min(longest_prompt + config.sampling.max_generation_tokens, max_positions)
+        return cls(longest, max(1, config.batching.max_tokens_per_gpu // longest))
 
 
 def deep_findings(run: LocalRun, facts: Facts) -> Iterator[Finding]:
@@ -252,8 +252,9 @@ class Trials:
         data = self._place / f"{name if pairs is not None else 'batch'}.jsonl"
         if pairs is not None:
             data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        own = self._run.train.options()
         kept = {
-            option: getattr(self._run.train, option)
+            option: own[option]
             for option, group in groups_of(TrainConfig).items()
             if group in KEPT_GROUPS and option != "weight_transport"
         }
@@ -262,8 +263,8 @@ class Trials:
             **kept, "algorithm": "sft", "model_name_or_path": self._model.path,
             "data_path": str(data), "output_dir": str(self._place / name), "trackers": "",
             "batch_size": num_lines, "train_minibatch_size": 0, "dump_samples_filename": "",
-            "max_tokens_per_gpu": self._run.train.max_tokens_per_gpu,
-            "learning_rate": max(self._run.train.learning_rate, LEAST_RATE),
+            "max_tokens_per_gpu": self._run.train.batching.max_tokens_per_gpu,
+            "learning_rate": max(self._run.train.optimizer.learning_rate, LEAST_RATE),
             "lr_scheduler": "constant", "num_warmup_steps": 0, "num_warmup_samples": 0,
             "warmup_ratio": 0.0, "schedule_clock": "steps", "checkpoint_every_batches": HALF,
             "logging_level": "WARNING", **options,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import getpass
 import json
 import logging
@@ -21,6 +20,7 @@ from async_grpo.cli.boundary import command_boundary
 from async_grpo.cli.options import CONTEXT
 from async_grpo.cli.run_file import Table
 from async_grpo.config.live import parse_settings, with_settings
+from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types.runs import AT_ONCE, Control, ControlAction
 from async_grpo.util.errors import ConfigError
@@ -124,7 +124,7 @@ def _options(run: Path) -> Table:
 
 
 def _config(options: Table) -> TrainConfig:
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    names = option_fields(TrainConfig)
     return TrainConfig(**{name: value for name, value in options.items() if name in names})
 
 

@@ -240,7 +240,7 @@ def _nodes(run: LocalRun) -> tuple[Node, ...]:
     """Of the cluster that the run joins: this machine first."""
     from async_grpo.cluster import cluster  # imports Ray
 
-    cluster.connect(run.ray_address, namespace=run.train.namespace)
+    cluster.connect(run.ray_address, namespace=run.train.places.namespace)
     return tuple(
         Node(each.node_id, each.host, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0))
         for each in cluster.nodes_with_room()
@@ -274,7 +274,7 @@ def relaunch(run: LocalRun, *options: str) -> str:
 
 def finished(run: LocalRun) -> str:
     """Of one of which nothing is left to train."""
-    number = run.train.num_training_batches
+    number = run.train.batching.num_training_batches
     longer = relaunch(run, "--num-training-batches", str(2 * number))
     return (
         f"{run.folder} is finished: all of its {number} batches are trained, nothing was started; "
@@ -289,7 +289,10 @@ def conclusion(run: LocalRun, *, seconds: float) -> str:
     if told := _held_out(NewRows(folder / EVALUATIONS_FILE).read()):
         lines[1] = f"{told}, {lines[1]}"
     rows = NewRows(folder / METRICS_FILE).read()
-    batches, total = rows[-1]["iteration"] + 1 if rows else 0, run.train.num_training_batches
+    batches, total = (
+        rows[-1]["iteration"] + 1 if rows else 0,
+        run.train.batching.num_training_batches,
+    )
     if rows and batches < total:
         lines.append(f"stopped after batch {batches} of {total}: {how_to_go_on(run)}")
     lines += _alarms(run)
@@ -297,7 +300,7 @@ def conclusion(run: LocalRun, *, seconds: float) -> str:
     for what, file in (
         ("reward curve", folder / "reward.svg"),
         ("metrics", folder / METRICS_FILE),
-        ("samples", folder / run.train.dump_samples_filename),
+        ("samples", folder / run.train.recording.dump_samples_filename),
         *(("model", model) for model in models[-1:]),
     ):
         if file.exists() and file != folder:

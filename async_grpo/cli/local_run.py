@@ -73,7 +73,7 @@ class LocalRun:
 
     @property
     def folder(self) -> Path:
-        return Path(self.train.output_dir)
+        return Path(self.train.recording.output_dir)
 
     @property
     def logs(self) -> Path:
@@ -88,13 +88,17 @@ class LocalRun:
     def goes_on(self) -> bool:
         """Whether there is a checkpoint that it resumes."""
         saved = newest_checkpoint(self.folder)
-        return bool(saved) and not self.train.overwrite and self.train.resume != "never"
+        return (
+            bool(saved)
+            and not self.train.recording.overwrite
+            and self.train.recording.resume != "never"
+        )
 
     @property
     def is_finished(self) -> bool:
         """Whether its folder holds all of its batches, and the model that came of them."""
         batches, _ = newest_checkpoint(self.folder) or (0, None)
-        is_trained = self.goes_on and batches >= self.train.num_training_batches
+        is_trained = self.goes_on and batches >= self.train.batching.num_training_batches
         return is_trained and any(self.folder.glob("hf_format/samples_*"))
 
     @property
@@ -107,8 +111,8 @@ class LocalRun:
     def train_options(self) -> list[str]:
         """The command line of the trainer: what its preset and the defaults do not say."""
         own = values_in(self.train) | {"nproc_per_node": self.num_ranks}
-        longest = self.train.max_generation_tokens
-        preset = preset_options(self.train.preset, max_generation_tokens=longest)
+        longest = self.train.sampling.max_generation_tokens
+        preset = preset_options(self.train.objective.preset, max_generation_tokens=longest)
         return _flags(train, own, but=defaults_in(TrainConfig) | preset | {"nproc_per_node": 1})
 
     @property
@@ -189,8 +193,11 @@ def read_run(
     typed = train.make_context("train", [*train_options], resilient_parsing=True)
     [picture] = tables.get("plot", [{}])
     values_of(picture, command=plot, where=f"{config}: [plot]")
-    _check_cluster(trained.ray_address, of_workers=ray_address if workers else None)
-    own = {"paths": [trained.output_dir], "output": f"{trained.output_dir}/reward.svg"}
+    _check_cluster(trained.places.ray_address, of_workers=ray_address if workers else None)
+    own = {
+        "paths": [trained.recording.output_dir],
+        "output": f"{trained.recording.output_dir}/reward.svg",
+    }
     return LocalRun(
         prepare=tuple(commands_in(prepare)),
         workers=tuple(workers),
@@ -247,8 +254,8 @@ def resolved_text(run: LocalRun, *, commands: Sequence[str]) -> str:
 
 def resuming(run: LocalRun) -> LocalRun:
     """The same run as its folder keeps it: launched again it goes on."""
-    resume = "auto" if run.train.resume == "never" else run.train.resume
-    train = replace(run.train, overwrite=False, resume=resume)
+    resume = "auto" if run.train.recording.resume == "never" else run.train.recording.resume
+    train = run.train.but(overwrite=False, resume=resume)
     return replace(run, train=train)
 
 
@@ -305,7 +312,7 @@ EMITTED: dict[str, Callable[[LocalRun], str]] = {"slurm": slurm, "ray-job": ray_
 def num_devices(run: LocalRun) -> int:
     """That ranks and workers take, where there are any."""
     shares = [each.num_workers * each.num_devices * each.gpus_per_worker for each in run.workers]
-    return math.ceil(sum(shares) + run.num_ranks * run.train.gpus_per_rank)
+    return math.ceil(sum(shares) + run.num_ranks * run.train.memory.gpus_per_rank)
 
 
 def _file(run: LocalRun) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +13,13 @@ from click.shell_completion import CompletionItem
 
 from async_grpo.cli.run_file import OF_TRL, table_of
 from async_grpo.config.data_files import split_text
-from async_grpo.config.option import attribute_docs, flag, groups_of
+from async_grpo.config.option import (
+    flag,
+    groups_of,
+    option_docs,
+    option_fields,
+    option_types,
+)
 
 if TYPE_CHECKING:
     pass
@@ -99,8 +104,7 @@ def options_of(config_class: type[Any]) -> Callable[[Function], Function]:
     """A decorator that gives a click command one option for each field of `config_class`."""
 
     def decorate(function: Function) -> Function:
-        fields = {field.name: field for field in dataclasses.fields(config_class)}
-        docs = attribute_docs(config_class)
+        fields, docs = option_fields(config_class), option_docs(config_class)
         for name, group in reversed(groups_of(config_class).items()):
             between = fields[name].metadata["several"]
             settings = {"cls": GroupedOption, "group": group, "between": between}
@@ -128,7 +132,7 @@ def is_typed(context: click.Context, name: str) -> bool:
 def _click_option(
     config_class: type, field: dataclasses.Field[object], settings: dict[str, Any]
 ) -> Callable[[Function], Function]:
-    annotation = typing.get_type_hints(config_class)[field.name]
+    annotation = option_types(config_class)[field.name]
     is_required = field.default is dataclasses.MISSING
     if not is_required:
         settings["default"] = field.default

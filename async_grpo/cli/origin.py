@@ -95,7 +95,7 @@ def _code_of(run: LocalRun) -> list[tuple[str, str]]:
     prepare = () if run.goes_on else run.prepare
     found = [("prepare", shlex.join(command)) for command in prepare]
     named = [("environment", name) for name in sorted(run.train.environments)]
-    named += [("algorithm", run.train.algorithm)]
+    named += [("algorithm", run.train.objective.algorithm)]
     for each in run.workers:
         named += [("reward_fns", name) for name in each.reward_names]
         found += [("judge_url", each.judge_url)] if each.judge_url else []  # which is sent a key

@@ -129,7 +129,7 @@ def asked_of(run: LocalRun, fleet: Fleet, *, shape_of: str = "") -> Asked:
         train=run.train,
         workers=run.workers,
         num_ranks=run.num_ranks,
-        model=read_shape(run.train.model_name_or_path, instead=shape_of),
+        model=read_shape(run.train.places.model_name_or_path, instead=shape_of),
         worker_models={
             number: read_shape(each.model_path, instead=shape_of)
             for number, each in with_model.items()
@@ -192,7 +192,7 @@ def _placed(run: LocalRun, fleet: Fleet) -> LocalRun:
     if fleet.num_devices < 1 + sum(each.num_devices for each in run.workers):
         return placed_on(run, fleet.nodes)
     workers = tuple(dataclasses.replace(each, gpus_per_worker=1.0) for each in run.workers)
-    train = dataclasses.replace(run.train, gpus_per_rank=1.0)
+    train = run.train.but(gpus_per_rank=1.0)
     return dataclasses.replace(run, train=train, workers=workers)
 
 
@@ -297,11 +297,12 @@ def _earlier(folder: str, asked: Asked, shape_of: str) -> EarlierRun:
     if earlier.model != asked.model:
         raise UnfitModel(
             f"--from-run {folder} must have trained a model of the same sizes, it has "
-            f"{earlier.model.num_parameters:,} parameters and {run.train.model_name_or_path}, this "
+            f"{earlier.model.num_parameters:,} parameters and "
+            f"{run.train.places.model_name_or_path}, this "
             f"one {asked.model.num_parameters:,}: leave it out, or give --rates"
         )
     rows = read_rows(Path(folder))
-    dump = run.train.dump_samples_filename
+    dump = run.train.recording.dump_samples_filename
     lengths = read_lengths(Path(folder), rows, dump=dump)
     return EarlierRun(name=folder, asked=earlier, rows=rows, lengths=lengths)
 

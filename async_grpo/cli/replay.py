@@ -77,17 +77,19 @@ def _replay(record: Recorded, batch: int) -> None:
 
     config = record.config
     with rank_device(
-        asks_ray=False, address="", namespace="", share=config.gpus_per_rank
+        asks_ray=False, address="", namespace="", share=config.memory.gpus_per_rank
     ) as device:
         ranks = Ranks.start(
             timeout_s=deadlines.GROUP_SLACK_S,
             device_index=device,
-            memory_share=config.gpus_per_rank,
-            shard_ranks=config.shard_ranks,
+            memory_share=config.memory.gpus_per_rank,
+            shard_ranks=config.memory.shard_ranks,
         )
         check_ranks(record, ranks)
         start = ranks.share(lambda: find_checkpoint(record, batch))
-        _say(f"from {start.folder or config.model_name_or_path}, on {ranks.world_size} ranks")
+        _say(
+            f"from {start.folder or config.places.model_name_or_path}, on {ranks.world_size} ranks"
+        )
         for note in machine_notes(record, ranks):
             _say(f"note: {note}: bits may differ for that")
         difference = replay(record, batch, ranks, start=start, say=_say)

@@ -26,7 +26,6 @@ examples and sample data that are not there are the package's own.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import tomllib
@@ -38,6 +37,7 @@ import click
 
 from async_grpo.cli.origin import here_or_shared, with_shared
 from async_grpo.config.data_files import as_text, split_text
+from async_grpo.config.option import option_fields
 from async_grpo.util.errors import ConfigError
 
 OF_TRL = {  # its name: ours, which is not near
@@ -237,17 +237,18 @@ def as_toml(tables: Mapping[str, Sequence[Table]]) -> str:
 
 def values_in(config: Any) -> dict[str, object]:
     """{option: value as a file has it} of options of the trainer, or of a dispatcher."""
+    known = option_fields(type(config))
     return {
-        field.name: _repeated(getattr(config, field.name), field.metadata["several"])
-        for field in dataclasses.fields(config)
+        name: _repeated(value, known[name].metadata["several"])
+        for name, value in config.options().items()
     }
 
 
 def defaults_in(config_class: type[Any]) -> dict[str, object]:
     """The same of what its options are by default."""
     return {
-        field.name: _repeated(field.default, field.metadata["several"])
-        for field in dataclasses.fields(config_class)
+        name: _repeated(each.default, each.metadata["several"])
+        for name, each in option_fields(config_class).items()
     }
 
 

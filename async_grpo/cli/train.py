@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
@@ -95,7 +94,7 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     prepare_for_devices(os.environ)
-    meets_workers = config.weight_transport == "nccl" or bool(config.express)
+    meets_workers = config.memory.weight_transport == "nccl" or bool(config.teaching.express)
     keep_to_loopback(os.environ, meets_workers=meets_workers)
     # Progress is what this command puts out; errors go to stderr.
     logging.basicConfig(
@@ -106,14 +105,14 @@ def main(*, nproc_per_node: int, **_: object) -> None:
     interrupts.listen()
     end_with_agent()
     if is_main_rank():
-        logging.getLogger("async_grpo").setLevel(config.logging_level)
+        logging.getLogger("async_grpo").setLevel(config.recording.logging_level)
     else:
         logging.disable(logging.WARNING)
     with (
         ends_at_once(stop),
         command_boundary(),
         rank0_only_errors(),
-        interrupts.on_interrupt(config.output_dir),
+        interrupts.on_interrupt(config.recording.output_dir),
     ):
         run(config, stop=stop)
 
@@ -134,10 +133,9 @@ def check_algorithm(config: TrainConfig) -> None:
 
 def resolved(config: TrainConfig) -> TrainConfig:
     """The same run with the model as a folder, and a dump that is no bare name as a whole path."""
-    folder = local_folder(config.model_name_or_path, revision=config.model_revision)
-    dump = config.dump_samples_filename
-    return replace(
-        config,
+    folder = local_folder(config.places.model_name_or_path, revision=config.places.model_revision)
+    dump = config.recording.dump_samples_filename
+    return config.but(
         model_name_or_path=folder,
         dump_samples_filename=os.path.abspath(dump) if os.path.dirname(dump) else dump,
     )
@@ -146,7 +144,9 @@ def resolved(config: TrainConfig) -> TrainConfig:
 def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     """Join the other ranks and train."""
     if is_main_rank():
-        logger.info("async-grpo %s: loading, to train in %s", __version__, config.output_dir)
+        logger.info(
+            "async-grpo %s: loading, to train in %s", __version__, config.recording.output_dir
+        )
     config = resolved(config)
     if is_main_rank():
         check_at_once(config)
@@ -155,20 +155,22 @@ def run(config: TrainConfig, *, stop: Event | None = None) -> None:
     with without_collection():
         from async_grpo.training.ranks import Ranks, as_rank_loss  # seconds, as all needing torch
 
-    timeout_s = config.stall_timeout_s + config.worker_timeout_s + deadlines.GROUP_SLACK_S
-    share = config.gpus_per_rank
+    timeout_s = (
+        config.places.stall_timeout_s + config.places.worker_timeout_s + deadlines.GROUP_SLACK_S
+    )
+    share = config.memory.gpus_per_rank
     try:
         with rank_device(
             asks_ray=not find_algorithm(config).learns_from_pairs,
-            address=config.ray_address,
-            namespace=config.namespace,
+            address=config.places.ray_address,
+            namespace=config.places.namespace,
             share=share,
         ) as device:
             ranks = Ranks.start(
                 timeout_s=timeout_s,
                 device_index=device,
                 memory_share=share,
-                shard_ranks=config.shard_ranks,
+                shard_ranks=config.memory.shard_ranks,
             )
             _train(config, ranks, stop=stop)
     except RuntimeError as error:
@@ -188,7 +190,7 @@ def _train(config: TrainConfig, ranks: Ranks, *, stop: Event | None) -> None:
     from async_grpo.algorithms.find import find_algorithm
     from async_grpo.run.output_folder import folder_held
 
-    with folder_held(Path(config.output_dir), ranks):
+    with folder_held(Path(config.recording.output_dir), ranks):
         with without_collection():
             from async_grpo.run.loop import train_grpo, train_sft
         from_pairs = find_algorithm(config).learns_from_pairs

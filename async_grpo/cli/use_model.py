@@ -147,7 +147,9 @@ def _evaluated(
     from async_grpo.run import evaluating  # seconds, as all that needs torch
     from async_grpo.telemetry.estimates import evaluation_row
 
-    cluster.connect(run.train.ray_address, namespace=run.train.namespace)  # in the main thread
+    cluster.connect(
+        run.train.places.ray_address, namespace=run.train.places.namespace
+    )  # in the main thread
     outcome = in_background(lambda: evaluating.evaluate(run.train), name="evaluate")
     while not outcome.done():
         for worker in workers:

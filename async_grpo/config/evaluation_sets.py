@@ -16,8 +16,7 @@ from async_grpo.config.data_files import (
     parse_entry,
     split_text,
 )
-from async_grpo.config.option import Change, option, require
-from async_grpo.config.teaching import DistillationConfig
+from async_grpo.config.option import Change, Options, option, require
 from async_grpo.util.errors import ConfigError
 
 SAMPLES_PER_QUESTION = 4
@@ -170,9 +169,11 @@ def _number(entry: Entry, key: str, text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationConfig(DistillationConfig):
+class EvaluationOptions(Options):
     """What a run holds out, and when it looks at it."""
 
+    eval_data_path: str = option("", none="")
+    """held-out data, graded (sft: its loss) before, during and after training; more: --eval"""
     eval_every_batches: int = option(0, group="Evaluation")
     """batches between evaluations; 0: only first and last"""
     eval_data_split: str = option("")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from async_grpo.config.option import Change, flag, options_of_change
+from async_grpo.config.option import Change, flag, option_types, options_of_change
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.util.errors import ConfigError
 
@@ -21,7 +19,7 @@ def parse_settings(texts: Iterable[str]) -> dict[str, object]:
     >>> parse_settings(["learning_rate=1e-6", "--max-staleness=2"])
     {'learning_rate': 1e-06, 'max_staleness': 2}
     """
-    hints, found = typing.get_type_hints(TrainConfig), {}
+    hints, found = option_types(TrainConfig), {}
     for text in texts:
         name, is_there, value = text.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
@@ -42,9 +40,10 @@ def with_settings(config: TrainConfig, settings: Settings) -> TrainConfig:
     Raises `ConfigError` for what the run could not have been started with, and for a staleness
     that would change what is computed.
     """
+    sampling = config.sampling
     for name, value in settings.items():
         _check_live(name, value)
-    changed = replace(config, **settings)
+    changed = config.but(**settings)
     changed.check_sampling()
     if changed.mode != config.mode:
         raise changed.refusal(
@@ -52,12 +51,12 @@ def with_settings(config: TrainConfig, settings: Settings) -> TrainConfig:
             f"must keep the ratio's denominator, {config.mode}, and would make it {changed.mode}",
             "a run that is started with --ratio-mode keeps its own",
         )
-    moves = config.num_batches_per_ref_model_update < config.num_training_batches
-    if moves and changed.max_staleness != config.max_staleness:
+    moves = sampling.num_batches_per_ref_model_update < config.batching.num_training_batches
+    if moves and changed.sampling.max_staleness != sampling.max_staleness:
         raise changed.refusal(
             "max_staleness",
-            f"must stay {config.max_staleness} while the reference moves with the policy "
-            f"(--num-batches-per-ref-model-update {config.num_batches_per_ref_model_update})",
+            f"must stay {sampling.max_staleness} while the reference moves with the policy "
+            f"(--num-batches-per-ref-model-update {sampling.num_batches_per_ref_model_update})",
             "it says which reference scores a batch",
         )
     return changed

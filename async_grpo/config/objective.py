@@ -1,9 +1,8 @@
 """The options that define the update, and the combinations that cannot be meant.
 
-design, section 4, has the formulas; `algorithms/` computes them, and `training/schedule.py` the
-learning rate. Presets are published objectives as names for options, as one would type them: no
-code asks for a preset. The KL coefficient is left to the user everywhere: the papers differ in it
-by the task.
+design, section 4, has the formulas; `algorithms/` computes them. Presets are published objectives
+as names for options, as one would type them: no code asks for a preset. The KL coefficient is left
+to the user everywhere: the papers differ in it by the task.
 
 - grpo: DeepSeekMath, arXiv 2402.03300
 - dr_grpo: "Understanding R1-Zero-Like Training", arXiv 2503.20783
@@ -21,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.config.option import Options, option
+from async_grpo.config.option import Change, Options, option
 
 if TYPE_CHECKING:
     from async_grpo.config.train_config import TrainConfig
@@ -31,8 +30,14 @@ PRESET_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveConfig(Options):
-    """Advantage, ratio, clipping, corrections and penalties of the GRPO family."""
+class ObjectiveOptions(Options):
+    """The algorithm, and what the GRPO family reads: ratio, clipping, corrections, penalties."""
+
+    algorithm: str = option(
+        "grpo", aliases=("objective",), change=Change.FIXED, group="The run and its data"
+    )
+    """grpo, sft on prompt and completion pairs or on plain text, or your own: package.module:Name,
+    path/to/file.py:Name"""
 
     preset: str = option("", choices=("", *PRESET_NAMES), group="What is optimised (grpo)")
     """a published objective; options given beside it win"""
@@ -100,39 +105,43 @@ class ObjectiveConfig(Options):
 
 def check_objective(config: TrainConfig) -> None:
     """Raise `ConfigError` for what contradicts itself."""
-    if (config.aggregation == "constant") != (config.constant_length_samples > 0):
+    if (config.objective.aggregation == "constant") != (
+        config.objective.constant_length_samples > 0
+    ):
         raise config.refusal(
             "constant_length_samples",
             "goes with --aggregation constant, and only with it",
             "set both, for example to --max-generation-tokens, or neither",
         )
     _check_ratio(config)
-    if config.importance_correction != "none":
+    if config.objective.importance_correction != "none":
         _check_correction(config)
-    if config.overlong_buffer_tokens > config.max_generation_tokens:
+    if config.objective.overlong_buffer_tokens > config.sampling.max_generation_tokens:
         raise config.refusal(
             "overlong_buffer_tokens",
-            f"must not exceed --max-generation-tokens ({config.max_generation_tokens})",
+            f"must not exceed --max-generation-tokens ({config.sampling.max_generation_tokens})",
             "a fifth of it is usual",
         )
 
 
 def _check_ratio(config: TrainConfig) -> None:
-    is_plain = config.aggregation == "sample-mean" and config.policy_loss == "clip"
-    if config.ratio_level == "sequence" and not is_plain:
+    is_plain = (
+        config.objective.aggregation == "sample-mean" and config.objective.policy_loss == "clip"
+    )
+    if config.objective.ratio_level == "sequence" and not is_plain:
         raise config.refusal(
             "ratio_level",
             "must be token unless --aggregation is sample-mean and --policy-loss is clip "
-            f"(they are {config.aggregation} and {config.policy_loss})",
+            f"(they are {config.objective.aggregation} and {config.objective.policy_loss})",
             "GSPO is defined for one clipped ratio a sample: change the one or the other",
         )
-    if config.clip_low > 1:
+    if config.objective.clip_low > 1:
         raise config.refusal(
             "clip_low", "must be at most 1, which is no bound below", "0.2 is usual"
         )
-    if 0 < config.dual_clip <= 1:
+    if 0 < config.objective.dual_clip <= 1:
         raise config.refusal("dual_clip", "must be 0 (off) or above 1", "3 is usual")
-    if config.dual_clip and config.policy_loss != "clip":
+    if config.objective.dual_clip and config.objective.policy_loss != "clip":
         raise config.refusal(
             "dual_clip",
             "belongs to --policy-loss clip: cispo bounds the weight itself",
@@ -148,55 +157,20 @@ def _check_correction(config: TrainConfig) -> None:
             "behaviour): it would correct twice",
             "add --ratio-mode decoupled, or drop it",
         )
-    if not 1 <= config.correction_high < math.inf:
+    if not 1 <= config.objective.correction_high < math.inf:
         raise config.refusal("correction_high", "must be at least 1 and finite", "2 is usual")
-    if config.correction_low > 1:
+    if config.objective.correction_low > 1:
         raise config.refusal("correction_low", "must be in [0, 1]", "0.5 is usual")
-    if config.importance_correction != "mask":
+    if config.objective.importance_correction != "mask":
         return
     for name, usual in (("correction_low", 0.5), ("correction_high", 2.0)):
-        if abs(getattr(config, name) - 1) < MASK_MARGIN:
+        if abs(getattr(config.objective, name) - 1) < MASK_MARGIN:
             raise config.refusal(
                 name,
                 f"must be at least {MASK_MARGIN} away from 1 with --importance-correction mask, or "
                 "rounding alone decides which tokens are trained",
                 f"{usual:g} is usual, or use truncate",
             )
-
-
-def check_schedule(config: TrainConfig) -> None:
-    """Raise `ConfigError` for a warm-up or an end that the schedule does not have."""
-    if config.num_warmup_samples and config.schedule_clock != "samples":
-        raise config.refusal(
-            "num_warmup_samples",
-            "goes with --schedule-clock samples",
-            "set the clock, or use --num-warmup-steps",
-        )
-    if config.num_warmup_steps and config.schedule_clock != "steps":
-        raise config.refusal(
-            "num_warmup_steps",
-            "goes with --schedule-clock steps",
-            "set the clock, or use --num-warmup-samples",
-        )
-    if config.warmup_ratio and (config.num_warmup_steps or config.num_warmup_samples):
-        raise config.refusal(
-            "warmup_ratio",
-            "must not stand beside --num-warmup-steps or --num-warmup-samples",
-            "give the share or the number",
-        )
-    if config.warmup_ratio and config.lr_scheduler == "constant":
-        raise config.refusal(
-            "warmup_ratio", "needs a --lr-scheduler that warms up", "constant_with_warmup is one"
-        )
-    if config.min_learning_rate_ratio and config.lr_scheduler not in ("linear", "cosine"):
-        raise config.refusal(
-            "min_learning_rate_ratio",
-            f"needs --lr-scheduler linear or cosine ({config.lr_scheduler} never falls)",
-            "choose one of these, or leave it out",
-        )
-    for name in ("warmup_ratio", "min_learning_rate_ratio"):
-        if getattr(config, name) > 1:
-            raise config.refusal(name, "must be in [0, 1]", "0.1 is usual")
 
 
 # `longest` and `fifth`: of --max-generation-tokens. DAPO's paper has 4096 of 20480.
@@ -226,7 +200,7 @@ def preset_options(name: str, *, max_generation_tokens: int) -> dict[str, object
     """The options that a preset stands for; what it does not name keeps its default."""
     if not name:
         return {}
-    kinds: dict[str, type] = {each.name: type(each.default) for each in fields(ObjectiveConfig)}
+    kinds: dict[str, type] = {each.name: type(each.default) for each in fields(ObjectiveOptions)}
     typed = typed_out(name, max_generation_tokens=max_generation_tokens)
     pairs = (option.split() for option in typed.removeprefix("--").split(" --"))
     options = {option.replace("-", "_"): value for option, value in pairs}

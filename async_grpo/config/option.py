@@ -9,14 +9,15 @@ import ast
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from enum import Flag, auto
 from itertools import pairwise
 from textwrap import dedent
-from typing import Any
+from typing import Any, get_type_hints
 
 from async_grpo.util.errors import ConfigError
 
+USUAL_GROUP = "Usual options"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 # What a number may have to be, and what to give else.
 NOT_NEGATIVE, POSITIVE, AT_LEAST_1 = "not be negative", "be positive", "be at least 1"
@@ -69,20 +70,50 @@ def required(*, group: str = "") -> Any:
     return option(MISSING, change=Change.PLACE, group=group)
 
 
+def parts_of(config_class: type[Any]) -> dict[str, type[Any]]:
+    """{attribute: class} of the parts that a class of options is composed of; of none: itself."""
+    types = get_type_hints(config_class).items()
+    parts = {
+        name: each for name, each in types if isinstance(each, type) and issubclass(each, Options)
+    }
+    return parts or {"": config_class}
+
+
+def option_fields(config_class: type[Any]) -> dict[str, Field[Any]]:
+    """{option: its field}, part by part."""
+    return {each.name: each for part in parts_of(config_class).values() for each in fields(part)}
+
+
+def option_types(config_class: type[Any]) -> dict[str, type[Any]]:
+    """{option: type of its value}."""
+    hints: dict[str, type[Any]] = {}
+    for part in parts_of(config_class).values():
+        hints |= get_type_hints(part)
+    return hints
+
+
+def option_docs(config_class: type[Any]) -> dict[str, str]:
+    """{option: its help}."""
+    docs: dict[str, str] = {}
+    for part in parts_of(config_class).values():
+        docs |= attribute_docs(part)
+    return docs
+
+
 def options_of_change(config_class: type[Any], change: Change) -> tuple[str, ...]:
     """The options of which a change means this."""
-    return tuple(each.name for each in fields(config_class) if change in each.metadata["change"])
+    known = option_fields(config_class).items()
+    return tuple(name for name, each in known if change in each.metadata["change"])
 
 
 def groups_of(config_class: type[Any]) -> dict[str, str]:
-    """{option: heading} in the order of `--help`: a class's own options, then the inherited."""
-    groups: dict[str, str] = {}
-    known = {each.name: each for each in fields(config_class)}
-    for owner in config_class.__mro__:
+    """{option: heading} in the order of `--help`: the most usual first, then part by part."""
+    groups = dict.fromkeys(getattr(config_class, "USUAL", ()), USUAL_GROUP)
+    for part in parts_of(config_class).values():
         group = ""
-        for name in inspect.get_annotations(owner):
-            group = known[name].metadata["group"] or group
-            groups.setdefault(name, group)
+        for each in fields(part):
+            group = each.metadata["group"] or group
+            groups.setdefault(each.name, group)
     return groups
 
 
@@ -115,6 +146,13 @@ class Options:
 
     __slots__ = ()
 
+    def __post_init__(self) -> None:
+        self.check_numbers()
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ConfigError` for options that contradict each other; a class has its own."""
+
     def check_numbers(self) -> None:
         """Raise `ConfigError` for a number that is too small."""
         for each in fields(self):  # type: ignore[arg-type]
@@ -124,6 +162,10 @@ class Options:
             holds, bound, remedy = BOUNDS[must]
             if not holds(value, bound):
                 raise self.refusal(each.name, f"must {must}", remedy)
+
+    def options(self) -> dict[str, Any]:
+        """{option: its value}."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
 
     def refusal(self, name: str, rule: str, remedy: str) -> ConfigError:
         """The error of an option that breaks a rule."""

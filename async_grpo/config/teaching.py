@@ -9,8 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from async_grpo.config.objective import ObjectiveConfig
-from async_grpo.config.option import POSITIVE, Change, flag, names_in, option
+from async_grpo.config.option import POSITIVE, Change, Options, flag, names_in, option
 
 if TYPE_CHECKING:
     from async_grpo.config.train_config import TrainConfig
@@ -27,7 +26,7 @@ OPTIONS_OF_TERM = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistillationConfig(ObjectiveConfig):
+class TeachingOptions(Options):
     """Teachers, and the terms that they add to the GRPO family's loss."""
 
     teacher_for: str = option(
@@ -77,57 +76,42 @@ class DistillationConfig(ObjectiveConfig):
         return (int(data), int(tensor)) if self.express else None
 
     @property
+    def routes(self) -> dict[str, str]:
+        """{dataset_type: name of its teacher} of --teacher-for."""
+        pairs = (each.rpartition("=") for each in names_in(self.teacher_for))
+        return {kind.strip(): name.strip() for kind, _, name in pairs}
+
+    @property
     def has_teacher_terms(self) -> bool:
         return self.opd_coefficient > 0 or self.gkd_coefficient > 0
-
-    @property
-    def file_teachers(self) -> dict[str, str]:
-        """{dataset_type: name of its teacher}, as data files name them."""
-        return {}
-
-    @property
-    def teacher_routes(self) -> dict[str, str]:
-        """{dataset_type: name of its teacher}; `EVERY_TYPE` stands for those not named."""
-        pairs = (each.rpartition("=") for each in names_in(self.teacher_for))
-        return {kind.strip(): name.strip() for kind, _, name in pairs} | self.file_teachers
-
-    @property
-    def teacher_names(self) -> tuple[str, ...]:
-        """Each teacher once, in the order given: `teacher.index` counts them."""
-        return tuple(dict.fromkeys(self.teacher_routes.values()))
-
-    def teacher_of(self, dataset_type: str) -> str | None:
-        """The name of the teacher of a line's type; None: it has none."""
-        routes = self.teacher_routes
-        return routes.get(dataset_type, routes.get(EVERY_TYPE))
 
 
 def check_distillation(config: TrainConfig) -> None:
     """Raise `ConfigError` for what contradicts itself."""
     _check_routes(config)
-    if config.has_teacher_terms and config.algorithm == "sft":
+    if config.teaching.has_teacher_terms and config.objective.algorithm == "sft":
         raise config.refusal(
             "algorithm", "must be grpo to learn from teachers", "add --algorithm grpo"
         )
-    if config.gkd_alpha > 1:
+    if config.teaching.gkd_alpha > 1:
         raise config.refusal("gkd_alpha", "must be in [0, 1]", "0.5 is usual")
-    if config.opd_coefficient and config.ratio_level == "sequence":
+    if config.teaching.opd_coefficient and config.objective.ratio_level == "sequence":
         raise config.refusal(
             "ratio_level",
             "must be token with --opd-coefficient, a teacher's advantage is each token's own",
             "add --ratio-level token, or take --gkd-coefficient instead",
         )
-    _check_terms(config)
+    _check_terms(config.teaching)
     _check_express(config)
-    _check_pairs(config)
-    if not config.reward_coefficient:
+    _check_pairs(config.teaching)
+    if not config.teaching.reward_coefficient:
         _check_without_rewards(config)
 
 
 def check_vocabulary(config: TrainConfig, vocab_size: int) -> None:
     """Raise `ConfigError` if teachers are asked for more tokens than there are."""
-    is_cut = config.gkd_coefficient > 0 and config.teacher_payload == "topk"
-    if is_cut and config.gkd_top_k > vocab_size:
+    is_cut = config.teaching.gkd_coefficient > 0 and config.teaching.teacher_payload == "topk"
+    if is_cut and config.teaching.gkd_top_k > vocab_size:
         raise config.refusal(
             "gkd_top_k",
             f"must not exceed the {vocab_size} tokens of the vocabulary",
@@ -136,13 +120,13 @@ def check_vocabulary(config: TrainConfig, vocab_size: int) -> None:
 
 
 def _check_routes(config: TrainConfig) -> None:
-    given = (*names_in(config.teacher_for), *config.file_teachers)
-    if config.has_teacher_terms and not given:
-        used = "opd_coefficient" if config.opd_coefficient else "gkd_coefficient"
+    given = (*names_in(config.teaching.teacher_for), *config.data.file_teachers)
+    if config.teaching.has_teacher_terms and not given:
+        used = "opd_coefficient" if config.teaching.opd_coefficient else "gkd_coefficient"
         raise config.refusal(used, "needs a teacher", "add --teacher-for NAME, or TYPE=NAME")
-    if given and not config.has_teacher_terms:
+    if given and not config.teaching.has_teacher_terms:
         raise config.refusal(
-            "teacher_for" if config.teacher_for else "data",
+            "teacher_for" if config.teaching.teacher_for else "data",
             "names a teacher that nobody uses",
             "add --gkd-coefficient or --opd-coefficient, or drop it",
         )
@@ -156,7 +140,7 @@ def _check_routes(config: TrainConfig) -> None:
         )
 
 
-def _check_terms(config: TrainConfig) -> None:
+def _check_terms(config: TeachingOptions) -> None:
     defaults = {each.name: each.default for each in fields(config)}
     for coefficient, names in OPTIONS_OF_TERM.items():
         given = [name for name in names if getattr(config, name) != defaults[name]]
@@ -169,11 +153,11 @@ def _check_terms(config: TrainConfig) -> None:
 
 
 def _check_express(config: TrainConfig) -> None:
-    if not config.express:
+    if not config.teaching.express:
         return
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", config.express):
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", config.teaching.express):
         raise config.refusal("express", "must be DxT, two positive numbers", "1x1 is one worker")
-    if config.teacher_payload != "logits":
+    if config.teaching.teacher_payload != "logits":
         raise config.refusal("express", "needs --teacher-payload logits", "add it, or drop this")
     if len(config.teacher_names) > 1:
         raise config.refusal(
@@ -181,7 +165,7 @@ def _check_express(config: TrainConfig) -> None:
         )
 
 
-def _check_pairs(config: TrainConfig) -> None:
+def _check_pairs(config: TeachingOptions) -> None:
     if config.gkd_lambda > 1:
         raise config.refusal("gkd_lambda", "must be in [0, 1]", "1 samples everything, 0.5 half")
     if config.gkd_lambda < 1 and not config.pairs_path:
@@ -197,16 +181,16 @@ def _check_pairs(config: TrainConfig) -> None:
 
 
 def _check_without_rewards(config: TrainConfig) -> None:
-    if not config.has_teacher_terms:
+    if not config.teaching.has_teacher_terms:
         raise config.refusal(
             "reward_coefficient",
             "must be positive without a teacher: nothing would be learnt",
             "leave it at 1, or add --gkd-coefficient or --opd-coefficient",
         )
     inert = {
-        "dynamic_sampling": config.dynamic_sampling,
-        "overlong_buffer_tokens": config.overlong_buffer_tokens,
-        "kl_coefficient": config.kl_coefficient and not config.kl_in_loss,
+        "dynamic_sampling": config.objective.dynamic_sampling,
+        "overlong_buffer_tokens": config.objective.overlong_buffer_tokens,
+        "kl_coefficient": config.objective.kl_coefficient and not config.objective.kl_in_loss,
     }
     for name in (name for name, is_given in inert.items() if is_given):
         raise config.refusal(

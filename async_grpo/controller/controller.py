@@ -206,7 +206,9 @@ class Controller:
             plan = replace(plan, epoch=run.epoch)
             batcher = ExperienceBatcher(plan, self.registry_of, recorder)
             config = plan.config
-            self._run = _Run(run, batcher, config.stall_timeout_s, trainer, config.output_dir)
+            self._run = _Run(
+                run, batcher, config.places.stall_timeout_s, trainer, config.recording.output_dir
+            )
             gc.disable()
             watch = self._end_with(witness, self._run)
             self._run.tasks.add(asyncio.create_task(watch, name="end-with-trainer"))

@@ -65,12 +65,12 @@ class Gateway:
         max_model_len: int,
     ) -> None:
         """`max_model_len`: of every engine, in tokens."""
-        model = config.model_name_or_path
+        model = config.places.model_name_or_path
         tokenizer = find_tokenizer(model)  # seconds, before anybody asks
         engines = Engines(incarnation)
 
         async def make_dialogue(tools: Sequence[ToolSpec]) -> Dialogue:
-            return Dialogue(find_renderer(model, config.renderer), tools=tools)
+            return Dialogue(find_renderer(model, config.data.renderer), tools=tools)
 
         def make_session() -> Session:
             policy = RunPolicy(engines, sampling, max_model_len=max_model_len)
@@ -151,9 +151,9 @@ class Engines:
 
 def free_address(config: TrainConfig) -> tuple[str, int] | None:
     """Of `--gateway`, if it is given, with a port that is free now; raises `ConfigError`."""
-    if not config.gateway:
+    if not config.places.gateway:
         return None
-    host, port = config.gateway_place
+    host, port = config.places.gateway_place
     with listening(host, port) as found:
         return host, found.getsockname()[1]
 
@@ -185,7 +185,7 @@ def start_gateway(
         )
     )
     url = cluster.wait(gateway.url.remote(), timeout_s=deadlines.ANSWER_S, who="the gateway")
-    file = Path(plan.config.output_dir, ADDRESS_FILE)
+    file = Path(plan.config.recording.output_dir, ADDRESS_FILE)
     file.unlink(missing_ok=True)
     file.touch(mode=0o600)
     file.write_text(f"OPENAI_BASE_URL={url}/v1\nOPENAI_API_KEY={token}\n")

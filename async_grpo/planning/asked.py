@@ -78,7 +78,7 @@ class Asked:
     @property
     def train_bytes(self) -> int:
         """Of a number of the trainer's compute type."""
-        precision = self.train.mixed_precision
+        precision = self.train.memory.mixed_precision
         is_bf16 = precision == "bf16" or (precision == "auto" and not self.on_cpu)
         return BF16 if is_bf16 else FLOAT32
 
@@ -90,7 +90,7 @@ class Asked:
 
     def shard_ranks(self, num_ranks: int) -> int:
         """Ranks that share a copy of the model."""
-        asked = self.train.shard_ranks
+        asked = self.train.memory.shard_ranks
         if asked is None:
             machines = 1 if self.on_cpu else -(-num_ranks // self.fleet.of_a_node)
             return num_ranks // machines
@@ -100,7 +100,7 @@ class Asked:
     def is_shared(self) -> bool:
         """Whether several of its processes have one device."""
         shares = [each.gpus_per_worker for each in self.workers if each.num_devices]
-        return not self.on_cpu and min(self.train.gpus_per_rank, *shares) < 1
+        return not self.on_cpu and min(self.train.memory.gpus_per_rank, *shares) < 1
 
     @property
     def judge_devices(self) -> int:

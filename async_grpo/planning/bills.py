@@ -63,7 +63,7 @@ def bills_of(asked: Asked, split: Split) -> tuple[RoleBill, ...]:
 
     found = [
         RoleBill("trainer rank", split.ranks, rank_bill_of(asked, split.ranks),
-                 int(device * asked.train.gpus_per_rank)),
+                 int(device * asked.train.memory.gpus_per_rank)),
         RoleBill("generation worker", split.engines, _engine_bill(asked, number, engine),
                  room(number)),
     ]  # fmt: skip
@@ -83,7 +83,7 @@ def training_of(asked: Asked, num_ranks: int) -> Training:
     training = as_billed(
         asked.train, shard_ranks=asked.shard_ranks(num_ranks), compute_bytes=asked.train_bytes
     )
-    if asked.train.activation_checkpointing != "auto":
+    if asked.train.memory.activation_checkpointing != "auto":
         return training
     free = _tensor_room(asked) or asked.host_bytes // num_ranks or 1 << 62
     return with_checkpointing_if_needed(asked.model, training, free_bytes=int(USED * free))
@@ -93,7 +93,7 @@ def _tensor_room(asked: Asked) -> int:
     """Bytes of a device for a rank's tensors; 0 on CPUs."""
     if asked.on_cpu:
         return 0
-    return int(asked.fleet.kind.memory_bytes * asked.train.gpus_per_rank) - CONTEXT_BYTES
+    return int(asked.fleet.kind.memory_bytes * asked.train.memory.gpus_per_rank) - CONTEXT_BYTES
 
 
 def engine_of(asked: Asked, number: int) -> Engine:
@@ -112,7 +112,7 @@ def engine_of(asked: Asked, number: int) -> Engine:
             num_seqs=config.capacity,
             longest=longest,
             cache_bytes=given or max(CPU_KV_CACHE_BYTES, least),
-            keeps_staged=asked.train.weight_delta,
+            keeps_staged=asked.train.memory.weight_delta,
         )
     tokens, seqs = (8192, 1024) if kind.has_large_batches else (2048, 256)
     return Engine(
@@ -123,7 +123,7 @@ def engine_of(asked: Asked, number: int) -> Engine:
         longest=longest,
         cache_bytes=given,
         may_take=int((config.memory_share or WHOLE_SHARE) * kind.memory_bytes),
-        keeps_staged=asked.train.weight_delta,
+        keeps_staged=asked.train.memory.weight_delta,
     )
 
 
@@ -152,7 +152,8 @@ def scorer_bill_of(asked: Asked, number: int) -> Bill:
         bytes_of_number=asked.worker_bytes(number),
         num_tokens=config.max_tokens_per_gpu,
         is_updated=config.mode == LOGPROB
-        and asked.train.num_batches_per_ref_model_update < asked.train.num_training_batches,
+        and asked.train.sampling.num_batches_per_ref_model_update
+        < asked.train.batching.num_training_batches,
     )
     bill = scorer_bill(asked.worker_models[number], scoring)
     context = Line("CUDA's own", CONTEXT_BYTES * (not asked.on_cpu), "assumed")
@@ -169,8 +170,12 @@ def _on_host_too(asked: Asked, bill: Bill) -> Bill:
 def _hosts(asked: Asked, split: Split) -> Iterator[RoleBill]:
     """What every run has besides: the control process, verifiers, Ray's store of a machine."""
     train, size = asked.train, asked.worker_bytes(asked.generation)
-    samples = train.batch_size * train.samples_per_question * (train.max_staleness + 1)
-    held = samples * train.max_generation_tokens * OUTPUT_BYTES
+    samples = (
+        train.batching.batch_size
+        * train.sampling.samples_per_question
+        * (train.sampling.max_staleness + 1)
+    )
+    held = samples * train.sampling.max_generation_tokens * OUTPUT_BYTES
     snapshot = asked.model.num_parameters * size
     control = (
         _process("controller", asked, on_host=False),
@@ -234,8 +239,8 @@ def _rank_refusal(asked: Asked, num_ranks: int) -> ConfigError:
     more = fewest_ranks(asked, first=num_ranks + 1)
     found += [f"train on {more} ranks or more (--nproc-per-node)"] if more else []
     return ConfigError(
-        f"--max-tokens-per-gpu {asked.train.max_tokens_per_gpu} does not fit on {ranks}: a rank "
-        f"needs {total / GIB:.1f} GiB and {_has(asked, asked.train.gpus_per_rank)}, "
+        f"--max-tokens-per-gpu {asked.train.batching.max_tokens_per_gpu} does not fit on {ranks}: "
+        f"a rank needs {total / GIB:.1f} GiB and {_has(asked, asked.train.memory.gpus_per_rank)}, "
         f"{(total - room) / GIB:.1f} GiB too much: "
         f"{', or '.join(found) or 'take a device with more memory, or a smaller model'}"
     )
@@ -251,7 +256,7 @@ def remedies(asked: Asked, is_enough: Callable[[Asked], bool]) -> list[str]:
 
     def helps(**options: object) -> bool:
         try:
-            return is_enough(replace(asked, train=replace(asked.train, **options)))  # type: ignore[arg-type]
+            return is_enough(replace(asked, train=asked.train.but(**options)))
         except ConfigError:  # such options are refused for another reason
             return False
 
@@ -262,8 +267,8 @@ def remedies(asked: Asked, is_enough: Callable[[Asked], bool]) -> list[str]:
         engine = engine_of(changed, asked.generation)
         return is_enough(changed) and not missing_bytes(asked.model, engine)
 
-    tokens, parts = asked.train.max_tokens_per_gpu, asked.engine_devices
-    fewer = [n for n in _halves(tokens) if n > asked.train.max_generation_tokens]
+    tokens, parts = asked.train.batching.max_tokens_per_gpu, asked.engine_devices
+    fewer = [n for n in _halves(tokens) if n > asked.train.sampling.max_generation_tokens]
     lower = next((n for n in fewer if helps(max_tokens_per_gpu=n)), 0)
     offload = next((each for each in ("optimizer", "parameters") if helps(offload=each)), "")
     smaller = next((n for n in (16, 8, 4, 2, 1) if n < parts and divides(n)), 0)
@@ -284,7 +289,7 @@ def fewest_ranks(asked: Asked, *, first: int = 1, most: int = 4096) -> int:
     """Of which each fits its device, from `first` on; 0: no number up to `most` does."""
     if asked.on_cpu:
         return first
-    if asked.train.shard_ranks is None:  # more than a machine's are further copies
+    if asked.train.memory.shard_ranks is None:  # more than a machine's are further copies
         most = min(most, asked.fleet.of_a_node)
     powers = (2**power for power in range(13))
     tried = [first, *(n for n in powers if first < n < most), *[most] * (most > first)]
@@ -299,7 +304,7 @@ def rank_fits(asked: Asked, num_ranks: int) -> bool:
 
 
 def _rank_room(asked: Asked) -> float:
-    return asked.fleet.kind.memory_bytes * asked.train.gpus_per_rank
+    return asked.fleet.kind.memory_bytes * asked.train.memory.gpus_per_rank
 
 
 def _check_engine(asked: Asked, number: int) -> None:

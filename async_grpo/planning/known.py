@@ -67,7 +67,7 @@ def layout_of(asked: Asked, split: Split) -> Layout:
         train_nodes=-(-split.ranks // a_node) if not asked.on_cpu else 1,
         train_bytes=asked.train_bytes,
         engine_bytes=asked.worker_bytes(asked.generation),
-        by_store=asked.train.weight_transport == "object_store",
+        by_store=asked.train.memory.weight_transport == "object_store",
     )
 
 
@@ -100,18 +100,22 @@ def lengths_of(
     Raises `ConfigError` for outputs that are longer than the longest.
     """
     train = asked.train
-    if output_tokens > train.max_generation_tokens:
+    if output_tokens > train.sampling.max_generation_tokens:
         raise ConfigError(
             f"--output-tokens must be at most --max-generation-tokens "
-            f"({train.max_generation_tokens}), got {output_tokens:g}: lower it"
+            f"({train.sampling.max_generation_tokens}), got {output_tokens:g}: lower it"
         )
     if known.runs and not output_tokens:
         found = known.runs[-1].lengths
         found = replace(found, prompt=prompt_tokens or found.prompt)
-        return _cut(found, longest=train.max_tokens_per_gpu - found.prompt)
+        return _cut(found, longest=train.batching.max_tokens_per_gpu - found.prompt)
     prompt = prompt_tokens or (known.runs[-1].lengths.prompt if known.runs else ASSUMED_PROMPT)
-    prompt = min(prompt, max(1, train.max_tokens_per_gpu - train.max_generation_tokens))
-    return assumed_lengths(longest=train.max_generation_tokens, prompt=prompt, mean=output_tokens)
+    prompt = min(
+        prompt, max(1, train.batching.max_tokens_per_gpu - train.sampling.max_generation_tokens)
+    )
+    return assumed_lengths(
+        longest=train.sampling.max_generation_tokens, prompt=prompt, mean=output_tokens
+    )
 
 
 def _cut(lengths: Lengths, *, longest: int) -> Lengths:
@@ -261,7 +265,7 @@ def _factors(
     """How many times as long as their simulations each role of the runs was busy."""
     factors: dict[str, list[float]] = {"engine": [], "trainer": [], "scorer": []}
     for run, real in zip(runs, seen, strict=True):
-        bound = run.asked.train.max_staleness
+        bound = run.asked.train.sampling.max_staleness
         work = Work(
             asked=run.asked, rates=rates, lengths=run.lengths, contributing=real.contributing
         )

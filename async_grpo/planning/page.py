@@ -60,7 +60,7 @@ def in_words(plan: Plan) -> str:
 def _head(plan: Plan) -> str:
     best, asked = plan.best, plan.asked
     lines = [
-        f"{asked.train.model_name_or_path} ({asked.model.num_parameters / 1e9:.3g} billion "
+        f"{asked.train.places.model_name_or_path} ({asked.model.num_parameters / 1e9:.3g} billion "
         f"parameters) on {asked.fleet}",
         f"{_split_in_words(plan, best)}, --max-staleness {best.max_staleness}: "
         f"{best.samples_per_s:,.3g} samples/s, a gradient step in {duration(best.step_s)}",
@@ -118,7 +118,7 @@ def _bill(role: RoleBill) -> str:
 def phases(plan: Plan) -> tuple[Phase, ...]:
     """Of one gradient step with the recommended split."""
     best, rates, train = plan.best, plan.rates, plan.asked.train
-    samples = train.questions_per_step * train.samples_per_question
+    samples = train.batching.questions_per_step * train.sampling.samples_per_question
     engine, trainer, sync = rates.engine, rates.trainer, rates.sync
     found = [
         Phase("generation", best.generating_s, True,
@@ -135,9 +135,9 @@ def phases(plan: Plan) -> tuple[Phase, ...]:
               rates.source("trainer")),
         Phase("weights leave the ranks", best.gathering_s, False, "e P / ranks",
               rates.source("sync")),
-        Phase("weights on their way", sync.transfer_s / train.steps_per_batch, True,
+        Phase("weights on their way", sync.transfer_s / train.batching.steps_per_batch, True,
               _way(plan), rates.source("sync")),
-        Phase("engines load", sync.load_s / train.steps_per_batch, True,
+        Phase("engines load", sync.load_s / train.batching.steps_per_batch, True,
               "e P / D; and what runs is read again", rates.source("sync")),
     ]  # fmt: skip
     if plan.asked.scorers:
@@ -179,7 +179,9 @@ def what_bounds(plan: Plan) -> str:
     if control > 1 - 2 * LITTLE:
         return "The control process bounds the step: samples are more than one process can book."
     sync = plan.rates.sync
-    carried = (sync.transfer_s + sync.load_s) / plan.asked.train.steps_per_batch / best.step_s
+    carried = (
+        (sync.transfer_s + sync.load_s) / plan.asked.train.batching.steps_per_batch / best.step_s
+    )
     if blocked > max(waiting, LITTLE) or carried > 1 - 2 * LITTLE:
         return (
             f"The way of the weights bounds the step: a version is carried {carried:.0%} of it, "
@@ -227,7 +229,7 @@ def settings(plan: Plan) -> tuple[str, ...]:
         lines[1] += f"  # on each of {machines:,} machines: docs/cluster.md"
     lines.append(f"max_staleness = {best.max_staleness}")
     if asked.is_shared:
-        lines.append(f"gpus_per_rank = {asked.train.gpus_per_rank:g}")
+        lines.append(f"gpus_per_rank = {asked.train.memory.gpus_per_rank:g}")
     counts = (best.split.engines, *best.split.scorers)
     for number, count in zip((asked.generation, *asked.scorers), counts, strict=True):
         config = asked.workers[number]

@@ -143,8 +143,11 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
     ]  # fmt: skip
     config, engine = asked.workers[asked.generation], engine_of(asked, asked.generation)
     room = cached_tokens(asked.worker_models[asked.generation], engine) / work.lengths.context()
-    control, steps = work.rates.control, train.batch_size // train.questions_per_step
-    questions = max(1, round(train.batch_size / part / steps)) * steps
+    control, steps = (
+        work.rates.control,
+        train.batching.batch_size // train.batching.questions_per_step,
+    )
+    questions = max(1, round(train.batching.batch_size / part / steps)) * steps
     engines, ranks = (max(1, round(count / part)) for count in (split.engines, split.ranks))
     capacity = max(1, min(engine.num_seqs, int(room)))
     # What rounding takes or gives is made up for by their speed.
@@ -152,7 +155,7 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
     own_trainer = replace(
         work.rates.trainer,
         cost_per_second=work.rates.trainer.cost_per_second * split.ranks / (ranks * part),
-        max_tokens=train.max_tokens_per_gpu,
+        max_tokens=train.batching.max_tokens_per_gpu,
     )
     scenario = Scenario(
         engine=replace(own_engine, capacity=capacity, keeps_caches=config.keep_kv_cache),
@@ -172,7 +175,7 @@ def scenario_of(work: Work, split: Split, *, max_staleness: int) -> tuple[Scenar
         ),
         batch_size=questions,
         steps_per_batch=steps,
-        samples_per_question=train.samples_per_question,
+        samples_per_question=train.sampling.samples_per_question,
         prompt_tokens=work.lengths.prompt,
         max_staleness=max_staleness,
         contributing=work.contributing,
@@ -225,7 +228,11 @@ def part_of(asked: Asked, split: Split) -> int:
 
 def wanted_parts(asked: Asked) -> int:
     """So many that one has no more samples than are worth simulating."""
-    return asked.train.batch_size * asked.train.samples_per_question // SIMULATED_SAMPLES
+    return (
+        asked.train.batching.batch_size
+        * asked.train.sampling.samples_per_question
+        // SIMULATED_SAMPLES
+    )
 
 
 def thinned(scenario: Scenario) -> tuple[Scenario, int]:

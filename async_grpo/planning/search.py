@@ -54,14 +54,14 @@ def search(
             known[key] = predict(work(split), split, max_staleness=max_staleness)
         return known[key]
 
-    own, asked_bound = asked.own_split, asked.train.max_staleness
+    own, asked_bound = asked.own_split, asked.train.sampling.max_staleness
     if asked.on_cpu or asked.is_shared:
         curve = tuple(at(own, bound) for bound in sorted({*bounds, asked_bound}))
         best = next(each for each in curve if each.max_staleness == asked_bound)
         return Found(best, curve, (best,), best)
-    middle = asked_bound if asked.train.deterministic else max(1, asked_bound)
+    middle = asked_bound if asked.train.batching.deterministic else max(1, asked_bound)
     chosen = _best_split(work, asked, lambda split: at(split, middle))
-    bounds = (asked_bound,) if asked.train.deterministic else bounds
+    bounds = (asked_bound,) if asked.train.batching.deterministic else bounds
     curve = tuple(at(chosen.split, bound) for bound in sorted({*bounds, asked_bound}))
     fastest = max(each.samples_per_s for each in curve)
     best = next(each for each in curve if each.samples_per_s >= ENOUGH * fastest)

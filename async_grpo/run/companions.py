@@ -84,17 +84,17 @@ def start_recorder(config: TrainConfig) -> RecorderHandle | None:
     """The handle of a new recorder, owned by this process and on its node; None: none is needed."""
     import ray
 
-    if not config.dump_samples_filename:
+    if not config.recording.dump_samples_filename:
         return None
-    path = Path(config.output_dir, config.dump_samples_filename).absolute()
+    path = Path(config.recording.output_dir, config.recording.dump_samples_filename).absolute()
     options = ray.remote(RunRecorder).options(
         num_cpus=0,
         max_restarts=-1,
         enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
         scheduling_strategy=cluster.on_this_node(),
     )
-    max_bytes = config.dump_max_gib * 2**30 or UNLIMITED
-    return options.remote(str(path), max_bytes=max_bytes, model=config.model_name_or_path)
+    max_bytes = config.recording.dump_max_gib * 2**30 or UNLIMITED
+    return options.remote(str(path), max_bytes=max_bytes, model=config.places.model_name_or_path)
 
 
 class Witness:

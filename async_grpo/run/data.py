@@ -47,7 +47,7 @@ def parts_of(config: TrainConfig, facts: ModelFacts) -> tuple[Part, ...]:
     """What a run reads, in the order in which its questions or pairs lie in their tables."""
     if find_algorithm(config).learns_from_pairs:
         build = line_reader(config, facts, max_tokens=_most(config, facts)).pair
-        found = [Part("train", config.data_files[0].source, build)]
+        found = [Part("train", config.data.data_files[0].source, build)]
         return (*found, *([Part("held out", config.held_out, build)] if config.held_out else []))
     return tuple(_question_parts(config, facts))
 
@@ -85,18 +85,19 @@ def warn_of_few(config: TrainConfig, num_records: int) -> None:
 
 def few_lines(config: TrainConfig, num_records: int) -> str:
     """What there is to say of data that is smaller than a batch; empty when it is not."""
-    if num_records >= config.batch_size:
+    batching = config.batching
+    if num_records >= batching.batch_size:
         return ""
     return (
-        f"--data-path {config.data_paths} holds {num_records} lines, fewer than --batch-size "
-        f"{config.batch_size}: each is trained about {config.batch_size / num_records:.3g} times "
-        "in every batch; give more data or a smaller batch"
+        f"--data-path {config.data.data_paths} holds {num_records} lines, fewer than --batch-size "
+        f"{batching.batch_size}: each is trained about {batching.batch_size / num_records:.3g} "
+        "times in every batch; give more data or a smaller batch"
     )
 
 
 def first_of_each_file(config: TrainConfig, questions: Sequence[Question]) -> list[Question]:
     """What the rewards are tried on."""
-    if not config.data:
+    if not config.data.data:
         return [questions[0]]
     first: dict[str, Question] = {}
     for question in questions:
@@ -115,13 +116,14 @@ def check_types(
 
 def check_routes(config: TrainConfig, of_data: set[str], of_pairs: set[str]) -> None:
     """The same, for the types of questions and of pairs."""
+    data = config.data
     named = config.teacher_routes.keys() - {EVERY_TYPE}
     if not named:
         return
-    column = parse_column_mapping(config.column_mapping).get(TYPE, TYPE)
+    column = parse_column_mapping(data.column_mapping).get(TYPE, TYPE)
     found = of_data | of_pairs
     if missing := sorted(kind for kind in found if config.teacher_of(kind) is None):
-        path = config.data_paths if missing[0] in of_data else config.pairs_path
+        path = data.data_paths if missing[0] in of_data else config.teaching.pairs_path
         raise DataError(
             f"every {column} of {path} must have a teacher, {_shown(missing)} has "
             f"none: add {flag('teacher_for')} TYPE=NAME for it, or NAME for all others"
@@ -129,7 +131,7 @@ def check_routes(config: TrainConfig, of_data: set[str], of_pairs: set[str]) -> 
     if unused := sorted(named - found):
         raise DataError(
             f"{flag('teacher_for')} {unused[0]}={config.teacher_routes[unused[0]]} names a teacher "
-            f"that nobody uses: no line of {config.data_paths} has the {column} {unused[0]!r}, but "
+            f"that nobody uses: no line of {data.data_paths} has the {column} {unused[0]!r}, but "
             f"{_shown(sorted(found))}"
         )
 
@@ -139,10 +141,10 @@ def line_reader(config: TrainConfig, facts: ModelFacts, *, max_tokens: int) -> L
     from transformers import AutoTokenizer  # seconds, which a command's checks need not pay
 
     return LineReader(
-        tokenizer=AutoTokenizer.from_pretrained(config.model_name_or_path),
+        tokenizer=AutoTokenizer.from_pretrained(config.places.model_name_or_path),
         vocab_size=facts.vocab_size,
         max_tokens=max_tokens,
-        mapping=parse_column_mapping(config.column_mapping),
+        mapping=parse_column_mapping(config.data.column_mapping),
     )
 
 
@@ -151,22 +153,23 @@ def _records(parts: Sequence[Part], purpose: Purpose) -> Iterator[Any]:
 
 
 def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
-    room = _most(config, facts) - config.max_generation_tokens
+    sampling = config.sampling
+    room = _most(config, facts) - sampling.max_generation_tokens
     if room < 1:
         raise ConfigError(
-            f"--max-generation-tokens ({config.max_generation_tokens}) must leave room for a "
+            f"--max-generation-tokens ({sampling.max_generation_tokens}) must leave room for a "
             f"prompt in the model's {facts.max_positions} positions: lower it"
         )
     reader = line_reader(config, facts, max_tokens=room)
-    for file in config.data_files:
+    for file in config.data.data_files:
         types = (file.type,) if file.type else ()
         own = replace(reader, types=types, mapping={**reader.mapping, **file.columns})
         yield Part("train", file.source, own.question)
         if file.held_out:
             yield Part("held out", file.held_out, own.question)
     if config.held_out:
-        yield Part("held out", config.held_out, replace(reader, types=config.types).question)
-    for found in config.named_sets:
+        yield Part("held out", config.held_out, replace(reader, types=config.data.types).question)
+    for found in config.evaluation.named_sets:
         yield _part_of_set(found, config, facts, reader)
     if config.pairs:
         yield Part("given", config.pairs, replace(reader, max_tokens=_most(config, facts)).given)
@@ -175,7 +178,7 @@ def _question_parts(config: TrainConfig, facts: ModelFacts) -> Iterator[Part]:
 def _part_of_set(
     found: EvaluationSet, config: TrainConfig, facts: ModelFacts, reader: LineReader
 ) -> Part:
-    longest = found.max_tokens or config.max_generation_tokens
+    longest = found.max_tokens or config.sampling.max_generation_tokens
     room = facts.max_positions - longest  # nothing of it is trained
     if room < 1:
         raise ConfigError(
@@ -185,7 +188,7 @@ def _part_of_set(
     own = replace(
         reader,
         max_tokens=room,
-        types=(found.type,) if found.type else config.types,
+        types=(found.type,) if found.type else config.data.types,
         mapping={**reader.mapping, **found.columns},
     )
     assert found.source is not None, "a named set has a file"
@@ -194,7 +197,7 @@ def _part_of_set(
 
 def _most(config: TrainConfig, facts: ModelFacts) -> int:
     """Tokens of the longest sequence that can be trained."""
-    return min(config.max_tokens_per_gpu, facts.max_positions)
+    return min(config.batching.max_tokens_per_gpu, facts.max_positions)
 
 
 def _shown(kinds: Collection[str]) -> str:

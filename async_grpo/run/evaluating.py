@@ -40,11 +40,11 @@ def evaluate(config: TrainConfig) -> EvaluationResult:
     Joins the cluster of the environment, whose workers have loaded the model's folder. Raises
     `WorkerError` where nothing could be graded.
     """
-    facts = check_model_folder(config.model_name_or_path)
+    facts = check_model_folder(config.places.model_name_or_path)
     sets, none = load_sets(config, facts), QuestionTable.of(())
-    end = ResumePoint(config.num_training_batches, 0, Ledger().state())
+    end = ResumePoint(config.batching.num_training_batches, 0, Ledger().state())
     plan = plan_run(config, facts, none, none, sets=sets, num_ranks=1, resume=end)
-    cluster.connect(config.ray_address, namespace=config.namespace)
+    cluster.connect(config.places.ray_address, namespace=config.places.namespace)
     controller = find_or_make_controller()
     for worker in recruit(controller, demand_of(config, facts, plan)):
         if any(worker.confinement.values()):
@@ -56,7 +56,7 @@ def evaluate(config: TrainConfig) -> EvaluationResult:
     epoch = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
     client = RunClient(controller, RunId(plan.incarnation, epoch))
     _serve_own_weights(client, WeightsVersion(plan.incarnation, end.batch))
-    (result,) = _evaluated(client, stall_timeout_s=config.stall_timeout_s)
+    (result,) = _evaluated(client, stall_timeout_s=config.places.stall_timeout_s)
     cluster.wait(client.end_run(), timeout_s=deadlines.RUN_ENDED_S, who=WHO)
     if not result.num_samples:
         raise WorkerError(

@@ -21,15 +21,15 @@ from async_grpo.util.run_folder import is_restart, newest_checkpoint
 def check_at_once(config: TrainConfig) -> None:
     """Paths, trackers and the cluster's address; what is in the files is checked when they load."""
     check_output(config)
-    check_trackers(config.tracker_names)
-    model = Path(config.model_name_or_path)
+    check_trackers(config.recording.tracker_names)
+    model = Path(config.places.model_name_or_path)
     check_files(model)
     check_tokenizer_files(model)
     check_sources(config)
     from async_grpo.algorithms.find import find_algorithm  # imports numpy: not for --help
 
     if not find_algorithm(config).learns_from_pairs:
-        head.locate(config.ray_address)
+        head.locate(config.places.ray_address)
 
 
 def check_sources(config: TrainConfig, *, waits: Callable[[str], bool] = lambda _: False) -> None:
@@ -37,15 +37,16 @@ def check_sources(config: TrainConfig, *, waits: Callable[[str], bool] = lambda 
 
     A path that `waits` for somebody to make it is left out.
     """
-    mapping = parse_column_mapping(config.column_mapping)
+    mapping = parse_column_mapping(config.data.column_mapping)
     named = [
-        (flag(name), getattr(config, name), mapping)
-        for name in ("data_path", "eval_data_path", "pairs_path")
+        ("--data-path", config.data.data_path, mapping),
+        ("--eval-data-path", config.evaluation.eval_data_path, mapping),
+        ("--pairs-path", config.teaching.pairs_path, mapping),
     ]
-    for file in config.data_files if config.data else ():
+    for file in config.data.data_files if config.data.data else ():
         for source in filter(None, (file.source, file.held_out)):
             named.append((f"--data of {file.type}", source.path, {**mapping, **file.columns}))
-    for found in config.named_sets:
+    for found in config.evaluation.named_sets:
         if found.source:
             columns = {**mapping, **found.columns}
             named.append((f"--eval of {found.name}", found.source.path, columns))
@@ -56,7 +57,7 @@ def check_sources(config: TrainConfig, *, waits: Callable[[str], bool] = lambda 
 
 def check_output(config: TrainConfig) -> None:
     """Raise `ConfigError` for places that cannot be written."""
-    output, dump = Path(config.output_dir), config.dump_samples_filename
+    output, dump = Path(config.recording.output_dir), config.recording.dump_samples_filename
     _check_folder(output, "output_dir")
     if dump:
         _check_folder((output / dump).parent, "dump_samples_filename")
@@ -68,8 +69,8 @@ def check_output(config: TrainConfig) -> None:
 
 def check_overwrite(config: TrainConfig, *, is_typed: bool) -> None:
     """Raise `ConfigError` where a line of a file alone would remove a run with a checkpoint."""
-    newest = newest_checkpoint(Path(config.output_dir))
-    if newest and config.overwrite and not is_typed and not is_restart():
+    newest = newest_checkpoint(Path(config.recording.output_dir))
+    if newest and config.recording.overwrite and not is_typed and not is_restart():
         raise ConfigError(
             f"--overwrite must be typed to remove a run with a checkpoint, got {newest[1]}, and a "
             f"file that says it: type --no-overwrite to go on after batch {newest[0]}, or type "

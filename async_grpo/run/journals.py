@@ -172,7 +172,7 @@ class EvaluationRecord:
         mark = self._open.pop((result.name, result.version.batches), None)
         if mark is None:
             return None
-        has_types = bool(self._config.types)
+        has_types = bool(self._config.data.types)
         measured = evaluation_row(result, self._sets[result.name], has_types=has_types)
         row = dataclasses.asdict(mark) | measured
         self._write(row)
@@ -193,7 +193,7 @@ class EvaluationRecord:
 
     def _compare(self, row: Row) -> None:
         """Of two equal ones the earlier stays the best."""
-        metric = self._config.keep_best_checkpoint
+        metric = self._config.evaluation.keep_best_checkpoint
         value = row.get(metric) if metric else None
         if value is not None and (
             self._best is None or self._best.metric != metric or value > self._best.value

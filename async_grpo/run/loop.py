@@ -48,7 +48,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
     All ranks leave together, before their next item, once `stop` is set on any of them.
     """
     stop = stop or Event()
-    record = RunRecord(config.output_dir, rank=ranks.rank)
+    record = RunRecord(config.recording.output_dir, rank=ranks.rank)
     start = ranks.share(lambda: find_start(config))
     if start.is_finished:
         export_finished(config, ranks, start)
@@ -59,7 +59,7 @@ def train_grpo(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) 
     )
     with first_failure_recorded(record, ranks), main:
         if not ranks.is_main:
-            cluster.connect(config.ray_address, namespace=config.namespace)
+            cluster.connect(config.places.ray_address, namespace=config.places.namespace)
         learner = Learner.build(config, ranks)
         with main.reporting(config, start) as report:
             data = SampledData(ranks, learner, main, stop)
@@ -78,7 +78,7 @@ def train_sft(config: TrainConfig, ranks: Ranks, *, stop: Event | None = None) -
         return
     pairs, held_out, facts = ranks.on_main(lambda: _load(config)) or _load(config)
     hashes = ranks.on_main(lambda: hash_contents(config, facts, pairs, start=start))
-    record = RunRecord(config.output_dir, rank=ranks.rank)
+    record = RunRecord(config.recording.output_dir, rank=ranks.rank)
     if ranks.is_main:
         num_tokens = sum(len(pair.completion_token_ids) for pair in pairs)
         logger.info(
@@ -183,7 +183,7 @@ def train_steps(
             if item.is_last_of_batch:
                 learner.set(item.settings)
                 after_batch(item)
-                if item.batch + 1 == learner.config.num_training_batches:
+                if item.batch + 1 == learner.config.batching.num_training_batches:
                     return
         report.doing("waiting for samples")
 
@@ -229,7 +229,7 @@ class Demonstrations:
 
     def __iter__(self) -> Iterator[StreamItem]:
         config = self._config
-        order = QuestionStream(len(self._pairs), seed=config.infinite_sampler_seed)
+        order = QuestionStream(len(self._pairs), seed=config.data.infinite_sampler_seed)
         items = supervised_stream(
             self._pairs,
             config=config,
@@ -277,5 +277,5 @@ class Demonstrations:
 
 def _load(config: TrainConfig) -> tuple[PairTable, PairTable, ModelFacts]:
     """What is trained, what is held out, and the model; every rank reads the files itself."""
-    facts = check_model_folder(config.model_name_or_path)
+    facts = check_model_folder(config.places.model_name_or_path)
     return *load_pairs(config, facts), facts

@@ -110,7 +110,7 @@ class MainRank:
         self._workers = workers  # that were there at the beginning
         self._cut: ResumePoint | None = plan.resume
         self._settings = plan.settings
-        self._journal = ControlJournal(Path(plan.config.output_dir), plan.pending)
+        self._journal = ControlJournal(Path(plan.config.recording.output_dir), plan.pending)
         self._num_recoveries = 0
         self._witness, self._recorder = start_witness(), start_recorder(plan.config)
         self.client = self._begin(find_or_make_controller())
@@ -123,7 +123,7 @@ class MainRank:
             self._publisher,
             on_synced=lambda sync: self.report.synced(sync),
         )
-        self._sender = open_sender(config.weight_transport)
+        self._sender = open_sender(config.memory.weight_transport)
         self._references = ReferenceSchedule(config)
         self._newest: WeightsSnapshot | None = None
         self._collected: tuple[Collected, tuple[CanaryRow, ...]] | None = None  # since `_newest`
@@ -141,11 +141,11 @@ class MainRank:
         self, config: TrainConfig, start: Start
     ) -> AbstractContextManager[Report | Absent]:
         """Open the report of the run, in which the watcher shows what every stage does."""
-        gauges = RayGauges(config.shown_name)
+        gauges = RayGauges(config.recording.shown_name)
         self.report = report = Report(config, start=start, code=self.code, gauges=gauges)
         report.workers(self._workers)
         self._watcher.show, self._watcher.show_workers = report.status, report.workers
-        leave_connection(Path(config.output_dir))
+        leave_connection(Path(config.recording.output_dir))
         if url := cluster.metrics_url():
             logger.info("metrics for Prometheus: %s", url)
         return report
@@ -227,7 +227,7 @@ class MainRank:
         self, client: RunClient, ranks: Ranks, stop: Event
     ) -> tuple[EvaluationResult, ...]:
         call, due_at = client.evaluated(), time.monotonic() + deadlines.RANKS_TOLD_S
-        standstill = Standstill(client, timeout_s=self.plan.config.stall_timeout_s)
+        standstill = Standstill(client, timeout_s=self.plan.config.places.stall_timeout_s)
         while not cluster.is_ready(call):
             if stop.wait(STOP_POLL_S):
                 return ()

@@ -67,14 +67,18 @@ def open_run(
     `devices` are the identities of every rank's, empty on a CPU.
     """
     num_ranks = len(devices)
-    facts, address = check_model_folder(config.model_name_or_path), free_address(config)
-    if config.renderer != AUTO:  # named for an environment that chats, in workers that come later
-        find_renderer(config.model_name_or_path, config.renderer)
+    facts, address = check_model_folder(config.places.model_name_or_path), free_address(config)
+    if (
+        config.data.renderer != AUTO
+    ):  # named for an environment that chats, in workers that come later
+        find_renderer(config.places.model_name_or_path, config.data.renderer)
     questions, held_out = load_data(config, facts)
     sets, pairs = load_sets(config, facts), load_given(config, facts)
     logger.info("%d questions to train on, %d ranks", len(questions), num_ranks)
     if pairs:
-        logger.info("%d given pairs, for %.3g of the samples", len(pairs), 1 - config.gkd_lambda)
+        logger.info(
+            "%d given pairs, for %.3g of the samples", len(pairs), 1 - config.teaching.gkd_lambda
+        )
     warn_of_few(config, len(questions))
     check_vocabulary(config, facts.vocab_size)
     check_types(config, questions, pairs)
@@ -83,7 +87,7 @@ def open_run(
         config, facts, questions, held_out, sets=sets, pairs=pairs, num_ranks=num_ranks,
         resume=start.point,
     )  # fmt: skip
-    cluster.connect(config.ray_address, namespace=config.namespace)
+    cluster.connect(config.places.ray_address, namespace=config.places.namespace)
     store = cluster.object_store_bytes()
     journal = start.source and pending_after(start.source / CONTROL_FILE, start.batches)
     plan = replace(
@@ -141,11 +145,13 @@ def demand_of(config: TrainConfig, facts: ModelFacts, plan: BatcherPlan) -> Dema
 
 def warn_of_small_store(config: TrainConfig, *, dtype: str, num_ranks: int) -> None:
     """Say when new weights do not fit this node's object store beside those that are served."""
-    shapes = ExpectedWeights.read(config.model_name_or_path, dtype=dtype).shapes
+    shapes = ExpectedWeights.read(config.places.model_name_or_path, dtype=dtype).shapes
     model_bytes = laid_out_bytes(tuple(lay_out((n, dtype, s) for n, s in shapes.items())))
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))  # torchrun's, of this node
     store_bytes = int(cluster.resources_here().get("object_store_memory", 0))
-    share = stored_here(num_ranks=num_ranks, num_here=num_here, shard_ranks=config.shard_ranks)
+    share = stored_here(
+        num_ranks=num_ranks, num_here=num_here, shard_ranks=config.memory.shard_ranks
+    )
     complaint = store_complaint(model_bytes, store_bytes=store_bytes, share=share)
     if complaint:
         logger.warning("%s", complaint)
@@ -164,7 +170,7 @@ def hash_contents(
     of_code = {what: code.sha256 for what, code in users.items()}
 
     def work() -> Mapping[str, str]:
-        model = hash_model(config.model_name_or_path)
+        model = hash_model(config.places.model_name_or_path)
         # "tokenizer" was its files' hash once: such checkpoints are held to model and data.
         encoding, data = facts.tokenizer_hash, hash_data(records)
         given = {"pairs": hash_data(pairs)} if pairs else {}
@@ -172,9 +178,9 @@ def hash_contents(
 
     hashes = in_background(work, name="hash-contents")
     if start.folder:
-        model = config.model_name_or_path
-        paths = {"model": model, "encoding": model, "data": config.data_paths}
-        paths["pairs"] = config.pairs_path
+        model = config.places.model_name_or_path
+        paths = {"model": model, "encoding": model, "data": config.data.data_paths}
+        paths["pairs"] = config.teaching.pairs_path
         paths |= {what: code.name for what, code in users.items()}
         check_contents(start, hashes.result(), paths)
     return hashes
@@ -184,7 +190,7 @@ def users_code(config: TrainConfig) -> dict[str, UserCode]:
     """{what: the user's class of that part}, but for sets of --eval; raises `ConfigError`."""
     users = {
         "algorithm": users_algorithm(config),
-        "environment": users_environment(config.environment),
+        "environment": users_environment(config.data.environment),
         **{f"environment of {kind}": code for kind, code in own_environments(config).items()},
     }
     return {what: code for what, code in users.items() if code}
@@ -230,20 +236,19 @@ def plan_run(
     resume: ResumePoint | None = None,
 ) -> BatcherPlan:
     """The run as the batcher sees it; `sets`: questions of --eval by name."""
-    seed = config.infinite_sampler_seed
+    seed = config.data.infinite_sampler_seed
     stream = question_stream(config, questions)
     order = MixedOrder(
-        sampled_share=config.gkd_lambda,
+        sampled_share=config.teaching.gkd_lambda,
         questions=stream,
         pairs=QuestionStream(len(pairs), seed=seed, purpose="pairs"),
-        samples_per_slot=config.samples_per_question,
+        samples_per_slot=config.sampling.samples_per_question,
     )
     return BatcherPlan(
         # The batcher's process has a working directory of its own.
-        config=replace(
-            config,
-            output_dir=os.path.abspath(config.output_dir),
-            model_name_or_path=os.path.abspath(config.model_name_or_path),
+        config=config.but(
+            output_dir=os.path.abspath(config.recording.output_dir),
+            model_name_or_path=os.path.abspath(config.places.model_name_or_path),
         ),
         questions=questions,
         held_out=held_out,
@@ -253,9 +258,9 @@ def plan_run(
         replacement=stream.replacement,
         pairs=pairs,
         pairs_of=order.pairs_of,
-        seed_of=partial(sampling_seed, seed) if config.deterministic else None,
+        seed_of=partial(sampling_seed, seed) if config.batching.deterministic else None,
         sampling=SamplingContract(
-            config.temperature, facts.stop_token_ids, config.max_generation_tokens
+            config.sampling.temperature, facts.stop_token_ids, config.sampling.max_generation_tokens
         ),
         num_ranks=num_ranks,
         # Later than that of any earlier run on these workers, so that they never take its
@@ -264,7 +269,7 @@ def plan_run(
         rules=LocalRules(find_algorithm(config)),
         attention_ratio=read_attention_ratio(config),
         resume=resume,
-        environment=users_environment(config.environment),
+        environment=users_environment(config.data.environment),
         environments=own_environments(config),
         max_positions=facts.max_positions,
         vocab_size=facts.vocab_size,
@@ -275,21 +280,21 @@ def question_stream(
     config: TrainConfig, questions: Sequence[Question]
 ) -> QuestionStream | TypedQuestions:
     """The order of the questions, which lie file by file."""
-    seed, files = config.infinite_sampler_seed, config.data_files
+    seed, files = config.data.infinite_sampler_seed, config.data.data_files
     if len(files) == 1:
         return QuestionStream(len(questions), seed=seed)
     sizes = Counter(question.dataset_type for question in questions)
     return TypedQuestions(
         [QuestionStream(sizes[file.type], seed=seed + n) for n, file in enumerate(files)],
         weights=[file.weight for file in files],
-        batch_size=config.batch_size,
-        sampled_share=config.gkd_lambda,
+        batch_size=config.batching.batch_size,
+        sampled_share=config.teaching.gkd_lambda,
     )
 
 
 def own_environments(config: TrainConfig) -> dict[str, UserCode | None]:
     """{type: its own environment}, None where that is a shipped one; raises `ConfigError`."""
-    named = {file.type: file.environment for file in config.data_files if file.environment}
+    named = {file.type: file.environment for file in config.data.data_files if file.environment}
     return {
         kind: users_environment(name, option=f"environment of --data {kind}")
         for kind, name in named.items()
@@ -300,14 +305,14 @@ def environments_of_sets(config: TrainConfig) -> dict[str, UserCode | None]:
     """The same of sets of --eval, by name."""
     return {
         each.name: users_environment(each.environment, option=f"environment of --eval {each.name}")
-        for each in config.named_sets
+        for each in config.evaluation.named_sets
         if each.environment
     }
 
 
 def read_attention_ratio(config: TrainConfig) -> float:
     """What the model's attention costs, for packing: see `batching.packing`."""
-    size = read_size(config.model_name_or_path)
+    size = read_size(config.places.model_name_or_path)
     return attention_ratio(
         num_parameters=size.num_parameters,
         num_layers=size.num_layers,

@@ -109,17 +109,21 @@ def needed_roles(config: TrainConfig) -> dict[str, str]:
     """{role: why the run needs a worker of it}, in the order in which they are looked for."""
     roles = {GENERATION: ""} if config.asks_questions else {}
     for need in find_algorithm(config).needs:
-        why = f"--algorithm {config.algorithm} asks it"
-        if need.role == REFERENCE and config.kl_coefficient:
+        why = f"--algorithm {config.objective.algorithm} asks it"
+        if need.role == REFERENCE and config.objective.kl_coefficient:
             why = "the KL coefficient is not 0"
         if need.role == TEACHER:
-            why = f"--teacher-for {config.teacher_for}" if config.teacher_for else "--data names it"
+            why = (
+                f"--teacher-for {config.teaching.teacher_for}"
+                if config.teaching.teacher_for
+                else "--data names it"
+            )
         roles |= dict.fromkeys(named([need.role], config.teacher_names), f" ({why})")
     if not config.asks_questions:
         return roles
     if names := config.environments - SHIPPED.keys():
         roles[ENVIRONMENT] = f" (--environment {sorted(names)[0]} is played there)"
-    roles |= {judge(name): f" (--judges {config.judges})" for name in config.judge_names}
+    roles |= {judge(name): f" (--judges {config.data.judges})" for name in config.data.judge_names}
     if all(grades_itself(name) for name in config.environments):
         return roles
     return roles | {VERIFIER: ""}
@@ -158,11 +162,11 @@ def command_for(role: str, *, model: str) -> str:
 def _find(
     controller: ControllerHandle, role: str, demand: Demand, why: str
 ) -> tuple[WorkerInfo, ...]:
-    remedy = f"start one with {command_for(role, model=demand.config.model_name_or_path)}"
+    remedy = f"start one with {command_for(role, model=demand.config.places.model_name_or_path)}"
     hint = f"where none was started, {remedy}"
     if logs := os.environ.get(LAUNCH_LOGS):
         remedy = hint = f"launch keeps the logs of its workers in {logs}"
-    timeout_s, reminded = demand.config.worker_timeout_s, float("-inf")
+    timeout_s, reminded = demand.config.places.worker_timeout_s, float("-inf")
     for _ in poll(every_s=POLL_INTERVAL_S, within_s=timeout_s):
         workers = cluster.wait(
             controller.members.remote(role), timeout_s=deadlines.ANSWER_S, who=WHO
@@ -184,17 +188,18 @@ def _find(
 def check_worker(worker: WorkerInfo, demand: Demand) -> None:
     """Raise `ConfigError` for a worker whose answers this run could not use."""
     config, model, who = demand.config, demand.model, f"worker {worker.worker_id}"
+    places = config.places
     _check_device(worker, demand)
     follows = role_of(worker.role).follows
     if follows == "none" or worker.role.startswith(judge("")):  # it reads texts, of any length
         return
     if worker.role == GENERATION:
-        check_route(config.weight_transport, worker, sender=demand.device)
+        check_route(config.memory.weight_transport, worker, sender=demand.device)
         for found in demand.sets:
             _check_set(found, worker)
-    if worker.temperature is not None and worker.temperature != config.temperature:
+    if worker.temperature is not None and worker.temperature != config.sampling.temperature:
         raise ConfigError(
-            f"--temperature {config.temperature} must be that of {who}, which serves "
+            f"--temperature {config.sampling.temperature} must be that of {who}, which serves "
             f"{worker.temperature}: give both the same, or leave the worker's out"
         )
     # A teacher's head may be padded to another width: its tokens are what must be the same.
@@ -202,21 +207,21 @@ def check_worker(worker: WorkerInfo, demand: Demand) -> None:
         raise ConfigError(
             f"{who} must serve the model that is trained, but its vocabulary has "
             f"{worker.vocab_size} tokens instead of {model.vocab_size}: start it with "
-            f"--model-path {config.model_name_or_path} instead of {worker.model_path}"
+            f"--model-path {places.model_name_or_path} instead of {worker.model_path}"
         )
     if worker.tokenizer_hash and worker.tokenizer_hash != model.tokenizer_hash:
         raise ConfigError(
             f"{who} must have the tokenizer of the model that is trained, but that of "
             f"{worker.model_path} has another hash ({worker.tokenizer_hash[:12]}) than that of "
-            f"{config.model_name_or_path} ({model.tokenizer_hash[:12]}): give both the same folder"
+            f"{places.model_name_or_path} ({model.tokenizer_hash[:12]}): give both the same folder"
         )
-    needed = demand.longest_prompt + config.max_generation_tokens
+    needed = demand.longest_prompt + config.sampling.max_generation_tokens
     row, remedy = (
-        f"the longest prompt with {ANSWER} {config.max_generation_tokens}",
+        f"the longest prompt with {ANSWER} {config.sampling.max_generation_tokens}",
         f"lower {ANSWER}",
     )
     if config.environments - SHIPPED.keys():  # which may take turns as long as there is room
-        needed = min(config.max_tokens_per_gpu, model.max_positions)
+        needed = min(config.batching.max_tokens_per_gpu, model.max_positions)
         row, remedy = "an episode", "lower the trainer's --max-tokens-per-gpu"
     if follows == "own" and demand.longest_pair > needed:
         needed, row, remedy = demand.longest_pair, "the longest pair of --pairs-path", "drop it"
@@ -250,7 +255,7 @@ def _check_device(worker: WorkerInfo, demand: Demand) -> None:
 
     Ray keeps them apart where it knows of both; not where it was not told of the trainer's.
     """
-    if demand.config.gpus_per_rank < 1:
+    if demand.config.memory.gpus_per_rank < 1:
         return
     for rank, device in enumerate(demand.devices):
         if device and device in worker.devices:

@@ -7,7 +7,6 @@ workers are needed.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
@@ -169,14 +168,12 @@ def replay(
     if record.machine["device"] == "cpu":
         torch.set_num_threads(record.machine["threads"])
     with tempfile.TemporaryDirectory() as scratch:
-        config = dataclasses.replace(
-            record.config, output_dir=scratch, dump_token_columns=False, peak_tflops="auto"
-        )
+        config = record.config.but(output_dir=scratch, dump_token_columns=False, peak_tflops="auto")
         learner = Learner.build(config, ranks)
         if start.folder:
             restore_learner(learner, start)
         learner.set(start.settings(config))
-        learner.log = Comparison(ranks.rank, config.steps_per_batch)
+        learner.log = Comparison(ranks.rank, config.batching.steps_per_batch)
         batches = range(start.batches, batch + 1)
         log = record.folder / LOG_FOLDER
         steps = logged_steps(log, rank=ranks.rank, batches=batches)

@@ -81,9 +81,9 @@ class Report:
         sha256 of the user's files, by what they are. `gauges` show its metrics to Prometheus; None:
         nobody does.
         """
-        self._folder = folder = Path(config.output_dir)
+        self._folder = folder = Path(config.recording.output_dir)
         _prepare(folder, config, start)
-        dump = config.dump_samples_filename
+        dump = config.recording.dump_samples_filename
         self._dump = folder / dump if dump else None  # which the batcher writes
         if self._dump:
             self._dump.parent.mkdir(parents=True, exist_ok=True)
@@ -107,19 +107,19 @@ class Report:
         self._alarms = AlarmLog(
             folder, num_raised=self._totals.alarms_raised, metrics=self._metrics.path
         )
-        self.console = Console(num_batches=config.num_training_batches)
+        self.console = Console(num_batches=config.batching.num_training_batches)
         self._open = contextlib.ExitStack()
         self._num_minibatches = 0  # this rank's, of the step being trained
         self._usual_minibatches = 0  # of the step before
         self._step_started = time.monotonic()
         self._stood_still = dict.fromkeys(STALLS, 0.0)  # seconds of the step being trained
         self._sync: SyncReport | None = None
-        self._timeouts = config.timeouts
+        self._timeouts = config.sampling.timeouts
         self._is_bias_told = False
         self._begin_part(start or Start(), config, code or {})
         self._confinement: dict[str, str] = {}  # in words, by worker
         kept = {"parts": self._totals.parts, "confinement": self._confinement}
-        self._parameters = dataclasses.asdict(config) | kept
+        self._parameters = config.options() | kept
         _write(folder / PARAMETERS_FILE, self._parameters)
 
     def _begin_part(self, start: Start, config: TrainConfig, code: Mapping[str, str]) -> None:
@@ -381,7 +381,7 @@ def _prepare(folder: Path, config: TrainConfig, start: Start | None) -> None:
     if start and start.source:
         cut_back(folder, start.state["report"]["file_bytes"], source=start.source)
         return
-    dump = config.dump_samples_filename
+    dump = config.recording.dump_samples_filename
     dumped = [str(path) for path in all_files((folder / dump).absolute())] if dump else []
     folders = (CHECKPOINTS_FOLDER, SUSPECTS_FOLDER, LOG_FOLDER)
     own = (METRICS_FILE, EVALUATIONS_FILE, ALARMS_FILE, CONTROL_FILE, BEST_FILE)

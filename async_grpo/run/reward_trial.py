@@ -61,7 +61,7 @@ def try_rewards(
         question
         for question in questions
         if not grades_itself(
-            (found and found.environment) or config.environment_of(question.dataset_type)
+            (found and found.environment) or config.data.environment_of(question.dataset_type)
         )
     ]
     alike = pools[0][0].rewards if pools else None
@@ -75,7 +75,7 @@ def try_rewards(
     ]
     warnings: set[str] = set()
     for who, question, call in calls:
-        for verdict in cluster.wait(call, timeout_s=config.stall_timeout_s, who=who):
+        for verdict in cluster.wait(call, timeout_s=config.places.stall_timeout_s, who=who):
             if verdict.status == "error":
                 warnings.add(refuse_or_describe(verdict, question, config, found))
     for sentence in sorted(warnings):
@@ -94,10 +94,10 @@ def request_of(
     `rewards`: what the verifiers have; a groupwise one that another type names is not for this one.
     """
     output = VerificationRequest(0, 0, question, example_output(question))
-    asked = (found.rewards if found else ()) or config.rewards_of(question.dataset_type)
+    asked = (found.rewards if found else ()) or config.data.rewards_of(question.dataset_type)
     if not asked and rewards and rewards.groupwise:
-        of_others = [file.rewards for file in config.data_files]
-        of_others += [each.rewards for each in config.named_sets]
+        of_others = [file.rewards for file in config.data.data_files]
+        of_others += [each.rewards for each in config.evaluation.named_sets]
         elsewhere = {*chain.from_iterable(of_others)}.intersection(rewards.groupwise)
         asked = tuple(name for name in rewards.names if name not in elsewhere)
     return GradingRequest((output,), rewards=asked)
@@ -105,8 +105,8 @@ def request_of(
 
 def check_names(known: Sequence[str], config: TrainConfig) -> None:
     """Raise `ConfigError` for a reward of a data file or set that the verifiers do not have."""
-    named = [(f"--data of {file.type}", file.rewards) for file in config.data_files]
-    named += [(f"--eval of {found.name}", found.rewards) for found in config.named_sets]
+    named = [(f"--data of {file.type}", file.rewards) for file in config.data.data_files]
+    named += [(f"--eval of {found.name}", found.rewards) for found in config.evaluation.named_sets]
     for whose, names in named:
         for name in names:
             if name not in known:
@@ -121,7 +121,7 @@ def refuse_or_describe(
 ) -> str:
     """Raise `ConfigError` for a reward that is at fault, else say what has happened."""
     named = found.source if found else None
-    path = named.path if named else config.file_of(question.dataset_type).source.path
+    path = named.path if named else config.data.file_of(question.dataset_type).source.path
     sentence = (
         f"reward {verdict.reason}: it must grade the first line of {path}, which has "
         f"{', '.join(question.columns)}"

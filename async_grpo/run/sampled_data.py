@@ -87,7 +87,7 @@ class SampledData(Iterator[StreamItem]):
         """
         if not self._learner.algorithm.needs_reference:
             return
-        if self._config.reference_of(start.batches) == 0:
+        if self._config.sampling.reference_of(start.batches) == 0:
             self._main.restore_first_reference(self._collect(0).wait())
         self._main.restore_moved_references(start)
 
@@ -108,7 +108,7 @@ class SampledData(Iterator[StreamItem]):
             canary = score_canary(self._learner, self._main.canary)
             self._collected = self._collect(num_batches)
             self._main.collected(self._collected, canary)
-            if self._config.weight_transport != OBJECT_STORE:
+            if self._config.memory.weight_transport != OBJECT_STORE:
                 self._wait_collected()  # all ranks go on, or none
                 policy, device = self._learner.policy, self._learner.device
                 self._main.send(iter_device_tensors(policy, self._dtype, device=device))
@@ -145,7 +145,7 @@ class SampledData(Iterator[StreamItem]):
                 Shards.of(self._learner.policy),
                 device=self._learner.device,
                 dtype=self._dtype,
-                with_deltas=self._config.weight_delta,
+                with_deltas=self._config.memory.weight_delta,
             )
         version = WeightsVersion(self._incarnation, num_batches)
         return self._collector.collect(local_shards(self._learner.policy), version=version)
@@ -159,7 +159,7 @@ class SampledData(Iterator[StreamItem]):
         self._stream = RankStream(
             client,
             rank=self._ranks.rank,
-            stall_timeout_s=self._config.stall_timeout_s,
+            stall_timeout_s=self._config.places.stall_timeout_s,
             agree=self._ranks.agree,
             stop=self._stop,
             teachers=[teacher(name) for name in self._config.teacher_names],
@@ -169,7 +169,7 @@ class SampledData(Iterator[StreamItem]):
 
     def _make_express(self) -> Express | None:
         """By which this rank gets a teacher's logits without the object store, if it does."""
-        mesh = self._config.express_mesh
+        mesh = self._config.teaching.express_mesh
         if mesh is None:
             return None
         role = teacher(self._config.teacher_names[0])
@@ -177,7 +177,7 @@ class SampledData(Iterator[StreamItem]):
             self._ranks,
             teachers=mesh,
             width=self._learner.policy.model.config.vocab_size,
-            temperature=self._config.temperature,
+            temperature=self._config.sampling.temperature,
             workers=lambda: cluster.wait(
                 self._main.client.receivers(role), timeout_s=deadlines.ANSWER_S, who=WHO
             ),
@@ -212,7 +212,7 @@ def meet_teachers(
 def _head(client: RunClient, name: str, device: torch.device, config: TrainConfig) -> Head:
     call = client.teacher_head(teacher(name))
     # The controller itself may wait so long for a teacher to be free.
-    limit_s = config.stall_timeout_s + deadlines.ANSWER_S
+    limit_s = config.places.stall_timeout_s + deadlines.ANSWER_S
     references = cluster.wait(call, timeout_s=limit_s, who=WHO)
     (arrays,) = cluster.fetch(references, timeout_s=deadlines.BUCKET_FETCH_S, owner=WHO)
     if arrays is None:
@@ -233,7 +233,7 @@ def score_canary(learner: Learner, rows: tuple[NDArray[np.int32], ...]) -> tuple
     Leaves the root gathered, which `local_shards` undoes.
     """
     config, device = learner.config, learner.device
-    dtype = str(compute_dtype(config.mixed_precision, device)).removeprefix("torch.")
+    dtype = str(compute_dtype(config.memory.mixed_precision, device)).removeprefix("torch.")
     packed = to_device(collate_pairs([(row[:1], row[1:]) for row in rows]), device)
     scored = learner.policy(packed, temperature=CANARY_TEMPERATURE, chunk_size=config.chunk_size)
     parts = split_by_row(scored.logprobs, packed)

@@ -7,7 +7,6 @@ fails is given up, which is told once and counted; the run goes on. Metrics are 
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import logging
@@ -74,7 +73,7 @@ class Trackers:
     def __init__(self, config: TrainConfig, *, first_step: int = 1) -> None:
         """`first_step`: what an earlier part of the run has logged from there on is undone."""
         self._feeds: list[_Feed] = []
-        names = dict.fromkeys(config.tracker_names)
+        names = dict.fromkeys(config.recording.tracker_names)
         if not names:
             return
         from accelerate import PartialState
@@ -234,7 +233,7 @@ def _start(name: str, config: TrainConfig, run: TrackedRun) -> GeneralTracker:
         tracker = tracker_class(first, **others)
         tracker.start()
         if name not in run.known_as:  # some refuse other values of a run that they know
-            tracker.store_init_configuration(dataclasses.asdict(config))
+            tracker.store_init_configuration(config.options())
     except Exception as error:  # a service outside this process, of any kind
         if getattr(error, "errno", None) in DISK_ERRORS:
             raise  # as it is: an OSError
@@ -279,14 +278,16 @@ class TrackedRun:
 
 def tracked_run(config: TrainConfig, *, first_step: int) -> TrackedRun:
     """The run of `config`; where it goes on, with what its folder says that trackers call it."""
-    folder = Path(config.output_dir)
+    folder = Path(config.recording.output_dir)
     known_as: dict[str, str] = {}
     if first_step > 1 and (folder / RUNS_FILE).exists():
         try:
             known_as = json.loads((folder / RUNS_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             logger.warning("trackers begin a new run: cannot read %s (%s)", RUNS_FILE, error)
-    return TrackedRun(folder, config.tracker_project, config.shown_name, first_step, known_as)
+    return TrackedRun(
+        folder, config.recording.tracker_project, config.recording.shown_name, first_step, known_as
+    )
 
 
 def arguments(tracker: str, run: TrackedRun) -> tuple[str, dict[str, object]]:

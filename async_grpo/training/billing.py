@@ -13,12 +13,12 @@ def as_billed(config: TrainConfig, *, shard_ranks: int, compute_bytes: int) -> T
     """How the options have a rank train; `--activation-checkpointing auto` counts as off."""
     return Training(
         shard_ranks=shard_ranks,
-        num_tokens=config.max_tokens_per_gpu,
+        num_tokens=config.batching.max_tokens_per_gpu,
         chunk_tokens=config.chunk_size,
         compute_bytes=compute_bytes,
-        keeps_gathered=config.fsdp_sharding_strategy == "SHARD_GRAD_OP",
-        checkpointing=config.activation_checkpointing == "on",
-        defers=config.defer_gradient_sync,
+        keeps_gathered=config.memory.fsdp_sharding_strategy == "SHARD_GRAD_OP",
+        checkpointing=config.memory.activation_checkpointing == "on",
+        defers=config.memory.defer_gradient_sync,
         keeps_old_policy=find_algorithm(config).uses_old_policy,
-        offload=config.offload,
+        offload=config.memory.offload,
     )

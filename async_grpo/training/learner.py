@@ -72,7 +72,7 @@ class Learner:
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
         self.step = GradientStep(policy, config, self.algorithm, device=ranks.device)
-        self._suspects = Suspects(config.output_dir, rank=ranks.rank)
+        self._suspects = Suspects(config.recording.output_dir, rank=ranks.rank)
         self._audit = Audit(self.step.collectives)
         self._tokens = TokenDump.of(config, ranks)
         self.settings: dict[str, object] = {}  # see `set`
@@ -88,9 +88,9 @@ class Learner:
         find_algorithm(config, code)  # before the minutes in which a model loads
         if of_rank_0 := ranks.share(lambda: code):
             of_rank_0.require_same(code)
-        dtype = compute_dtype(config.mixed_precision, ranks.device)
-        path = config.model_name_or_path
-        attention = choose_attention(ranks.device, dtype=dtype, wanted=config.attention)
+        dtype = compute_dtype(config.memory.mixed_precision, ranks.device)
+        path = config.places.model_name_or_path
+        attention = choose_attention(ranks.device, dtype=dtype, wanted=config.memory.attention)
         ranks.on_main(
             lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
         )
@@ -101,7 +101,7 @@ class Learner:
             dtype=torch.float32,
             device=ranks.device,
             shard=lambda policy: shard_as_billed(policy, config, ranks),
-            parameters_on=torch.device("cpu") if config.offload == "parameters" else None,
+            parameters_on=torch.device("cpu") if config.memory.offload == "parameters" else None,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")
@@ -112,7 +112,7 @@ class Learner:
         packed = collate(
             minibatch.samples,
             aggregation=self.algorithm.aggregation,
-            constant_length=self.config.constant_length_samples,
+            constant_length=self.config.objective.constant_length_samples,
             scores=self.algorithm.score_columns,
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
@@ -127,7 +127,7 @@ class Learner:
         self.step.count(
             num_fillers=not minibatch.samples,
             packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
-            budget_tokens=self.config.max_tokens_per_gpu,
+            budget_tokens=self.config.batching.max_tokens_per_gpu,
         )
         self.step.measure(model_tflop=training_flops(self._size, packed) / 1e12)
 
@@ -136,7 +136,7 @@ class Learner:
 
         Raises `AuditError` when a rank has trained other samples than it was sent, or more than D.
         """
-        step = end.batch * self.config.steps_per_batch + end.step_in_batch + 1
+        step = end.batch * self.config.batching.steps_per_batch + end.step_in_batch + 1
         self._audit.end_step(
             end,
             step=step,
@@ -187,7 +187,7 @@ class Learner:
 
 def training_of(config: TrainConfig, ranks: Ranks) -> Training:
     """How the options have this rank train, as the bill knows it; `auto` counts as off."""
-    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    dtype = compute_dtype(config.memory.mixed_precision, ranks.device)
     return as_billed(config, shard_ranks=ranks.mesh.size(-1), compute_bytes=dtype.itemsize)
 
 
@@ -197,14 +197,14 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     `--activation-checkpointing auto` is decided here, for all ranks by the one with the least room.
     """
     model, training = model_shape(policy), training_of(config, ranks)
-    free = free_bytes(ranks.device, share=config.gpus_per_rank)
-    if config.activation_checkpointing == "auto":
+    free = free_bytes(ranks.device, share=config.memory.gpus_per_rank)
+    if config.memory.activation_checkpointing == "auto":
         wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
         training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
     bill = trainer_bill(model, training)
     logger.info(
         "%s\nof %.1f GiB that are free; activation checkpointing (%s) is %s",
-        bill.in_words(), free / GIB, config.activation_checkpointing,
+        bill.in_words(), free / GIB, config.memory.activation_checkpointing,
         "on" if training.checkpointing else "off",
     )  # fmt: skip
     if bill.total > free:
@@ -216,11 +216,11 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     shard(
         policy,
         ranks.mesh,
-        mixed_precision=config.mixed_precision,
+        mixed_precision=config.memory.mixed_precision,
         keep_gathered=training.keeps_gathered,
-        offload=config.offload == "parameters",
+        offload=config.memory.offload == "parameters",
         activation_checkpointing=training.checkpointing,
-        compile=config.use_torch_compile,
+        compile=config.memory.use_torch_compile,
     )
 
 
@@ -255,7 +255,7 @@ class HeldOutPairs:
             rounds = pack_pairs(
                 {i: pairs[i] for i in range(first, min(first + PACKED_TOGETHER, len(pairs)))},
                 num_ranks=ranks.world_size,
-                max_tokens=learner.config.max_tokens_per_gpu,
+                max_tokens=learner.config.batching.max_tokens_per_gpu,
             )
             self._shares += [parts[ranks.rank] for parts in rounds]
 

@@ -113,11 +113,11 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 def peak_tflops(config: TrainConfig, device: torch.device) -> float | None:
     """What this rank could do at most, by which its utilisation is told; None: it is not."""
-    if config.peak_tflops not in ("auto", "measure"):
-        return float(config.peak_tflops)
-    if config.peak_tflops == "auto" and device.type == "cpu":
+    if config.memory.peak_tflops not in ("auto", "measure"):
+        return float(config.memory.peak_tflops)
+    if config.memory.peak_tflops == "auto" and device.type == "cpu":
         return None
-    return measured_tflops(device, dtype=compute_dtype(config.mixed_precision, device))
+    return measured_tflops(device, dtype=compute_dtype(config.memory.mixed_precision, device))
 
 
 def measured_tflops(device: torch.device, *, dtype: torch.dtype) -> float:

@@ -55,8 +55,8 @@ class MinibatchLog:
         """What is there from batch `first` on is removed: it is trained again."""
         self._config = config
         self._ranks = ranks
-        self._folder = Path(config.output_dir, LOG_FOLDER)
-        self._max_bytes = config.replay_max_gib * 2**30 / ranks.world_size
+        self._folder = Path(config.recording.output_dir, LOG_FOLDER)
+        self._max_bytes = config.recording.replay_max_gib * 2**30 / ranks.world_size
         self._kept: list[Minibatch] = []
         self._sums = StepSums()
         self._file: LineFile | None = None
@@ -69,7 +69,7 @@ class MinibatchLog:
     @classmethod
     def of(cls, config: TrainConfig, ranks: Ranks, *, first: int) -> MinibatchLog | None:
         """None where the run keeps none."""
-        return cls(config, ranks, first=first) if config.replay_max_gib else None
+        return cls(config, ranks, first=first) if config.recording.replay_max_gib else None
 
     def keep(
         self, minibatch: Minibatch, packed: PackedMinibatch, gradients: Sequence[Tensor]
@@ -120,11 +120,11 @@ class MinibatchLog:
         return self._file
 
     def _run(self, batch: int) -> dict[str, Any]:
-        model = os.path.abspath(self._config.model_name_or_path)
+        model = os.path.abspath(self._config.places.model_name_or_path)
         return {
             "kind": "run",
             "batch": batch,
-            "config": dataclasses.asdict(self._config) | {"model_name_or_path": model},
+            "config": self._config.options() | {"model_name_or_path": model},
             "world_size": self._ranks.world_size,
             "machine": machine(self._ranks.device),
         }

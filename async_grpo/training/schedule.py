@@ -71,16 +71,23 @@ def learning_rate_after(
 
     `samples_per_slot`: those that a slot of the batch is planned to give.
     """
-    by_samples = config.schedule_clock == "samples"
-    per_batch = config.batch_size * samples_per_slot if by_samples else config.steps_per_batch
-    num_total = config.num_training_batches * per_batch
-    num_warmup = config.num_warmup_samples if by_samples else config.num_warmup_steps
-    return config.learning_rate * learning_rate_factor(
+    by_samples = config.optimizer.schedule_clock == "samples"
+    per_batch = (
+        config.batching.batch_size * samples_per_slot
+        if by_samples
+        else config.batching.steps_per_batch
+    )
+    num_total = config.batching.num_training_batches * per_batch
+    num_warmup = (
+        config.optimizer.num_warmup_samples if by_samples else config.optimizer.num_warmup_steps
+    )
+    return config.optimizer.learning_rate * learning_rate_factor(
         clocks.samples if by_samples else clocks.steps,
-        schedule=config.lr_scheduler,
+        schedule=config.optimizer.lr_scheduler,
         # As a fraction: 0.07 of 100 steps is 7, which floats make 7.000000000000001.
-        num_warmup=num_warmup or math.ceil(Fraction(str(config.warmup_ratio)) * num_total),
+        num_warmup=num_warmup
+        or math.ceil(Fraction(str(config.optimizer.warmup_ratio)) * num_total),
         num_total=num_total,
         advance=num_samples if by_samples else 1,
-        smallest=config.min_learning_rate_ratio,
+        smallest=config.optimizer.min_learning_rate_ratio,
     )

@@ -48,17 +48,20 @@ class StepResult:
 
 def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW | HostAdamW:
     """AdamW over the (sharded) parameters; weight decay spares biases and norms."""
-    make = HostAdamW if config.offload == "optimizer" else AdamW
+    make = HostAdamW if config.memory.offload == "optimizer" else AdamW
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {
+            "params": [p for p in parameters if p.ndim >= 2],
+            "weight_decay": config.optimizer.weight_decay,
+        },
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return make(
         groups,
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
+        lr=config.optimizer.learning_rate,
+        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
+        eps=config.optimizer.adam_epsilon,
         fused=True,
     )
 
@@ -109,7 +112,7 @@ class GradientStep:
         if self.keeps_terms:
             scored.logprobs.retain_grad()
         result = self._algorithm.loss(scored, packed)
-        with deferred_gradients(self._policy, defer=self._config.defer_gradient_sync):
+        with deferred_gradients(self._policy, defer=self._config.memory.defer_gradient_sync):
             result.loss.backward()
         if self.keeps_terms:
             logprobs = scored.logprobs
@@ -154,7 +157,7 @@ class GradientStep:
         clocks; None: `denominator` counts samples.
         """
         num_samples = denominator if num_samples is None else num_samples
-        if denominator and self.losses and self._config.defer_gradient_sync:
+        if denominator and self.losses and self._config.memory.defer_gradient_sync:
             self._reduce_gradients()
         metrics, meters = self._reduce_metrics()
         num_minibatches = int(metrics.pop("num_minibatches"))
@@ -213,7 +216,7 @@ class GradientStep:
         (scored.logprobs.sum() + scored.entropy.sum()).backward()
 
     def _clip(self, grad_norm: float) -> float:
-        limit = self._config.max_grad_norm
+        limit = self._config.optimizer.max_grad_norm
         return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
 
     def _update(self, learning_rate: float, *, clip: float, denominator: int) -> None:

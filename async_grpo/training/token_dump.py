@@ -39,8 +39,10 @@ class TokenDump:
         """All ranks' files together may be as large as the dump."""
         self._config = config
         self._rank = ranks.rank
-        path = tokens_file(Path(config.output_dir, config.dump_samples_filename), ranks.rank)
-        max_bytes = config.dump_max_gib * 2**30 / ranks.world_size or UNLIMITED
+        path = tokens_file(
+            Path(config.recording.output_dir, config.recording.dump_samples_filename), ranks.rank
+        )
+        max_bytes = config.recording.dump_max_gib * 2**30 / ranks.world_size or UNLIMITED
         self._dump = SampleDump(path, max_bytes=max_bytes, unit="rows")
         self._is_new = True
         self._kept: list[tuple[Minibatch, PackedMinibatch]] = []
@@ -48,7 +50,7 @@ class TokenDump:
     @classmethod
     def of(cls, config: TrainConfig, ranks: Ranks) -> TokenDump | None:
         """None where the run dumps no token."""
-        is_wanted = config.dump_token_columns and config.dump_samples_filename
+        is_wanted = config.recording.dump_token_columns and config.recording.dump_samples_filename
         return cls(config, ranks) if is_wanted else None
 
     def keep(self, minibatch: Minibatch, packed: PackedMinibatch) -> None:
@@ -63,8 +65,8 @@ class TokenDump:
         """Write what was computed of each minibatch that was kept, in their order."""
         if self._is_new:  # what a run that goes on has trained since its checkpoint
             self._is_new = False
-            within = end.step_in_batch * self._config.questions_per_step
-            self._dump.cut_back(end.batch * self._config.batch_size + within)
+            within = end.step_in_batch * self._config.batching.questions_per_step
+            self._dump.cut_back(end.batch * self._config.batching.batch_size + within)
         for (minibatch, packed), own in zip(self._kept, terms, strict=True):
             if minibatch.samples:
                 self._dump.write(self._lines(minibatch, packed, own, end.batch, step))

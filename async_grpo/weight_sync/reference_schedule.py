@@ -35,9 +35,9 @@ class ReferenceSchedule:
         ['0.0', '-', '-', '0.2', '-', '0.4']
         """
         batches = snapshot.version.batches
-        if batches % self._config.num_batches_per_ref_model_update == 0:
+        if batches % self._config.sampling.num_batches_per_ref_model_update == 0:
             self._kept[batches] = snapshot
-        due = self._config.reference_of(batches)
+        due = self._config.sampling.reference_of(batches)
         if self._served is not None and self._served.version.batches == due:
             return None
         self._served = self._kept[due]

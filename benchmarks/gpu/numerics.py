@@ -127,7 +127,7 @@ def gradient(
         {"model_name_or_path": "random", "data_path": "none", "max_staleness": 0}
     )
     device = next(policy.parameters()).device
-    packed = collate(minibatch.samples, aggregation=config.aggregation, dtype=dtype)
+    packed = collate(minibatch.samples, aggregation=config.objective.aggregation, dtype=dtype)
     packed = to_device(packed, device)
     scored = policy(packed, temperature=1.0, chunk_size=CHUNK_SIZE)
     find_algorithm(config).loss(scored, packed).loss.backward()

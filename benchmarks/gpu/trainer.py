@@ -85,7 +85,7 @@ def _learner(variant: Variant, ranks: Ranks, folder: str) -> Learner:
 
 def _policy(variant: Variant, config: TrainConfig, ranks: Ranks) -> PolicyModel:
     """As `Learner.build` makes it, but for where the weights come from."""
-    dtype = compute_dtype(config.mixed_precision, ranks.device)
+    dtype = compute_dtype(config.memory.mixed_precision, ranks.device)
     weights = dtype if variant.bf16_weights else torch.float32
     policy = random_policy(
         variant.shape,
@@ -97,7 +97,7 @@ def _policy(variant: Variant, config: TrainConfig, ranks: Ranks) -> PolicyModel:
         return shard(
             policy,
             ranks.mesh,
-            mixed_precision=config.mixed_precision,
+            mixed_precision=config.memory.mixed_precision,
             activation_checkpointing=variant.checkpointing,
             compile=variant.compiled,
         )
@@ -140,7 +140,7 @@ def step(learner: Learner, minibatch: Minibatch) -> None:
         minibatch.samples,
         incarnation=0,
         aggregation=learner.algorithm.aggregation,
-        constant_length=learner.config.constant_length_samples,
+        constant_length=learner.config.objective.constant_length_samples,
     )
     end = EndOfStep(0, 0, True, sent.num_samples, sent.num_tokens, sent=(sent,))
     result = learner.update(end)

@@ -61,7 +61,7 @@ def oracle_gradient(model, samples, config):
         total = total + sample_loss(output, config)
     for sample in samples:
         mask = np.concatenate([row.loss_mask for row in sample.episode.rows])
-        lp = oracle_logprobs(model, sample, temperature=config.temperature)[mask]
+        lp = oracle_logprobs(model, sample, temperature=config.sampling.temperature)[mask]
         teacher = torch.from_numpy(sample.scores[TEACHER][mask]).double()
         loss = GAMMA * (teacher - lp).square().sum()
         if sample.episode.is_given:
@@ -72,7 +72,7 @@ def oracle_gradient(model, samples, config):
 
 
 def denominator(samples, config):
-    if config.aggregation == "token-mean":
+    if config.objective.aggregation == "token-mean":
         return sum(sample.num_trained_tokens for sample in samples)
     return len(samples)
 
@@ -90,7 +90,7 @@ def test_a_mixed_batch_has_the_gradient_of_one_float64_pass(options, seed):
     for part in (samples[:3], samples[3:4], samples[4:5], samples[5:], []):
         packed = collate(
             part,
-            aggregation=config.aggregation,
+            aggregation=config.objective.aggregation,
             scores=learner.algorithm.score_columns,
             scores_of_given=learner.algorithm.scores_of_given,
             dtype=torch.float64,

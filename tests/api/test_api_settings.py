@@ -50,13 +50,17 @@ def test_values_may_be_those_of_python():
         "train": {**TRAIN, "learning_rate": np.float64(1e-5), "eval_data_path": None},
     }
     assert tables_of(config)["worker"] == [{"model_path": "m", "engine_option": ["a=1"]}]
-    assert plan(config).train.learning_rate == 1e-5
+    assert plan(config).train.optimizer.learning_rate == 1e-5
 
 
 def test_options_go_before_the_config():
     run = plan({"train": {**TRAIN, "batch_size": 4}}, batch_size=6, deterministic=True,
                max_staleness=0, num_cpus=9)  # fmt: skip
-    assert (run.train.batch_size, run.train.deterministic, run.num_cpus) == (6, True, 9)
+    assert (run.train.batching.batch_size, run.train.batching.deterministic, run.num_cpus) == (
+        6,
+        True,
+        9,
+    )
 
 
 def test_a_reward_goes_to_whoever_grades():
@@ -94,13 +98,13 @@ def test_what_a_command_would_refuse_is_a_config_error(config, options, sentence
 
 def test_overwrite_holds_as_an_argument_and_not_in_a_config(tmp_path):
     config = {"train": {**TRAIN, "output_dir": str(tmp_path / "run"), "overwrite": True}}
-    assert plan(config).train.overwrite
+    assert plan(config).train.recording.overwrite
     (tmp_path / "run" / "checkpoints" / "batch_3").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "batch_3" / "COMMITTED").touch()
     with pytest.raises(ConfigError, match=r"--overwrite must be typed to remove .*batch_3"):
         plan(config)
     for overwrite in (True, False):
-        assert plan(config, overwrite=overwrite).train.overwrite is overwrite
+        assert plan(config, overwrite=overwrite).train.recording.overwrite is overwrite
 
 
 def test_code_of_a_file_from_elsewhere_is_taken_where_it_is_trusted(tmp_path, monkeypatch):
@@ -110,6 +114,8 @@ def test_code_of_a_file_from_elsewhere_is_taken_where_it_is_trusted(tmp_path, mo
     (tmp_path / "run.toml").write_text(train)
     with pytest.raises(ConfigError, match="lies outside this folder, and its algorithm names"):
         plan_run(tmp_path / "run.toml")
-    assert plan_run(tmp_path / "run.toml", trust=True)[0].train.algorithm.endswith("own.py:Mine")
+    assert plan_run(tmp_path / "run.toml", trust=True)[0].train.objective.algorithm.endswith(
+        "own.py:Mine"
+    )
     monkeypatch.chdir(tmp_path)
     plan_run("run.toml")

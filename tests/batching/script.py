@@ -50,10 +50,10 @@ class Script:
 
     def rewards(self, ordinal, attempt=0):
         if ordinal in self.barren or (ordinal in self.even and attempt == 0):
-            return (0.5,) * self.config.samples_per_question
+            return (0.5,) * self.config.sampling.samples_per_question
         return tuple(
             REWARDS[int(3 * self.chance("reward", self.seed, ordinal, attempt, index))]
-            for index in range(self.config.samples_per_question)
+            for index in range(self.config.sampling.samples_per_question)
         )
 
     def lengths(self, ordinal, attempt=0):
@@ -67,10 +67,10 @@ class Script:
         return {}
 
     def _draw_lengths(self, ordinal, attempt):
-        longest = self.config.max_generation_tokens
+        longest = self.config.sampling.max_generation_tokens
         return [
             1 + int(longest * self.chance("length", self.seed, ordinal, attempt, index))
-            for index in range(self.config.samples_per_question)
+            for index in range(self.config.sampling.samples_per_question)
         ]
 
     def row_lengths(self, ordinal, attempt, index):
@@ -81,34 +81,34 @@ class Script:
         return [length // num_rows + (row < length % num_rows) for row in range(num_rows)]
 
     def is_cut(self, num_tokens):
-        return num_tokens == self.config.max_generation_tokens
+        return num_tokens == self.config.sampling.max_generation_tokens
 
     def shaped_rewards(self, ordinal, attempt):
         """Dyadic numbers, so that no rounding decides what is equal."""
         config, shaped = self.config, []
-        start = config.max_generation_tokens - config.overlong_buffer_tokens
+        start = config.sampling.max_generation_tokens - config.objective.overlong_buffer_tokens
         for reward, num_tokens in zip(
             self.rewards(ordinal, attempt), self.lengths(ordinal, attempt), strict=True
         ):
             value = reward
-            if config.overlong_buffer_tokens and num_tokens > start:
-                excess = (num_tokens - start) / config.overlong_buffer_tokens
-                value -= config.overlong_penalty * excess
-            if config.kl_estimator == "k1":
+            if config.objective.overlong_buffer_tokens and num_tokens > start:
+                excess = (num_tokens - start) / config.objective.overlong_buffer_tokens
+                value -= config.objective.overlong_penalty * excess
+            if config.objective.kl_estimator == "k1":
                 divergence = num_tokens * (BEHAVIOUR - REFERENCE_LOGPROB)
-                value -= config.kl_coefficient * divergence
+                value -= config.objective.kl_coefficient * divergence
             shaped.append(value)
         return shaped
 
     def attempts(self, ordinal):
         """(attempts that are replaced, the attempt that is kept or None, stage that failed)."""
         replaced = []
-        for attempt in range(1 + self.config.dynamic_sampling):
+        for attempt in range(1 + self.config.objective.dynamic_sampling):
             if ordinal in self.dropped:
                 return replaced, None, "generation"
             if ordinal in (self.failing_later if attempt else self.failing):
                 return replaced, None, "verification"
-            is_last = attempt == self.config.dynamic_sampling
+            is_last = attempt == self.config.objective.dynamic_sampling
             if is_last or len(set(self.shaped_rewards(ordinal, attempt))) > 1:
                 return replaced, attempt, ""
             replaced.append(attempt)
@@ -123,8 +123,8 @@ class Script:
         config = self.config
         return [
             StepKey(batch, step)
-            for batch in range(config.num_training_batches)
-            for step in range(config.steps_per_batch)
+            for batch in range(config.batching.num_training_batches)
+            for step in range(config.batching.steps_per_batch)
         ]
 
 
@@ -138,9 +138,9 @@ class ExpectedStep:
     @property
     def ordinals(self):
         config = self.script.config
-        first = self.key.batch * config.batch_size
-        first += self.key.step_in_batch * config.questions_per_step
-        return range(first, first + config.questions_per_step)
+        first = self.key.batch * config.batching.batch_size
+        first += self.key.step_in_batch * config.batching.questions_per_step
+        return range(first, first + config.batching.questions_per_step)
 
     @cached_property
     def slots(self):
@@ -155,7 +155,7 @@ class ExpectedStep:
     @cached_property
     def fates(self):
         """Every try but the last of an attempt is discarded, but for leases that are lost."""
-        script, size = self.script, self.script.config.samples_per_question
+        script, size = self.script, self.script.config.sampling.samples_per_question
         num_discarded = 0
         for ordinal, (replaced, kept, stage) in self.slots.items():
             num_attempts = len(replaced) + (kept is not None or stage != "generation")
@@ -203,9 +203,9 @@ class ExpectedStep:
     def scored_tokens(self):
         """Output tokens that the reference must see, and not one more."""
         config, script = self.script.config, self.script
-        if config.kl_coefficient == 0:
+        if config.objective.kl_coefficient == 0:
             return 0
-        if config.kl_in_loss:
+        if config.objective.kl_in_loss:
             return sum(
                 script.lengths(ordinal, self.slots[ordinal][1])[index]
                 for (ordinal, index), (num_trained, _) in self._kept().items()
@@ -220,14 +220,14 @@ class ExpectedStep:
     def _kept(self):
         """(ordinal, index) -> (trained tokens, has a gradient) of the samples that count."""
         config, kept = self.script.config, {}
-        always = config.kl_in_loss or config.entropy_coefficient > 0
+        always = config.objective.kl_in_loss or config.objective.entropy_coefficient > 0
         for ordinal, (_, attempt, _) in self.slots.items():
             if attempt is None:
                 continue
             rewards = np.array(self.script.shaped_rewards(ordinal, attempt))
             for index, num_tokens in enumerate(self.script.lengths(ordinal, attempt)):
                 num_trained = num_tokens
-                if config.mask_truncated_samples and self.script.is_cut(num_tokens):
+                if config.objective.mask_truncated_samples and self.script.is_cut(num_tokens):
                     num_trained = 0
                 has_advantage = rewards[index] - rewards.mean() != 0.0
                 kept[ordinal, index] = num_trained, num_trained > 0 and (always or has_advantage)

@@ -144,13 +144,13 @@ class Run:
             order=lambda ordinal: ordinal % NUM_QUESTIONS,
             replacement=script.replacement,
             seed_of=None,
-            sampling=SamplingContract(1.0, (1,), script.config.max_generation_tokens),
+            sampling=SamplingContract(1.0, (1,), script.config.sampling.max_generation_tokens),
             num_ranks=script.num_ranks,
             incarnation=INCARNATION,
             attention_ratio=ATTENTION_RATIO,
             environment=ROWS if script.max_rows > 1 else None,
         )
-        dump = Path(self.config.output_dir) / self.config.dump_samples_filename
+        dump = Path(self.config.recording.output_dir) / self.config.recording.dump_samples_filename
         self.recorder = Handle(RunRecorder(str(dump)))
         self.batcher = self.make_batcher()
         self.num_published = 0
@@ -197,7 +197,7 @@ class Run:
             if isinstance(answer[-1], EndOfStep) and answer[-1].is_last_of_batch:
                 if rank == 0:
                     announced = await self._announce(announced, items[-1].batch + 1)
-                if items[-1].batch + 1 == self.config.num_training_batches:
+                if items[-1].batch + 1 == self.config.batching.num_training_batches:
                     asked.cancel()
                     if announced:
                         await announced

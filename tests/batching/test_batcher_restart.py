@@ -162,7 +162,7 @@ def check_books(disturbed):
 
 def step_ordinals(disturbed):
     config = disturbed.script.config
-    return [range(config.questions_per_step)] * len(disturbed.script.steps)
+    return [range(config.batching.questions_per_step)] * len(disturbed.script.steps)
 
 
 def test_a_restart_counts_what_was_finished_of_later_steps_and_admits_it_again():

@@ -107,5 +107,5 @@ class Long(Run):
                 if item.batch % max(1, NUM_BATCHES // 100) == 0 and item.batch > 4:
                     parts = (self.plan, self.plan.questions)
                     self.sizes.append(num_elements(self.batcher, without=parts))
-            if item.batch + 1 == self.config.num_training_batches:
+            if item.batch + 1 == self.config.batching.num_training_batches:
                 return

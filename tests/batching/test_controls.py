@@ -27,7 +27,10 @@ def test_what_was_asked_holds_from_the_next_batch_on_in_the_order_of_asking():
     controls = make()
     for number, rate in enumerate((1e-5, 2e-5)):
         controls.ask(control(str(number), learning_rate=rate))
-    assert controls.settings == {} and controls.options["learning_rate"] == CONFIG.learning_rate
+    assert (
+        controls.settings == {}
+        and controls.options["learning_rate"] == CONFIG.optimizer.learning_rate
+    )
     assert [each.id for each in controls.waiting] == ["0", "1"]
     assert [each.id for each in controls.take()] == ["0", "1"]
     assert controls.settings == {"learning_rate": 2e-5} and controls.waiting == ()

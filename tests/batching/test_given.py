@@ -89,7 +89,7 @@ class Mixed(Run):
             sampled_share=share,
             questions=QuestionStream(7, seed=1),
             pairs=QuestionStream(NUM_PAIRS, seed=1),
-            samples_per_slot=self.config.samples_per_question,
+            samples_per_slot=self.config.sampling.samples_per_question,
         )
         rules = LocalRules(algorithm(self.config))
         self.plan = replace(self.plan, pairs=PAIRS, pairs_of=self.order.pairs_of, rules=rules)

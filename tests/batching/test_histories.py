@@ -132,18 +132,20 @@ def test_every_sample_has_one_fate_and_is_counted_once_in_any_history(script):
     check_books(running, status, expected)
     assert running.cluster.scored_tokens == sum(step.scored_tokens for step in expected)
     for ordinal, num_published in running.cluster.started.items():
-        assert num_published >= ordinal // config.batch_size - config.max_staleness
+        assert (
+            num_published >= ordinal // config.batching.batch_size - config.sampling.max_staleness
+        )
     for own in running.received:
         for minibatch in (item for item in own if isinstance(item, Minibatch)):
             num_tokens = sum(sample.num_tokens for sample in minibatch.samples)
-            assert num_tokens <= config.max_tokens_per_gpu
+            assert num_tokens <= config.batching.max_tokens_per_gpu
 
 
 def check_sent(config, steps, end):
     """What the audit of the trainer will compare is what each rank was really given."""
     weighing = {
-        "aggregation": config.aggregation,
-        "constant_length": config.constant_length_samples,
+        "aggregation": config.objective.aggregation,
+        "constant_length": config.objective.constant_length_samples,
     }
     given = [
         [s for minibatch in minibatches for s in minibatch.samples] for minibatches, _ in steps
@@ -156,7 +158,7 @@ def check_sent(config, steps, end):
 def check_end(step, end):
     script, config = step.script, step.script.config
     assert (end.batch, end.step_in_batch) == step.key
-    assert end.is_last_of_batch == (step.key.step_in_batch + 1 == config.steps_per_batch)
+    assert end.is_last_of_batch == (step.key.step_in_batch + 1 == config.batching.steps_per_batch)
     assert dict(end.fates) == step.fates | {
         "discarded": step.fates["discarded"] + num_revoked(end.reasons)
     }
@@ -165,7 +167,7 @@ def check_end(step, end):
     assert (end.num_samples, end.num_tokens) == step.denominators
     sums = end.sums
     assert sums.get("num_samples", 0) == end.num_samples
-    assert sums.get("lag_max", 0) <= config.max_staleness
+    assert sums.get("lag_max", 0) <= config.sampling.max_staleness
     num_tokens = step.sum_over_kept(lambda o, a: sum(script.lengths(o, a)))
     assert sums.get("output_tokens", 0) == num_tokens
     assert (lag_bins(sums, "samples"), lag_bins(sums, "tokens")) == (end.num_samples, num_tokens)
@@ -208,14 +210,14 @@ def check_samples(step, samples):
         assert ("reference" in sample.scores) == find_algorithm(config).needs_reference
         for version, start, stop in sample.episode.rows[0].weights_versions:
             assert stop > start
-            assert 0 <= step.key.batch - version.batches <= config.max_staleness
+            assert 0 <= step.key.batch - version.batches <= config.sampling.max_staleness
 
 
 def check_books(running, status, expected):
     ledger = running.batcher._ledger
     totals = {fate: sum(step.fates[fate] for step in expected) for fate in FATES}
     lost = num_revoked(ledger.fates.reasons)
-    assert lost in (0, running.config.samples_per_question * running.script.loses_a_lease)
+    assert lost in (0, running.config.sampling.samples_per_question * running.script.loses_a_lease)
     totals["discarded"] += lost
     assert {fate: ledger.fates.samples[fate] for fate in FATES} == totals
     assert ledger.admitted_samples == sum(totals.values()) == status.done
@@ -287,7 +289,7 @@ def test_lag_reaches_its_bound_and_is_counted_a_sample_and_a_token(max_staleness
 def test_a_sample_of_several_rows_counts_once_on_the_rank_that_has_its_first():
     config = make_config(max_tokens_per_gpu=20, entropy_coefficient=0.125)
     ranks, _, _ = watched(Script(config=config, num_ranks=3, max_rows=3))
-    size, num_apart = config.batch_size * config.samples_per_question, 0
+    size, num_apart = config.batching.batch_size * config.sampling.samples_per_question, 0
     for number, end in enumerate(ends(ranks)):
         firsts, places = [], {}
         for rank, own in enumerate(ranks):

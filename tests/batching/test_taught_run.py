@@ -68,7 +68,7 @@ def test_however_little_room_there_is_all_is_trained_and_none_is_held_at_the_end
     ranks = run(school.train())
     samples = [s for rank in ranks for item in rank if isinstance(item, Minibatch)
                for s in item.samples]  # fmt: skip
-    per_step = config.batch_size * config.samples_per_question
+    per_step = config.batching.batch_size * config.sampling.samples_per_question
     assert len({s.key for s in samples}) == len(samples) == 3 * per_step
     assert all(len(s.tickets) == 1 and s.tickets[0].teacher == MATH for s in samples)
     assert all(set(s.scores["teacher"].tolist()) == {LOGPROBS[MATH]} for s in samples)

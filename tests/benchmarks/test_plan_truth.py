@@ -14,9 +14,11 @@ def test_every_case_is_a_run_of_the_options_that_it_names(case, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(case.toml(Path("runs"), Path("puzzles.jsonl")))
     run = read_run(config=str(file), train_options=(), prepare="", num_cpus=0, ray_address="")
-    assert run.num_ranks == case.ranks and run.train.steps_per_batch == case.steps_per_batch
+    assert (
+        run.num_ranks == case.ranks and run.train.batching.steps_per_batch == case.steps_per_batch
+    )
     assert [each.mode for each in run.workers] == ["generation"] + ["logprob"] * case.with_reference
-    assert run.train.max_staleness == case.max_staleness
+    assert run.train.sampling.max_staleness == case.max_staleness
 
 
 def test_no_planned_run_is_one_of_those_that_it_is_planned_from():

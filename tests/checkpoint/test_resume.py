@@ -1,6 +1,5 @@
 """Where a command line begins: what is gone on from, what is refused, and what is said of it."""
 
-import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -29,24 +28,24 @@ def make_config(folder, **options):
 
 def make_run(config, *, checkpoints=(), steps=1, seconds=1.0):
     """What a run of `config` has left."""
-    folder = Path(config.output_dir)
+    folder = Path(config.recording.output_dir)
     folder.mkdir(parents=True)
     (folder / METRICS_FILE).write_text(f'{{"total_seconds": {seconds}}}\n' * steps)
-    (folder / PARAMETERS_FILE).write_text(json.dumps(dataclasses.asdict(config)))
+    (folder / PARAMETERS_FILE).write_text(json.dumps(config.options()))
     for batches in checkpoints:
         save(config, batches)
     return folder
 
 
 def save(config, batches, **state):
-    folder = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=9)
+    folder = CheckpointFolder(Path(config.recording.output_dir) / "checkpoints", keep=9)
     temporary = folder.begin(batches)
     (temporary / "shard.safetensors").write_bytes(b"0123456789")
     state = {"clocks": {"steps": batches, "samples": 8}, "references": [], "resume": None} | state
     manifest = Manifest(
         batches=batches,
         world_size=2,
-        config=dataclasses.asdict(config),
+        config=config.options(),
         hashes=HASHES,
         state=state,
     )
@@ -90,7 +89,7 @@ def test_a_finished_run_says_how_to_go_on(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert find_start(config).is_finished
     assert "all 20 batches" in caplog.text and "larger --num-training-batches" in caplog.text
-    assert not find_start(dataclasses.replace(config, num_training_batches=21)).is_finished
+    assert not find_start(config.but(num_training_batches=21)).is_finished
 
 
 @pytest.mark.parametrize(
@@ -108,16 +107,16 @@ def test_options_that_define_the_order_must_be_the_same(tmp_path, name, value):
     config = make_config(tmp_path / "run")
     make_run(config, checkpoints=(10,))
     option = "--" + name.replace("_", "-")
-    message = rf"{option} must be {getattr(config, name)}, .*got {value}: give {option}"
+    message = rf"{option} must be {config.options()[name]}, .*got {value}: give {option}"
     with pytest.raises(ConfigError, match=message):
-        find_start(dataclasses.replace(config, **{name: value}))
+        find_start(config.but(**{name: value}))
 
 
 def test_other_options_may_change_and_are_listed_in_one_line(tmp_path, caplog):
     config = make_config(tmp_path / "run")
     make_run(config, checkpoints=(10,))
     with caplog.at_level(logging.INFO):
-        find_start(dataclasses.replace(config, learning_rate=3e-6, max_grad_norm=0.5))
+        find_start(config.but(learning_rate=3e-6, max_grad_norm=0.5))
     lines = [r.getMessage() for r in caplog.records if "differ" in r.getMessage()]
     assert len(lines) == 1
     assert "--learning-rate 1e-06 -> 3e-06, --max-grad-norm 1.0 -> 0.5" in lines[0]
@@ -137,7 +136,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, caplog)
     config = make_config(tmp_path / "run")
     make_run(config, steps=99, seconds=29 * 60)  # one was due, and was still being written
     with caplog.at_level(logging.INFO):
-        assert find_start(dataclasses.replace(config, logging_level="DEBUG")).folder is None
+        assert find_start(config.but(logging_level="DEBUG")).folder is None
     assert "starts again from its first batch" in caplog.text
 
 
@@ -162,8 +161,8 @@ def test_never_refuses_a_run_and_overwrite_removes_it(tmp_path):
     config = make_config(tmp_path / "run")
     make_run(config, checkpoints=(10,))
     with pytest.raises(ConfigError, match="--resume never was given"):
-        find_start(dataclasses.replace(config, resume="never"))
-    assert find_start(dataclasses.replace(config, overwrite=True)).folder is None
+        find_start(config.but(resume="never"))
+    assert find_start(config.but(overwrite=True)).folder is None
 
 
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": "never"}])
@@ -179,23 +178,23 @@ def test_another_run_can_be_gone_on_from_in_a_new_folder_and_again(tmp_path):
     older = tmp_path / "old" / "checkpoints" / "batch_10"
     config = make_config(tmp_path / "new", resume=str(older))
     assert find_start(config).batches == 10
-    assert find_start(dataclasses.replace(config, resume=str(tmp_path / "old"))).batches == 20
+    assert find_start(config.but(resume=str(tmp_path / "old"))).batches == 20
     make_run(config)  # killed before its first checkpoint
     assert find_start(config).batches == 10
     save(config, 14)
     assert find_start(config).batches == 14, "the same command line goes on with its own run"
     with pytest.raises(ConfigError, match="not the run of --resume"):
-        find_start(dataclasses.replace(config, resume=str(tmp_path / "old")))
+        find_start(config.but(resume=str(tmp_path / "old")))
 
 
 def test_going_back_within_a_run_takes_another_folder(tmp_path):
     config = make_config(tmp_path / "run")
     folder = make_run(config, checkpoints=(10, 20))
-    back = dataclasses.replace(config, resume=str(folder / "checkpoints" / "batch_10"))
+    back = config.but(resume=str(folder / "checkpoints" / "batch_10"))
     with pytest.raises(ConfigError, match=r"must be the newest .*another --output-dir"):
         find_start(back)
     with pytest.raises(ConfigError, match="--overwrite removes"):
-        find_start(dataclasses.replace(back, overwrite=True))
+        find_start(back.but(overwrite=True))
 
 
 @pytest.mark.parametrize("path", ["nowhere", "."])
@@ -210,7 +209,7 @@ def test_a_moved_reference_that_was_not_saved_is_refused(tmp_path):
     config = make_config(tmp_path / "run", **options)
     make_run(config, checkpoints=(10,))
     assert find_start(config).batches == 10
-    with_kl = dataclasses.replace(config, kl_coefficient=0.1)
+    with_kl = config.but(kl_coefficient=0.1)
     with pytest.raises(ConfigError, match="weights of the reference after batch 8"):
         find_start(with_kl)
     save(with_kl, 11, references=[8])
@@ -274,11 +273,11 @@ def test_a_new_run_takes_no_dump_that_lies_beside_its_folder(tmp_path, monkeypat
     dump.write_text("somebody's\n")
     with pytest.raises(ConfigError, match=f"--dump-samples-filename must name a new .*{dump}"):
         find_start(config)
-    find_start(dataclasses.replace(config, overwrite=True))
+    find_start(config.but(overwrite=True))
     make_run(config, checkpoints=(1,))
     assert find_start(config).batches == 1  # its own
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    find_start(dataclasses.replace(config, output_dir=str(tmp_path / "other")))
+    find_start(config.but(output_dir=str(tmp_path / "other")))
 
 
 def test_what_is_left_of_a_dump_in_the_folder_of_a_new_run_is_no_obstacle(tmp_path):

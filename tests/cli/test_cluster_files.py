@@ -99,4 +99,4 @@ def test_its_command_lines_are_those_of_the_example():
     assert config.engine_options == {"max_num_batched_tokens": "8192"}
     trainer = train.make_context("train", [file, "--nproc-per-node", "8"])
     assert trainer.params["nproc_per_node"] == 8
-    assert config_of(trainer).model_name_or_path == config.model_path
+    assert config_of(trainer).places.model_name_or_path == config.model_path

@@ -1,6 +1,5 @@
 """What `async-grpo control` refuses before it asks anybody, or when nobody answers."""
 
-import dataclasses
 import json
 import time
 
@@ -18,7 +17,7 @@ def run(tmp_path):
     config = TrainConfig(
         model_name_or_path="m", data_path="d", ray_address=f"127.0.0.1:{free_port()}"
     )
-    write(tmp_path, dataclasses.asdict(config) | {"parts": []})
+    write(tmp_path, config.options() | {"parts": []})
     return tmp_path
 
 

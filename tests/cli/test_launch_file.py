@@ -1,6 +1,5 @@
 """A run of one machine from one file: what is started, what ends it, and with which code."""
 
-import dataclasses
 import json
 import os
 import re
@@ -112,7 +111,7 @@ def test_ray_counts_a_cpu_for_each_worker_at_least(file):
 
 def test_options_behind_the_file_go_before_those_in_it(file):
     run = plan(file, "--num-training-batches", "3", "--no-deterministic", "--ray-address", "x:2")
-    assert (run.train.num_training_batches, run.train.deterministic) == (3, False)
+    assert (run.train.batching.num_training_batches, run.train.batching.deterministic) == (3, False)
     assert "--num-training-batches=3" in run.train_options
     assert run.ray_address == "x:2"
 
@@ -148,7 +147,7 @@ def test_the_quick_start_s_file_is_a_run(monkeypatch):
     run = plan("examples/quickstart.toml")
     assert [config.mode for config in run.workers] == ["generation", "logprob"]
     [command] = run.prepare
-    assert run.train.data_path in command and run.train.eval_data_path in command
+    assert run.train.data.data_path in command and run.train.evaluation.eval_data_path in command
     assert f"--output={run.folder}/reward.svg" in run.plot_options
 
 
@@ -165,7 +164,7 @@ def test_every_example_is_a_run_on_what_it_prepares(example, monkeypatch):
     run = plan(example)
     words = [word for command in run.prepare for word in command]
     assert run.workers and run.folder.parts[0] == "runs"
-    assert {file.source.path for file in run.train.data_files} <= set(words)
+    assert {file.source.path for file in run.train.data.data_files} <= set(words)
 
 
 @pytest.fixture
@@ -214,7 +213,7 @@ def test_overwrite_that_is_typed_holds_and_so_does_one_of_a_file_without_a_check
     with open(file, "a") as run:
         run.write("overwrite = true\n")
     assert CliRunner().invoke(launch, [file]).exit_code == 0
-    assert [run.train.overwrite for run in trained] == [True, True]
+    assert [run.train.recording.overwrite for run in trained] == [True, True]
     assert all("--overwrite" in run.train_options for run in trained)
 
 
@@ -237,7 +236,7 @@ def test_a_finished_run_goes_on_for_longer(file, finished, monkeypatch):
     monkeypatch.setattr(launch_file, "interrupt_once", lambda: None)
     monkeypatch.setattr(launch_file, "_train", trained.append)
     assert CliRunner().invoke(launch, [file, "--num-training-batches", "14"]).exit_code == 0
-    assert [run.train.num_training_batches for run in trained] == [14]
+    assert [run.train.batching.num_training_batches for run in trained] == [14]
 
 
 def test_a_second_launch_into_a_folder_in_use_touches_nothing_of_the_first(
@@ -285,12 +284,12 @@ def test_environment_and_agent_train_the_same_model_on_the_same_questions(monkey
     monkeypatch.chdir(REPOSITORY)
     files = ("examples/countdown_tool.toml", "examples/black_box_agent/run.toml")
     runs = [plan(file) for file in files]
-    assert {run.train.model_name_or_path for run in runs} == {"sample-data/tiny-chat"}
+    assert {run.train.places.model_name_or_path for run in runs} == {"sample-data/tiny-chat"}
     made = []
     for run in runs:
         [command] = run.prepare
-        assert run.train.data_path in command
-        made.append([word.replace(run.train.output_dir, "OUTPUT") for word in command])
+        assert run.train.data.data_path in command
+        made.append([word.replace(run.train.recording.output_dir, "OUTPUT") for word in command])
     assert made[0] == made[1]
 
 
@@ -320,9 +319,9 @@ def test_options_of_the_quick_start_reach_the_data_and_the_trainer(monkeypatch, 
         "--seed=5", f"--output={folder}/questions.jsonl",
         f"--held-out-output={folder}/held_out.jsonl",
     )  # fmt: skip
-    assert (run.train.num_training_batches, run.train.max_staleness) == (7, 0)
-    assert (run.train.infinite_sampler_seed, run.folder) == (5, folder)
-    assert run.train.data_path == f"{folder}/questions.jsonl"
+    assert (run.train.batching.num_training_batches, run.train.sampling.max_staleness) == (7, 0)
+    assert (run.train.data.infinite_sampler_seed, run.folder) == (5, folder)
+    assert run.train.data.data_path == f"{folder}/questions.jsonl"
     assert run.num_ranks == 1
 
 
@@ -352,7 +351,7 @@ def test_the_quick_start_run_twice_replaces_what_a_quick_start_has_made(
     (folder / "checkpoints" / "batch_9").mkdir(parents=True)
     (folder / "checkpoints" / "batch_9" / "COMMITTED").touch()
     (folder / "logs").mkdir()
-    saved = dataclasses.asdict(resolved(runs[0].train)) | changed
+    saved = resolved(runs[0].train).options() | changed
     (folder / "training_params.json").write_text(json.dumps(saved))
     result = CliRunner().invoke(quickstart, again)
     assert (result.exit_code, len(runs)) == ((0, 2) if is_own else (1, 1))

@@ -32,7 +32,11 @@ def plan_of(*arguments):
 
 def shares(run):
     """Ranks, and the share of a device that each of them has, and each worker."""
-    return run.num_ranks, run.train.gpus_per_rank, *(each.gpus_per_worker for each in run.workers)
+    return (
+        run.num_ranks,
+        run.train.memory.gpus_per_rank,
+        *(each.gpus_per_worker for each in run.workers),
+    )
 
 
 @pytest.mark.parametrize(

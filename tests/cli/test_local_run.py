@@ -13,6 +13,7 @@ from async_grpo.cli.run_file import as_toml
 from async_grpo.cli.train import config_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
+from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 
@@ -74,19 +75,19 @@ def test_the_resolved_file_of_an_example_is_the_same_run(example, monkeypatch, t
     resolved.write_text(dry_run(example))
     assert dry_run(resolved) == resolved.read_text()
     saved = tomllib.loads(resolved.read_text())
-    named = {field.name for field in dataclasses.fields(TrainConfig)}
+    named = set(option_fields(TrainConfig))
     assert named | {"nproc_per_node"} == set(saved["train"])
     assert len(saved["worker"]) == len(tomllib.loads(Path(example).read_text())["worker"])
 
 
 def test_quotes_presets_and_lists_survive_being_resolved(tricky, tmp_path):
     run = read(tricky, "--num-warmup-steps", "2")
-    assert run.train.num_warmup_steps == 2 and run.train.clip_high == 0.2
+    assert run.train.optimizer.num_warmup_steps == 2 and run.train.objective.clip_high == 0.2
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(resolved_text(run, commands=commands_of(run)))
     again = read(resolved)
     assert again.train == run.train and again.num_ranks == 4
-    assert [file.source.path for file in again.train.data_files] == ["a;b,c.jsonl", "b.jsonl"]
+    assert [file.source.path for file in again.train.data.data_files] == ["a;b,c.jsonl", "b.jsonl"]
     assert resolved_text(again, commands=commands_of(again)) == resolved.read_text()
 
 
@@ -129,9 +130,9 @@ def test_the_file_in_the_run_s_folder_goes_on_with_the_run(tricky, tmp_path):
     with _file_kept(run):
         (run.folder / "training_params.json").touch()
     kept = read(run.folder / RUN_FILE)
-    assert (kept.train.overwrite, kept.train.resume) == (False, "auto")
+    assert (kept.train.recording.overwrite, kept.train.recording.resume) == (False, "auto")
     assert resuming(run).train == kept.train
-    changed = dataclasses.replace(run.train, overwrite=False, resume="auto")
+    changed = run.train.but(overwrite=False, resume="auto")
     assert changed == kept.train
 
 
@@ -150,9 +151,7 @@ def test_a_run_with_a_checkpoint_goes_on_unless_it_is_to_be_replaced(tricky, tmp
     (tmp_path / "checkpoints" / "batch_4").mkdir(parents=True)
     (tmp_path / "checkpoints" / "batch_4" / "COMMITTED").touch()
     assert run.goes_on
-    assert not dataclasses.replace(
-        run, train=dataclasses.replace(run.train, overwrite=True)
-    ).goes_on
+    assert not dataclasses.replace(run, train=run.train.but(overwrite=True)).goes_on
 
 
 def test_each_table_that_may_repeat_is_written_as_such():

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from async_grpo.cli.options import CONTEXT, OptionsCommand, options_of
 from async_grpo.cli.train import main as train
 from async_grpo.cli.worker import main as worker
-from async_grpo.config.option import attribute_docs, flag, option, required
+from async_grpo.config.option import flag, option, option_docs, required
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 
@@ -133,9 +133,9 @@ def test_every_option_is_explained(command, config):
     result = CliRunner().invoke(command, ["--help"], terminal_width=100)
     assert result.exit_code == 0
     shown = "".join(result.stdout.split())  # lines are wrapped at dashes too
-    for field in dataclasses.fields(config):
-        assert flag(field.name) in shown
-        assert "".join(attribute_docs(config)[field.name].split()) in shown, field.name
+    for name, text in option_docs(config).items():
+        assert flag(name) in shown
+        assert "".join(text.split()) in shown, name
 
 
 def headings(text):

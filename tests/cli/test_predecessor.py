@@ -71,7 +71,7 @@ def test_every_option_of_the_trainer_is_understood(monkeypatch):
         loss_chunksize=0,
         fsdp_sharding_strategy="SHARD_GRAD_OP",
     )
-    assert config.chunk_size == config.max_tokens_per_gpu
+    assert config.chunk_size == config.batching.max_tokens_per_gpu
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,11 @@ def test_what_the_file_says_counts_as_given_and_goes_before_a_preset(parsed):
         "model_name_or_path", "data_path", "preset", "clip_low",
     }  # fmt: skip
     config = config_of(context)
-    assert (config.clip_low, config.clip_high, config.ratio_level) == (0.1, 4e-4, "sequence")
+    assert (
+        config.objective.clip_low,
+        config.objective.clip_high,
+        config.objective.ratio_level,
+    ) == (0.1, 4e-4, "sequence")
 
 
 def test_the_mode_chooses_among_the_tables_of_workers(parsed):
@@ -186,13 +190,13 @@ columns = {level = "int", share = "float"}
 
 def test_types_of_columns_may_be_a_table_of_train(parsed):
     text = '[train]\nmodel_name_or_path = "m"\ndata_path = "d.csv"\ncolumns = {level = "int"}'
-    [file] = config_of(parsed(train, text=text)).data_files
+    [file] = config_of(parsed(train, text=text)).data.data_files
     assert file.source.columns == {"level": "int"}
 
 
 def test_tables_of_data_are_the_trainer_s_data_files(parsed):
     config = config_of(parsed(train, text=DATA))
-    sums, odes = config.data_files
+    sums, odes = config.data.data_files
     assert (sums.type, sums.source.path, sums.weight) == ("sums", "s.jsonl", 2)
     assert sums.rewards == ("countdown", "mathd")
     assert sums.columns == {"input": "question", "answer": "solution"}

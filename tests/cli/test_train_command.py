@@ -77,7 +77,7 @@ def test_a_dump_with_a_folder_is_a_path_from_here(typed, path, tmp_path, monkeyp
     config = TrainConfig(
         model_name_or_path=".", data_path="d", output_dir="out", dump_samples_filename=typed
     )
-    assert resolved(config).dump_samples_filename == path.format(here=tmp_path)
+    assert resolved(config).recording.dump_samples_filename == path.format(here=tmp_path)
 
 
 WAITING_THREAD = """

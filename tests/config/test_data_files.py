@@ -87,7 +87,7 @@ def test_environment_and_rewards_are_the_type_s_own_or_those_of_all():
         data_path="", environment="mine.py:A", data="a=b,environment=single_turn,rewards=x+y;c=d"
     )
     assert config.environments == {"single_turn", "mine.py:A"}
-    assert (config.rewards_of("a"), config.rewards_of("c")) == (("x", "y"), ())
+    assert (config.data.rewards_of("a"), config.data.rewards_of("c")) == (("x", "y"), ())
 
 
 def test_supervised_training_takes_one_file():

@@ -63,7 +63,7 @@ def test_sets_and_types_are_told_apart():
         make_config(eval="sums=a.jsonl", **data)
     with pytest.raises(ConfigError, match="of a must have a type of --data, got 'x': choose from"):
         make_config(eval="a=a.jsonl,type=x", **data)
-    assert make_config(eval="a=a.jsonl,type=odes", **data).named_sets[0].type == "odes"
+    assert make_config(eval="a=a.jsonl,type=odes", **data).evaluation.named_sets[0].type == "odes"
 
 
 def test_pairs_are_no_questions_to_sample():

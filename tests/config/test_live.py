@@ -15,7 +15,7 @@ def config(**options):
 
 def test_the_settings_of_a_run_are_its_options_but_for_what_was_set():
     changed = with_settings(config(), {"learning_rate": 5e-7, "max_staleness": 3})
-    assert (changed.learning_rate, changed.max_staleness) == (5e-7, 3)
+    assert (changed.optimizer.learning_rate, changed.sampling.max_staleness) == (5e-7, 3)
     assert with_settings(config(), {}) == config()
     assert set(LIVE) == {"learning_rate", "max_staleness"}
 
@@ -61,4 +61,7 @@ def test_what_the_run_could_not_have_been_started_with_is_refused(options, setti
 
 
 def test_a_run_that_names_its_ratio_mode_may_become_strictly_on_policy():
-    assert with_settings(config(ratio_mode="behaviour"), {"max_staleness": 0}).max_staleness == 0
+    assert (
+        with_settings(config(ratio_mode="behaviour"), {"max_staleness": 0}).sampling.max_staleness
+        == 0
+    )

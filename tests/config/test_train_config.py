@@ -103,17 +103,17 @@ def test_combinations_that_cannot_work_are_refused(options, sentence):
 
 @pytest.mark.parametrize("peak", ["auto", "measure", "989", "0.05", ".5", "10", "100.25"])
 def test_a_peak_is_a_word_or_a_number_above_0(peak):
-    assert config(peak_tflops=peak).peak_tflops == peak
+    assert config(peak_tflops=peak).memory.peak_tflops == peak
 
 
 def test_a_gateway_is_on_loopback_unless_a_host_is_named():
-    assert config(gateway="0").gateway_place == ("127.0.0.1", 0)
-    assert config(gateway="0.0.0.0:8000").gateway_place == ("0.0.0.0", 8000)
+    assert config(gateway="0").places.gateway_place == ("127.0.0.1", 0)
+    assert config(gateway="0.0.0.0:8000").places.gateway_place == ("0.0.0.0", 8000)
 
 
 def test_a_high_learning_rate_is_taken_from_who_says_so():
-    assert config(learning_rate=1e-2).learning_rate == 0.01
-    assert config(learning_rate=3.0, allow_high_learning_rate=True).learning_rate == 3.0
+    assert config(learning_rate=1e-2).optimizer.learning_rate == 0.01
+    assert config(learning_rate=3.0, allow_high_learning_rate=True).optimizer.learning_rate == 3.0
 
 
 @pytest.mark.parametrize(
@@ -132,16 +132,16 @@ def test_the_ratio_mode_follows_from_the_configuration(options, mode):
 @pytest.mark.parametrize("name", PRESET_NAMES)
 def test_every_preset_makes_a_valid_run_and_prints_what_it_stands_for(name):
     chosen = TrainConfig.from_options({"preset": name, **REQUIRED})
-    assert find_algorithm(chosen).aggregation == chosen.aggregation
-    named = preset_options(name, max_generation_tokens=chosen.max_generation_tokens)
-    assert {option: getattr(chosen, option) for option in named} == named
+    assert find_algorithm(chosen).aggregation == chosen.objective.aggregation
+    named = preset_options(name, max_generation_tokens=chosen.sampling.max_generation_tokens)
+    assert {option: chosen.options()[option] for option in named} == named
     words = objective_in_words(chosen)[0]
     assert all(f"{flag(option)} {value}" in words for option, value in named.items())
 
 
 def test_what_is_given_beside_a_preset_wins_and_is_said():
     chosen = TrainConfig.from_options({"preset": "dapo", "clip_high": 0.2, **REQUIRED})
-    assert (chosen.clip_high, chosen.aggregation) == (0.2, "token-mean")
+    assert (chosen.objective.clip_high, chosen.objective.aggregation) == (0.2, "token-mean")
     assert "changed by you: --clip-high 0.2" in objective_in_words(chosen)[0]
 
 
@@ -149,7 +149,7 @@ def test_a_divisor_given_without_a_preset_s_aggregation_is_not_inherited():
     chosen = TrainConfig.from_options(
         {"preset": "dr_grpo", "aggregation": "sample-mean", **REQUIRED}
     )
-    assert chosen.constant_length_samples == 0
+    assert chosen.objective.constant_length_samples == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from test_controller import MATH, House, ends_with, without_ray  # noqa: F401 - 
 from async_grpo.types import Control
 from async_grpo.util.errors import ConfigError
 
-FOLDER = make_config().output_dir
+FOLDER = make_config().recording.output_dir
 
 
 def request(name, action, **details):

@@ -31,7 +31,7 @@ def test_every_file_of_a_page_is_a_run(block, tmp_path, monkeypatch):
     file.write_text(block.text + rest)
     options = launch.make_context("launch", [str(file)]).params
     run = planned(trust=True, **{name: options[name] for name in RUN_OPTIONS})
-    assert run.train.model_name_or_path
+    assert run.train.places.model_name_or_path
 
 
 @pytest.mark.parametrize("block", all_blocks("json"), ids=lambda block: block.place)

@@ -1,13 +1,13 @@
 """The table of TRL's options beside ours, against both sources."""
 
 import ast
-import dataclasses
 import importlib.util
 from pathlib import Path
 
 import pytest
 from pages import ROOT
 
+from async_grpo.config.option import flag, option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 
@@ -53,9 +53,9 @@ def theirs():
 @pytest.fixture(scope="module")
 def ours():
     return {
-        f"--{field.name.replace('_', '-')}": field.default
+        flag(name): field.default
         for config in (WorkerConfig, TrainConfig)
-        for field in dataclasses.fields(config)
+        for name, field in option_fields(config).items()
     }
 
 

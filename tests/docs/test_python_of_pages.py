@@ -48,7 +48,7 @@ PROMISES = {
     ],
     "docs/python.md": [
         "short_and_equal({'output': '1+2=3'}) == 0.95",
-        "plan_run(config, reward=short_and_equal)[0].train.batch_size == 16",
+        "plan_run(config, reward=short_and_equal)[0].train.batching.batch_size == 16",
         "[each.mode for each in plan_run(config)[0].workers] == ['generation']",
     ],
     "docs/rewards.md": [

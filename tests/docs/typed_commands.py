@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from pages import ROOT
 
 from async_grpo.cli.main import main
+from async_grpo.config.option import option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.config.worker_config import WorkerConfig
 
@@ -93,7 +94,7 @@ def _check_ours(name: str, *typed: str) -> None:
         return
     given = context.params
     if name in CONFIGS and is_whole:
-        fields = CONFIGS[name].__dataclass_fields__
+        fields = option_fields(CONFIGS[name])
         values = {key: given[key] for key in given if key in fields}
         TrainConfig.from_options(values) if name == "train" else WorkerConfig(**values)
     if name == "launch":

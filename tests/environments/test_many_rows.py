@@ -66,7 +66,7 @@ def gradient(learner, samples, *, seed=0):
     for index, some in enumerate((parts[:first], parts[first:second], parts[second:])):
         learner.accumulate(Minibatch(index, tuple(some)))
     num_tokens = sum(sample.num_trained_tokens for sample in samples)
-    own = sent(samples, aggregation=learner.config.aggregation)
+    own = sent(samples, aggregation=learner.config.objective.aggregation)
     end = EndOfStep(0, 0, False, len(samples), num_tokens, sent=own)
     divisor = learner.denominator(end)
     return {n: p.grad.double() / divisor for n, p in hf_named_parameters(learner.policy)}

@@ -298,8 +298,8 @@ class Killer:
 
 def books(trainer):
     """(samples that are lost, samples that are doubled) of all batches that have ended."""
-    num_slots = trainer.cut.batch * CONFIG.batch_size
-    due = set(itertools.product(range(num_slots), range(CONFIG.samples_per_question)))
+    num_slots = trainer.cut.batch * CONFIG.batching.batch_size
+    due = set(itertools.product(range(num_slots), range(CONFIG.sampling.samples_per_question)))
     ledger = Ledger.restore(trainer.cut.ledger)  # which raises where it does not balance
     num_trained = ledger.fates.samples["trained"]
     assert set(trainer.keys) <= due and num_trained == trainer.keys.total()

@@ -43,16 +43,16 @@ def play(model, config, prompts, *, lag, seed):
     """
     rng = np.random.default_rng(seed)
     versions, groups, rows = [oracle_twin(model)], [], []
-    for batch in range(config.num_training_batches):
+    for batch in range(config.batching.num_training_batches):
         past, policy = versions[max(0, batch - lag)], copy.deepcopy(versions[-1])
-        for step in range(config.steps_per_batch):
+        for step in range(config.batching.steps_per_batch):
             samples = []
-            for _ in range(config.questions_per_step):
+            for _ in range(config.batching.questions_per_step):
                 prompt = prompts[len(groups)]
                 completions = _hand_out(past, config, prompt, max(0, batch - lag), rng)
                 rewards = tuple(rng.random(len(completions)).tolist())
                 groups.append((completions, rewards))
-                advantages = group_advantages(rewards, config.advantage)
+                advantages = group_advantages(rewards, config.objective.advantage)
                 samples += _samples(prompt, completions, advantages)
             rows.append(_step(policy, versions[-1] if step else None, samples, config))
         versions.append(policy)
@@ -63,8 +63,8 @@ def play(model, config, prompts, *, lag, seed):
 def _hand_out(past, config, prompt, batches, rng):
     """Random tokens with the log-probabilities that the policy `past` records."""
     completions = []
-    for _ in range(config.samples_per_question):
-        length = int(rng.integers(4, config.max_generation_tokens + 1))
+    for _ in range(config.sampling.samples_per_question):
+        length = int(rng.integers(4, config.sampling.max_generation_tokens + 1))
         output = rng.integers(3, 70, size=length).astype(np.int32)
         recorded = _logprobs(past, make_sample(prompt, output), config)
         completions.append(
@@ -81,7 +81,7 @@ def _hand_out(past, config, prompt, batches, rng):
 
 @torch.no_grad()
 def _logprobs(policy, sample, config):
-    return oracle_logprobs(policy, sample, temperature=config.temperature).numpy()
+    return oracle_logprobs(policy, sample, temperature=config.sampling.temperature).numpy()
 
 
 def _samples(prompt, completions, advantages):
@@ -113,7 +113,9 @@ def _step(policy, start, samples, config):
     }
     with torch.no_grad():
         for parameter, g in zip(policy.parameters(), gradients, strict=True):
-            parameter -= config.learning_rate * g / (g.abs() + config.adam_epsilon)
+            parameter -= (
+                config.optimizer.learning_rate * g / (g.abs() + config.optimizer.adam_epsilon)
+            )
     return row
 
 
@@ -143,10 +145,10 @@ def _cuts(outputs, config):
     cut = corrected = 0
     for output in outputs:
         old = old_logprobs(output, config.mode)
-        for ratio in policy_ratios(output, old, config.ratio_level):
-            above = output.advantage > 0 and ratio.item() > 1 + config.clip_high
-            below = output.advantage < 0 and ratio.item() < 1 - config.clip_low
+        for ratio in policy_ratios(output, old, config.objective.ratio_level):
+            above = output.advantage > 0 and ratio.item() > 1 + config.objective.clip_high
+            below = output.advantage < 0 and ratio.item() < 1 - config.objective.clip_low
             cut += above or below
         weights = engine_corrections(output, old, config)
-        corrected += sum(weight == config.correction_high for weight in weights)
-    return cut, corrected if config.importance_correction == "truncate" else 0
+        corrected += sum(weight == config.objective.correction_high for weight in weights)
+    return cut, corrected if config.objective.importance_correction == "truncate" else 0

@@ -158,18 +158,18 @@ def live(life, rank, port):
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
     )  # fmt: skip
     if life.death and life.death.rank == rank:
-        patched(life.death.where, dying(life.death, life.story.config.output_dir))
+        patched(life.death.where, dying(life.death, life.story.config.recording.output_dir))
     for ask in life.asks if not rank else ():
-        patched(ask.where, asking(ask, life.story.config.output_dir))
+        patched(ask.where, asking(ask, life.story.config.recording.output_dir))
     if life.failure and life.failure.rank == rank:
         patched(life.failure.where, failing(life.failure))
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s")
     if life.replays is not None:
-        arguments = [life.story.config.output_dir, "--batch", str(life.replays)]
+        arguments = [life.story.config.recording.output_dir, "--batch", str(life.replays)]
         replay(arguments, standalone_mode=False)
         return
     ranks = Ranks.start(timeout_s=TIMEOUT_S)
-    if life.story.config.algorithm == "sft":
+    if life.story.config.objective.algorithm == "sft":
         train_sft(life.story.config, ranks)
     else:
         train_asynchronously(life.story, ranks)
@@ -231,7 +231,7 @@ def main(lives_path, outcomes_path):
         port = free_port()
         log = Path(lives_path).with_name(f"life_{number}.log")
         if life.damages_newest:
-            damage(Path(life.story.config.output_dir) / "checkpoints")
+            damage(Path(life.story.config.recording.output_dir) / "checkpoints")
         started = time.monotonic()
         codes = waited([forked(life, rank, port, log) for rank in range(life.num_ranks)])
         outcomes.append({"codes": codes, "log": log.read_text(), "s": time.monotonic() - started})

@@ -55,11 +55,11 @@ def train_synchronously(story, ranks):
 def synchronous_items(story, ranks):
     """What one rank trains: all of a step's samples, known before its first round is packed."""
     config = story.config
-    facts = check_model_folder(config.model_name_or_path)
+    facts = check_model_folder(config.places.model_name_or_path)
     plan = plan_run(config, facts, *load_data(config, facts), num_ranks=ranks.world_size)
-    num_questions = config.num_training_batches * config.batch_size
-    for first in range(0, num_questions, config.questions_per_step):
-        ordinals = range(first, first + config.questions_per_step)
+    num_questions = config.batching.num_training_batches * config.batching.batch_size
+    for first in range(0, num_questions, config.batching.questions_per_step):
+        ordinals = range(first, first + config.batching.questions_per_step)
         samples = [sample for ordinal in ordinals for sample in group(story, plan, ordinal)]
         contributing = {(s.ordinal, s.index): s for s in samples if s.num_trained_tokens}
         lengths = {key: sample.num_tokens for key, sample in contributing.items()}
@@ -69,21 +69,22 @@ def synchronous_items(story, ranks):
                 for key, n in lengths.items()
             ],
             num_ranks=ranks.world_size,
-            max_tokens=config.max_tokens_per_gpu,
+            max_tokens=config.batching.max_tokens_per_gpu,
         )
         sent = [Tally()] * ranks.world_size
         for index, bins in enumerate(packed):
             parts = [tuple(contributing[key] for key in keys) for keys in bins]
             sent = [
-                known.plus(tally(part, incarnation=0, aggregation=config.aggregation))
+                known.plus(tally(part, incarnation=0, aggregation=config.objective.aggregation))
                 for known, part in zip(sent, parts, strict=True)
             ]
             yield Minibatch(index, parts[ranks.rank])
-        batch, slot = divmod(first, config.batch_size)
+        batch, slot = divmod(first, config.batching.batch_size)
         yield EndOfStep(
             batch=batch,
-            step_in_batch=slot // config.questions_per_step,
-            is_last_of_batch=slot + config.questions_per_step == config.batch_size,
+            step_in_batch=slot // config.batching.questions_per_step,
+            is_last_of_batch=slot + config.batching.questions_per_step
+            == config.batching.batch_size,
             num_samples=len(samples),
             num_tokens=sum(sample.num_trained_tokens for sample in samples),
             sent=tuple(sent),
@@ -98,15 +99,15 @@ def group(story, plan, ordinal):
     """
     attempt, config = 0, story.config
     while len(set(story.groups[ordinal, attempt].rewards)) == 1 and (
-        attempt < config.dynamic_sampling
+        attempt < config.objective.dynamic_sampling
     ):
         attempt += 1
     question, _ = plan.draw(ordinal, attempt=attempt)
     told = story.groups[ordinal, attempt]
-    advantages = group_advantages(told.rewards, method=config.advantage)
+    advantages = group_advantages(told.rewards, method=config.objective.advantage)
     for index, completion in enumerate(told.completions):
         episode = Episode.of_turn(question.input_token_ids, completion)
-        if config.mask_truncated_samples and completion.finish_reason == "length":
+        if config.objective.mask_truncated_samples and completion.finish_reason == "length":
             episode = episode.untrained()
         yield Sample(
             ordinal,
@@ -229,7 +230,7 @@ def withholding(number):
 def train_asynchronously(story, ranks):
     """The trainer as its command starts it."""
     if ranks.is_main:
-        cluster.connect(story.config.ray_address, namespace=story.config.namespace)
+        cluster.connect(story.config.places.ray_address, namespace=story.config.places.namespace)
         tell(story)
         ray.shutdown()
     torch.distributed.barrier()

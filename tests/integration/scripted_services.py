@@ -118,7 +118,7 @@ class ScriptedWorker:
         self._tried.add(ordinal)
         if is_first and ordinal in story.unlucky:
             raise WorkerError("the story wants it")
-        older = story.config.max_staleness + 1 if is_first and ordinal in story.lies else 0
+        older = story.config.sampling.max_staleness + 1 if is_first and ordinal in story.lies else 0
         if is_evaluation:
             older = newest - self._version.batches
         return tuple(self._of_this_run(completion, older) for completion in completions)

@@ -74,7 +74,7 @@ class World:
 
 
 def ordinals_of(config):
-    return range(config.num_training_batches * config.batch_size)
+    return range(config.batching.num_training_batches * config.batching.batch_size)
 
 
 def lines(path):
@@ -88,7 +88,7 @@ def make_story(world, name, options):
     keys = [(ordinal, 0) for ordinal in ordinals_of(config)] + [(REPLACED, 1), (EXHAUSTED, 1)]
     groups = {}
     for ordinal, attempt in keys:
-        version = WeightsVersion(0, ordinal // config.batch_size)
+        version = WeightsVersion(0, ordinal // config.batching.batch_size)
         made = [make_completion(twin, prompt(ordinal, attempt), version, rng) for _ in range(GROUP)]
         completions, references = zip(*made, strict=True)
         even = (ordinal, attempt) in ((REPLACED, 0), (EXHAUSTED, 0), (EXHAUSTED, 1))
@@ -118,5 +118,5 @@ def lagging_story(config, paper):
         config=config,
         groups={(ordinal, 0): Told(*told) for ordinal, told in enumerate(paper.groups)},
         latency_seed=3,
-        lies=frozenset({config.batch_size * 3 + 1}),
+        lies=frozenset({config.batching.batch_size * 3 + 1}),
     )

@@ -127,7 +127,7 @@ def begin_run(controller, story, num_ranks, witness):
         order=lambda ordinal: ordinal,
         replacement=lambda slot, *, attempt: slot,
         seed_of=None,
-        sampling=SamplingContract(story.config.temperature, (1,), 64),
+        sampling=SamplingContract(story.config.sampling.temperature, (1,), 64),
         num_ranks=num_ranks,
         incarnation=VERSION.incarnation,
     )

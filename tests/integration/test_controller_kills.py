@@ -124,7 +124,7 @@ def lived(world):
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     found = {}
     for life, outcome in zip(lives, json.loads(outcomes.read_text()), strict=True):
-        found.setdefault(Path(life.story.config.output_dir).name, []).append(outcome)
+        found.setdefault(Path(life.story.config.recording.output_dir).name, []).append(outcome)
     return found, [worker.num_leases for worker in left]
 
 

@@ -81,7 +81,7 @@ class Elastic(Run):
             order=lambda ordinal: 0,
             replacement=lambda slot, *, attempt: 0,
             seed_of=None,
-            sampling=SamplingContract(1.0, (1,), self.config.max_generation_tokens),
+            sampling=SamplingContract(1.0, (1,), self.config.sampling.max_generation_tokens),
             num_ranks=1,
             incarnation=INCARNATION,
         )
@@ -135,7 +135,9 @@ def test_a_worker_added_in_mid_run_doubles_what_is_generated_and_draining_loses_
     assert started == elastic.first.answered + elastic.second.answered
     assert set(started.values()) == {1}
     config = elastic.config
-    assert sorted(started) == list(range(config.batch_size * config.num_training_batches))
+    assert sorted(started) == list(
+        range(config.batching.batch_size * config.batching.num_training_batches)
+    )
     ends = [item for item in items if hasattr(item, "fates")]
-    assert [end.fates["trained"] for end in ends] == [64] * config.num_training_batches
+    assert [end.fates["trained"] for end in ends] == [64] * config.batching.num_training_batches
     assert max(end.sums["lag_max"] for end in ends) == 1

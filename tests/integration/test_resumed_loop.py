@@ -90,7 +90,7 @@ def lives(world):
 
     def supervised(name):
         paths = {"data_path": str(pairs), "eval_data_path": str(pairs)}
-        config = replace(world.config(name, SUPERVISED), **paths)
+        config = world.config(name, SUPERVISED).but(**paths)
         return Story(config=config, groups={})
 
     killed, resized, full = of("killed"), of("resized"), of("full")
@@ -170,7 +170,7 @@ def lived(world, lives):
         lives, json.loads((world.folder / "outcomes.json").read_text()), strict=True
     ):
         what = "" if life.replays is None else " replayed"
-        name = Path(life.story.config.output_dir).name + what
+        name = Path(life.story.config.recording.output_dir).name + what
         outcomes.setdefault(name, []).append(outcome)
     return outcomes, loaded
 

@@ -116,7 +116,7 @@ class Trainer:
             order=lambda ordinal: 0,
             replacement=lambda slot, *, attempt: 0,
             seed_of=None,
-            sampling=SamplingContract(1.0, (1,), config.max_generation_tokens),
+            sampling=SamplingContract(1.0, (1,), config.sampling.max_generation_tokens),
             num_ranks=1,
             incarnation=incarnation,
             rules=LocalRules(find_algorithm(config)),

@@ -242,7 +242,7 @@ def test_the_recorded_lag_is_the_one_that_was_forced(case, trained, papers):
     for row in trained.rows(case):
         forced = min(lag, row["iteration"])
         assert (row["avg_lag"], row["max_lag"]) == (forced, forced)
-        assert row["fate_trained"] == config.questions_per_step * GROUP
+        assert row["fate_trained"] == config.batching.questions_per_step * GROUP
     for sample in trained.samples(case):
         (((version, start, stop),),) = sample["weights_versions"]
         assert WeightsVersion.parse(version).batches == max(0, sample["batch"] - lag)

@@ -59,7 +59,9 @@ def make_story(config, model):
     for ordinal, rewards in enumerate(REWARDS):
         prompt = rng.integers(VOCAB_SIZE, size=rng.integers(2, 10)).astype(np.int32)
         outputs = [rng.integers(VOCAB_SIZE, size=rng.integers(1, 24)) for _ in rewards]
-        own = [own_logprobs(twin, prompt, output, config.temperature) for output in outputs]
+        own = [
+            own_logprobs(twin, prompt, output, config.sampling.temperature) for output in outputs
+        ]
         pairs = zip(outputs, own, strict=True)
         questions.append(Question(prompt, "", None, {}))
         completions.append(tuple(make_completion(ids, lp, rng) for ids, lp in pairs))
@@ -155,10 +157,10 @@ def streamed(model, ray_cluster, tmp_path_factory):
 def test_a_streamed_batch_has_the_gradient_of_one_float64_pass(case, streamed, model):
     story, steps = streamed[case]
     config = story.config
-    assert len(steps) == config.steps_per_batch
+    assert len(steps) == config.batching.steps_per_batch
     for number, step in enumerate(steps):
-        first = number * config.questions_per_step
-        samples = expected_samples(story, range(first, first + config.questions_per_step))
+        first = number * config.batching.questions_per_step
+        samples = expected_samples(story, range(first, first + config.batching.questions_per_step))
         expected = oracle_gradient(model, samples, config)
         for gradient, _, _ in step:
             assert relative_difference(gradient, expected) < TOLERANCE
@@ -168,8 +170,10 @@ def test_a_streamed_batch_has_the_gradient_of_one_float64_pass(case, streamed, m
 def test_both_ranks_took_part_equally_often_and_nothing_was_lost(case, streamed):
     story, steps = streamed[case]
     for number, ((_, end, sizes), (_, other_end, other_sizes)) in enumerate(steps):
-        first = number * story.config.questions_per_step
-        samples = expected_samples(story, range(first, first + story.config.questions_per_step))
+        first = number * story.config.batching.questions_per_step
+        samples = expected_samples(
+            story, range(first, first + story.config.batching.questions_per_step)
+        )
         assert end == other_end
         assert len(sizes) == len(other_sizes) >= 2
         assert min(sum(sizes), sum(other_sizes)) > 0

@@ -37,10 +37,12 @@ def asked(
 
 
 def with_train(run: Asked, **options) -> Asked:
-    return replace(run, train=replace(run.train, **options))
+    return replace(run, train=run.train.but(**options))
 
 
 def work(run: Asked, *, mean=400.0):
     """The work of any split of it, by the peaks of its devices."""
-    lengths = assumed_lengths(longest=run.train.max_generation_tokens, prompt=100, mean=mean)
+    lengths = assumed_lengths(
+        longest=run.train.sampling.max_generation_tokens, prompt=100, mean=mean
+    )
     return work_of(run, Known(), lengths)

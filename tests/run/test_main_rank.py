@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from async_grpo.config.train_config import TrainConfig
 from async_grpo.run import main_rank, sampled_data
 from async_grpo.run.main_rank import MAX_RECOVERIES, MainRank
 from async_grpo.run.sampled_data import SampledData
@@ -28,7 +29,7 @@ class World:
         self.lives, self.told, self.clients = list(lives), [], []
         self.failures = []  # of the next beginnings
         self.main = main = object.__new__(MainRank)
-        config = SimpleNamespace(stall_timeout_s=60.0, teacher_names=(), express_mesh=None)
+        config = TrainConfig(model_name_or_path="m", data_path="d", stall_timeout_s=60.0)
         main.plan = SimpleNamespace(config=config, sets=("held out",))
         main.report = SimpleNamespace(
             stood_still=lambda metric, seconds: self.told.append(seconds) if seconds else None,

@@ -1,7 +1,7 @@
 """A batch that is trained again comes to the same bits, or the minibatch that does not is named."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -141,7 +141,7 @@ def test_the_earliest_difference_of_all_ranks_is_told_on_each_of_them(recorded):
 
 
 def run_record(batch, world_size=1, **options):
-    config = asdict(make_config(**options))
+    config = make_config(**options).options()
     return {"kind": "run", "batch": batch, "config": config, "world_size": world_size,
             "machine": {}}  # fmt: skip
 
@@ -170,7 +170,7 @@ def test_a_record_reaches_as_far_as_options_and_ranks_stay_the_same(tmp_path):
     assert read_record(tmp_path, batch=12).batches == range(12, 20)
     latest = read_record(tmp_path, batch=None)
     assert latest.batches == range(20, 23)
-    assert (latest.world_size, latest.config.learning_rate) == (2, 1e-5)
+    assert (latest.world_size, latest.config.optimizer.learning_rate) == (2, 1e-5)
     for batch in (3, 23):
         with pytest.raises(ConfigError, match=f"from 4 to 22, got {batch}"):
             read_record(tmp_path, batch=batch)

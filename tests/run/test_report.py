@@ -58,9 +58,9 @@ def resumed(config, report, *, batches, state=None):
     """The start after a checkpoint that `report`'s run of `config` left."""
     state = json.loads(json.dumps({"report": state or report.state(), "clocks": {}}))
     manifest = Manifest(
-        batches=batches, world_size=1, config=dataclasses.asdict(config), hashes={}, state=state
+        batches=batches, world_size=1, config=config.options(), hashes={}, state=state
     )
-    folder = f"{config.output_dir}/checkpoints/batch_{batches}"
+    folder = f"{config.recording.output_dir}/checkpoints/batch_{batches}"
     return Start(Path(folder), manifest)
 
 
@@ -134,7 +134,7 @@ def test_the_first_lines_and_the_parameters_say_of_each_pool_whether_it_confines
         "v1": "shipped rewards run confined; own rewards run confined",
         "v2": confinement_in_words(second.confinement),
     }
-    assert told["output_dir"] == config.output_dir
+    assert told["output_dir"] == config.recording.output_dir
     said = [(r.levelname, r.message) for r in caplog.records if r.message.startswith("v")]
     assert [level for level, _ in said] == ["INFO", "WARNING"]
     assert "v2: own rewards run UNCONFINED" in said[1][1] and "bwrap: no" in said[1][1]

@@ -4,14 +4,13 @@ import json
 import logging
 import random
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.config.option import flag
+from async_grpo.config.option import flag, option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.alarm_conditions import CONDITIONS, NUM_COMPARED, NUM_NOW, NUM_STEPS
 from async_grpo.telemetry.alarms import (
@@ -278,7 +277,7 @@ def test_each_kind_of_failure_is_raised_once_and_over_when_no_group_fails():
 
 
 def test_words_name_options_that_exist():
-    known = {flag(each.name) for each in fields(TrainConfig)}
+    known = set(map(flag, option_fields(TrainConfig)))
     for wrong, _ in PROVOKED.values():
         (sentence,) = sentences([HEALTHY] * 50 + wrong)
         assert set(re.findall(r"--[\w-]+", sentence)) <= known

@@ -1,14 +1,13 @@
 """What steps take their time for is said in words, of measured shares, and does not flicker."""
 
 import re
-from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.config.option import flag
+from async_grpo.config.option import flag, option_fields
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.telemetry.bottleneck import (
     NUM_AVERAGED,
@@ -83,7 +82,7 @@ def test_each_cause_is_told_by_what_steps_measure(cause):
 
 
 def test_words_name_options_that_exist():
-    known = {flag(each.name) for each in fields(TrainConfig)}
+    known = set(map(flag, option_fields(TrainConfig)))
     named = {name for words in WORDS.values() for name in re.findall(r"--[\w-]+", " ".join(words))}
     assert named <= known
     assert len(named) > 5

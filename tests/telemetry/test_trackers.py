@@ -1,4 +1,3 @@
-import dataclasses
 import logging
 import subprocess
 import sys
@@ -120,7 +119,7 @@ def test_a_run_that_goes_on_is_one_run_in_tensorboard_without_what_was_lost(tmp_
     for step in (1, 2, 3):
         first.log({"avg_reward": 0.1 * step}, step=step)
     first.finish()
-    config = dataclasses.replace(options(tmp_path, ["tensorboard"]), run_name="renamed")
+    config = options(tmp_path, ["tensorboard"]).but(run_name="renamed")
     second = Trackers(config, first_step=3)  # from a checkpoint after step 2
     second.log({"avg_reward": 0.75}, step=3)
     second.finish()
@@ -130,13 +129,13 @@ def test_a_run_that_goes_on_is_one_run_in_tensorboard_without_what_was_lost(tmp_
 
 
 def test_a_run_is_called_as_its_output_folder(tmp_path):
-    config = dataclasses.replace(options(tmp_path / "ours", ["tensorboard"]), run_name="")
+    config = options(tmp_path / "ours", ["tensorboard"]).but(run_name="")
     Trackers(config).finish()
     assert (tmp_path / "ours" / "tensorboard" / "ours").is_dir()
 
 
 def test_trackers_are_told_which_run_goes_on(tmp_path):
-    config = dataclasses.replace(options(tmp_path, ["wandb"]), tracker_project="countdown")
+    config = options(tmp_path, ["wandb"]).but(tracker_project="countdown")
     (tmp_path / RUNS_FILE).write_text('{"wandb": "3f", "mlflow": "a0", "trackio": "run"}')
     new, goes_on = (tracked_run(config, first_step=step) for step in (1, 9))
     place = {"dir": str(tmp_path), "name": "run"}
@@ -155,7 +154,7 @@ def test_a_registered_tracker_gets_config_rows_and_the_end(tmp_path, fake):
     (tracker,) = fake.made
     assert tracker.calls == [
         ("start", None, None),
-        ("config", dataclasses.asdict(options(tmp_path, ["fake", "fake"])), None),
+        ("config", options(tmp_path, ["fake", "fake"]).options(), None),
         ("log", {"step": 3, "avg_reward": 0.5}, 3),
         ("finish", None, None),
     ]

@@ -42,7 +42,7 @@ def objective(outputs: Sequence[Output], config: TrainConfig) -> Tensor:
 
 def divisor(outputs: Sequence[Output], config: TrainConfig) -> int:
     """D: samples, or their unmasked tokens."""
-    if config.aggregation == "token-mean":
+    if config.objective.aggregation == "token-mean":
         return sum(len(output.logprobs) for output in outputs)
     return len(outputs)
 
@@ -50,24 +50,28 @@ def divisor(outputs: Sequence[Output], config: TrainConfig) -> int:
 def sample_loss(output: Output, config: TrainConfig) -> Tensor:
     """Σ_t w_i (W_it policy_it + β kl_it - c entropy_it)."""
     old = old_logprobs(output, config.mode)
-    ratios = policy_ratios(output, old, config.ratio_level)
+    ratios = policy_ratios(output, old, config.objective.ratio_level)
     corrections = engine_corrections(output, old, config)
     total = torch.zeros((), dtype=torch.float64)
     for t, logprob in enumerate(output.logprobs):
         loss = corrections[t] * policy_term(ratios[t], logprob, output.advantage, config)
-        if config.kl_in_loss:
-            penalty = kl_term(logprob, output.reference[t], old[t], config.kl_estimator)
-            loss = loss + config.kl_coefficient * penalty
-        loss = loss - config.entropy_coefficient * output.entropies[t]
+        if config.objective.kl_in_loss:
+            penalty = kl_term(logprob, output.reference[t], old[t], config.objective.kl_estimator)
+            loss = loss + config.objective.kl_coefficient * penalty
+        loss = loss - config.objective.entropy_coefficient * output.entropies[t]
         total = total + token_weight(len(output.logprobs), config) * loss
     return total
 
 
 def token_weight(length: int, config: TrainConfig) -> float:
     """w_i of a sample with `length` unmasked tokens."""
-    if config.aggregation == "sample-mean":
+    if config.objective.aggregation == "sample-mean":
         return 1 / length
-    return 1.0 if config.aggregation == "token-mean" else 1 / config.constant_length_samples
+    return (
+        1.0
+        if config.objective.aggregation == "token-mean"
+        else 1 / config.objective.constant_length_samples
+    )
 
 
 def old_logprobs(output: Output, mode: str) -> list[float]:
@@ -89,34 +93,38 @@ def policy_ratios(output: Output, old: Sequence[float], level: str) -> list[Tens
 
 def policy_term(ratio: Tensor, logprob: Tensor, advantage: float, config: TrainConfig) -> Tensor:
     """-A times the ratio while that improves nothing beyond the clip, or CISPO's weighted -A lp."""
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low, high = 1 - config.objective.clip_low, 1 + config.objective.clip_high
     value = ratio.item()
-    if config.policy_loss == "cispo":
+    if config.objective.policy_loss == "cispo":
         weight = low if value < low else high if value > high else value
         return -weight * advantage * logprob
     if advantage >= 0:
         return -advantage * (ratio if value <= high else 0 * ratio + high)
     if value < low:
         return -advantage * (0 * ratio + low)
-    if config.dual_clip and value > config.dual_clip:
-        return -advantage * (0 * ratio + config.dual_clip)
+    if config.objective.dual_clip and value > config.objective.dual_clip:
+        return -advantage * (0 * ratio + config.objective.dual_clip)
     return -advantage * ratio
 
 
 def engine_corrections(output: Output, old: Sequence[float], config: TrainConfig) -> list[float]:
     """The constants W: trainer over engine, truncated above, or 0 outside inclusive bounds."""
     logs = [then - said for then, said in zip(old, output.behaviour, strict=True)]
-    if config.correction_level == "sequence":
+    if config.objective.correction_level == "sequence":
         logs = [math.fsum(logs)] * len(logs)
     return [_corrected(math.exp(log), config) for log in logs]
 
 
 def _corrected(ratio: float, config: TrainConfig) -> float:
-    if config.importance_correction == "none":
+    if config.objective.importance_correction == "none":
         return 1.0
-    if config.importance_correction == "truncate":
-        return min(ratio, config.correction_high)
-    return ratio if config.correction_low <= ratio <= config.correction_high else 0.0
+    if config.objective.importance_correction == "truncate":
+        return min(ratio, config.objective.correction_high)
+    return (
+        ratio
+        if config.objective.correction_low <= ratio <= config.objective.correction_high
+        else 0.0
+    )
 
 
 def kl_term(logprob: Tensor, reference: float, old: float, estimator: str) -> Tensor:
@@ -133,14 +141,18 @@ def distance_to_a_cut(outputs: Sequence[Output], config: TrainConfig) -> float:
     nearest = math.inf
     for output in outputs:
         old = old_logprobs(output, config.mode)
-        if config.policy_loss == "clip":
-            bounds = (1 - config.clip_low, 1 + config.clip_high, config.dual_clip)
-            for ratio in policy_ratios(output, old, config.ratio_level):
+        if config.objective.policy_loss == "clip":
+            bounds = (
+                1 - config.objective.clip_low,
+                1 + config.objective.clip_high,
+                config.objective.dual_clip,
+            )
+            for ratio in policy_ratios(output, old, config.objective.ratio_level):
                 nearest = min(nearest, *(abs(ratio.item() - bound) for bound in bounds))
-        if config.importance_correction == "mask":
+        if config.objective.importance_correction == "mask":
             logs = [then - said for then, said in zip(old, output.behaviour, strict=True)]
-            logs = [math.fsum(logs)] if config.correction_level == "sequence" else logs
-            for bound in (config.correction_low, config.correction_high):
+            logs = [math.fsum(logs)] if config.objective.correction_level == "sequence" else logs
+            for bound in (config.objective.correction_low, config.objective.correction_high):
                 nearest = min([nearest, *(abs(math.exp(log) - bound) for log in logs)])
     return nearest
 
@@ -153,7 +165,7 @@ def cancellation(loss: Tensor, outputs: Sequence[Output], config: TrainConfig) -
     """
     tokens = [logprob for output in outputs for logprob in output.logprobs]
     slopes = torch.autograd.grad(loss, tokens, retain_graph=True, allow_unused=True)
-    penalty = config.kl_coefficient if config.kl_in_loss else 0.0
+    penalty = config.objective.kl_coefficient if config.objective.kl_in_loss else 0.0
     size = 0.0
     for output in outputs:
         length = len(output.logprobs)
@@ -172,12 +184,16 @@ def shaped_reward(
     reference: Sequence[float],
 ) -> float:
     """What advantages are made of: less DAPO's punishment of `length`, less k1 of own tokens."""
-    free = config.max_generation_tokens - config.overlong_buffer_tokens
+    free = config.sampling.max_generation_tokens - config.objective.overlong_buffer_tokens
     if length > free:
-        reward -= config.overlong_penalty * (length - free) / config.overlong_buffer_tokens
-    if config.kl_estimator == "k1":
+        reward -= (
+            config.objective.overlong_penalty
+            * (length - free)
+            / config.objective.overlong_buffer_tokens
+        )
+    if config.objective.kl_estimator == "k1":
         pairs = zip(behaviour, reference, strict=True)
-        reward -= config.kl_coefficient * math.fsum(said - ref for said, ref in pairs)
+        reward -= config.objective.kl_coefficient * math.fsum(said - ref for said, ref in pairs)
     return reward
 
 

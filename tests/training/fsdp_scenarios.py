@@ -228,8 +228,8 @@ def largest_tensors(rank, *, tied):
 
 def layers_after_forward(rank, *, strategy, source, target):
     """Whether the layers of a learner's policy are whole between forward and backward pass."""
-    config = replace(
-        CONFIG, model_name_or_path=source, output_dir=target, fsdp_sharding_strategy=strategy
+    config = CONFIG.but(
+        model_name_or_path=source, output_dir=target, fsdp_sharding_strategy=strategy
     )
     policy = build_learner(rank, config).policy
     samples = make_samples(tiny_model(tied=True))
@@ -242,7 +242,7 @@ def layers_after_forward(rank, *, strategy, source, target):
 
 def deferring_learner(rank, *, source, target):
     """A step as a run takes it: (whether gradients were reduced before its end, its result)."""
-    config = replace(CONFIG, model_name_or_path=source, output_dir=target, defer_gradient_sync=True)
+    config = CONFIG.but(model_name_or_path=source, output_dir=target, defer_gradient_sync=True)
     learner = build_learner(rank, config)
     samples = make_samples(tiny_model(tied=True))
     for index, part in enumerate(usual_rounds(rank, samples)):
@@ -257,13 +257,13 @@ def make_ranks(rank, *, hybrid=False):
 
 
 def build_learner(rank, config):
-    hybrid = config.fsdp_sharding_strategy == "HYBRID_SHARD"
+    hybrid = config.memory.fsdp_sharding_strategy == "HYBRID_SHARD"
     return Learner.build(config, make_ranks(rank, hybrid=hybrid))
 
 
 def held_out(rank, *, source, target):
     """The held-out loss before and after a step, and the weights after it."""
-    config = replace(CONFIG, model_name_or_path=source, output_dir=target, algorithm="sft")
+    config = CONFIG.but(model_name_or_path=source, output_dir=target, algorithm="sft")
     learner = build_learner(rank, config)
     evaluation = HeldOutPairs(make_pairs(7), learner, make_ranks(rank))
     before = evaluation.loss()
@@ -325,7 +325,7 @@ def taught_in_bf16(rank):
 def world(rank, *, source, target, models):
     """Every scenario: starting processes costs more than running it."""
     f64 = torch.float64
-    deferred = replace(CONFIG, defer_gradient_sync=True)
+    deferred = CONFIG.but(defer_gradient_sync=True)
     return {
         "tied": one_step(rank),
         "untied": one_step(rank, tied=False),
@@ -354,9 +354,9 @@ def world(rank, *, source, target, models):
         "offloaded f64": one_step(rank, dtype=f64, offload=True),
         "offloaded hybrid deferred": one_step(rank, offload=True, hybrid=True, config=deferred),
         "offloaded hybrid": one_step(rank, offload=True, hybrid=True),
-        "host optimizer": one_step(rank, config=replace(CONFIG, offload="optimizer")),
+        "host optimizer": one_step(rank, config=CONFIG.but(offload="optimizer")),
         "host optimizer hybrid f64": one_step(
-            rank, config=replace(CONFIG, offload="optimizer"), hybrid=True, dtype=f64
+            rank, config=CONFIG.but(offload="optimizer"), hybrid=True, dtype=f64
         ),
         "partitions": partitions(rank, config=CONFIG),
         "deferred partitions": partitions(rank, config=deferred),

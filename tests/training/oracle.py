@@ -206,7 +206,7 @@ def oracle_outputs(
     for index, sample in enumerate(samples):
         rows = sample.episode.rows
         trained = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
-        logprobs, entropies = oracle_scores(model, sample, temperature=config.temperature)
+        logprobs, entropies = oracle_scores(model, sample, temperature=config.sampling.temperature)
         outputs.append(
             Output(
                 sample.advantage,

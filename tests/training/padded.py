@@ -85,7 +85,9 @@ def ours(batch: PaddedBatch, config: TrainConfig, *, old: Tensor | None = None):
     if old is not None:
         packed = replace(packed, scores={**packed.scores, "old": old[trained]})
     result = grpo_loss(logprobs[trained], entropies[trained], packed, config=config)
-    divisor = batch.num_tokens if config.aggregation == "token-mean" else len(batch.advantages)
+    divisor = (
+        batch.num_tokens if config.objective.aggregation == "token-mean" else len(batch.advantages)
+    )
     return with_gradients(result.loss / divisor, logprobs, entropies)
 
 
@@ -93,8 +95,8 @@ def pack(batch: PaddedBatch, config: TrainConfig, *, dtype: torch.dtype = torch.
     """The trained positions, row after row."""
     return collate(
         [_sample(batch, row) for row in range(len(batch.advantages))],
-        aggregation=config.aggregation,
-        constant_length=config.constant_length_samples,
+        aggregation=config.objective.aggregation,
+        constant_length=config.objective.constant_length_samples,
         dtype=dtype,
     )
 

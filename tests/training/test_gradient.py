@@ -123,7 +123,7 @@ def make_groups(rng, *, num_groups, model, config):
         members = random_samples(
             rng,
             count,
-            temperature=config.temperature,
+            temperature=config.sampling.temperature,
             one_prompt=rng.random() < 0.8,
             max_rows=1 if has_sequence_terms(config) else 3,
             model=model,
@@ -134,8 +134,11 @@ def make_groups(rng, *, num_groups, model, config):
 
 def has_sequence_terms(config):
     """Such ratios are refused for episodes of several rows."""
-    corrects = config.importance_correction != "none" and config.correction_level == "sequence"
-    return corrects or config.ratio_level == "sequence"
+    corrects = (
+        config.objective.importance_correction != "none"
+        and config.objective.correction_level == "sequence"
+    )
+    return corrects or config.objective.ratio_level == "sequence"
 
 
 def _verified(rng, sample):
@@ -171,11 +174,11 @@ def oracle_group(group, config):
                 reference=sample.scores["reference"][mask].tolist(),
             )
         )
-    advantages = group_advantages(rewards, config.advantage)
+    advantages = group_advantages(rewards, config.objective.advantage)
     samples = []
     for sample, advantage in zip(group, advantages, strict=True):
         episode = sample.episode
-        if config.mask_truncated_samples and episode.turns[-1].finish_reason == "length":
+        if config.objective.mask_truncated_samples and episode.turns[-1].finish_reason == "length":
             rows = (replace(row, loss_mask=row.loss_mask & False) for row in episode.rows)
             episode = replace(episode, rows=tuple(rows))
         samples.append(replace(sample, episode=episode, advantage=advantage))
@@ -228,7 +231,7 @@ def streamed(policy, samples, ranks, config, *, start=None, chunk_size):
             total[name] += 0.0 if parameter.grad is None else parameter.grad
     whole = [part for part in samples if part.row == 0]
     num_tokens = sum(sample.num_trained_tokens for sample in whole)
-    divisor = num_tokens if config.aggregation == "token-mean" else len(whole)
+    divisor = num_tokens if config.objective.aggregation == "token-mean" else len(whole)
     gradient = {name: value.double() / divisor for name, value in total.items()}
     return loss / divisor, gradient
 
@@ -237,13 +240,13 @@ def backward(policy, samples, indices, config, *, start, chunk_size):
     dtype = policy.model.dtype
     packed = collate(
         [samples[index] for index in indices],
-        aggregation=config.aggregation,
-        constant_length=config.constant_length_samples,
+        aggregation=config.objective.aggregation,
+        constant_length=config.objective.constant_length_samples,
         scores=find_algorithm(config).score_columns,
         share_prompts=policy.shares_prompts,
         dtype=dtype,
     )
-    scored = policy(packed, temperature=config.temperature, chunk_size=chunk_size)
+    scored = policy(packed, temperature=config.sampling.temperature, chunk_size=chunk_size)
     if start is not None:
         parts = [start[index][samples[index].episode.rows[0].loss_mask] for index in indices]
         old = torch.tensor(np.concatenate([[], *parts]), dtype=dtype)
@@ -268,7 +271,7 @@ def check(config, *, precision, seed, num_groups, num_ranks, chunk_size, tied):
     assume(dtype == torch.float64 or distance_to_a_cut(outputs, config) > CUT)
     expected_loss = objective(outputs, config)
     left = cancellation(expected_loss, outputs, config)
-    assume(left == 0 or left > CANCELLED or config.entropy_coefficient)
+    assume(left == 0 or left > CANCELLED or config.objective.entropy_coefficient)
     expected_loss.backward()
     expected = {name: parameter.grad for name, parameter in twin.named_parameters()}
     samples, start = cut_into_parts(samples, start)

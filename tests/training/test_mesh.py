@@ -44,4 +44,4 @@ def test_groups_that_do_not_hold_all_ranks_are_refused(shard_ranks, made):
 )
 def test_the_options_say_how_many_share(options, shard_ranks):
     config = TrainConfig(model_name_or_path="m", data_path="d", **options)
-    assert config.shard_ranks == shard_ranks
+    assert config.memory.shard_ranks == shard_ranks

@@ -111,7 +111,7 @@ def test_a_log_gives_back_steps_to_the_bit(tmp_path):
     assert np.isnan(sums.loss) and sums.num_tokens == 3 and sums.weight == pytest.approx(1.0)
     assert sums.gradients != logged_minibatch(first.minibatches[0])[1].gradients
     (run,) = logged_runs(tmp_path / LOG_FOLDER, rank=0)
-    assert run["config"]["batch_size"] == make_config().batch_size
+    assert run["config"]["batch_size"] == make_config().batching.batch_size
     assert run["machine"]["torch"] == torch.__version__
 
 

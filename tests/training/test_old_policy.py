@@ -1,7 +1,6 @@
 """The decoupled ratio compares with the policy at the start of the batch, after steps of it too."""
 
 import copy
-import dataclasses
 
 import numpy as np
 import pytest
@@ -134,7 +133,7 @@ def sharded_scenario(rank):
 def two_steps(rank, *, defer):
     """The parameters after two decoupled steps of two minibatches each."""
     policy = shard(PolicyModel(tiny_model(tied=True)), init_device_mesh("cpu", (2,)))
-    step = equip(policy, dataclasses.replace(CONFIG, defer_gradient_sync=defer))
+    step = equip(policy, CONFIG.but(defer_gradient_sync=defer))
     samples = random_samples(np.random.default_rng(5), 8, model=tiny_model(tied=True))
     for first in (0, 4):
         for part in (samples[first + rank : first + rank + 1], samples[first + 2 + rank :][:1]):

@@ -65,7 +65,7 @@ def test_update_equals_clipped_adamw_on_the_oracle_gradient():
     gradient = oracle_gradient(model, samples, config)
     for name, parameter in expected.named_parameters():
         parameter.grad = gradient[name]
-    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), config.max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), config.optimizer.max_grad_norm)
     decayed = [p for p in expected.parameters() if p.ndim == 2]
     spared = [p for p in expected.parameters() if p.ndim == 1]
     torch.optim.AdamW(
@@ -82,7 +82,7 @@ def test_update_equals_clipped_adamw_on_the_oracle_gradient():
     assert result.num_minibatches == 3
     assert result.learning_rate == 1e-2 / 4
     assert result.grad_norm == pytest.approx(norm.item(), rel=1e-10)
-    assert result.grad_norm > config.max_grad_norm
+    assert result.grad_norm > config.optimizer.max_grad_norm
     assert result.metrics["trained_samples"] == 4
     assert result.metrics["trained_tokens"] == sum(s.num_trained_tokens for s in samples)
     for (name, got), want in zip(

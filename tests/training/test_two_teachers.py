@@ -44,7 +44,7 @@ def gradient(policy, config, samples, *, heads, kind):
     policy.zero_grad()
     packed = collate(
         samples,
-        aggregation=config.aggregation,
+        aggregation=config.objective.aggregation,
         scores=algorithm.score_columns,
         scores_of_given=algorithm.scores_of_given,
         dtype=torch.float64,

@@ -18,8 +18,8 @@ def make_outputs(*samples, **options):
     made = [make_sample([1], [2] * len(sample["behaviour"]), **sample) for sample in samples]
     packed = collate(
         made,
-        aggregation=config.aggregation,
-        constant_length=config.constant_length_samples,
+        aggregation=config.objective.aggregation,
+        constant_length=config.objective.constant_length_samples,
         dtype=torch.float64,
     )
     return packed, config

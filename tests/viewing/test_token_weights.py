@@ -1,6 +1,6 @@
 """What the page computes of a token's weight is what the trainer did with it."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ OBJECTIVES = [
 
 
 def options_of(config):
-    return {name: getattr(config, name) for name in build.OPTIONS} | {"mode": config.mode}
+    return {name: config.options()[name] for name in build.OPTIONS} | {"mode": config.mode}
 
 
 @NEEDS_NODE
@@ -47,8 +47,8 @@ def test_the_page_has_the_gradient_of_every_objective(options):
     samples = random_samples(rng, 6, model=model)
     packed = collate(
         samples,
-        aggregation=config.aggregation,
-        constant_length=config.constant_length_samples,
+        aggregation=config.objective.aggregation,
+        constant_length=config.objective.constant_length_samples,
         dtype=torch.float64,
     )
     behaviour = packed.behaviour_logprobs.double()
@@ -99,7 +99,7 @@ def trained_run(folder, *, again=False, **options):
     parts = [tuple(part for sample in own for part in sample.parts()) for own in
              (samples[:2], samples[2:])]  # fmt: skip
     rounds = [Minibatch(number, own) for number, own in enumerate([*parts, ()])]
-    write_json_atomic(folder / "training_params.json", asdict(learner.config))
+    write_json_atomic(folder / "training_params.json", learner.config.options())
     for minibatch in rounds:
         learner.accumulate(minibatch)
     end = EndOfStep(0, 1, True, num_samples=4, num_tokens=50, sent=sent(samples))

@@ -35,7 +35,7 @@ class Taught:
         return torch.from_numpy(hidden).double() @ self.head.T + self.bias
 
     def on_rank(self, config, dtype):
-        if config.teacher_payload != "hidden":
+        if config.teaching.teacher_payload != "hidden":
             return Teacher(self.width)
         return Teacher(self.width, Head(self.head.to(dtype), self.bias.to(dtype)))
 
@@ -53,14 +53,14 @@ def make_samples(rng, config, teachers, *, count, model, max_rows, share_given):
     """Samples of which some are given, each with a teacher: (samples, their teachers, hidden)."""
     samples, numbers, states = [], [], []
     for sample in random_samples(
-        rng, count, temperature=config.temperature, max_rows=max_rows, model=model
+        rng, count, temperature=config.sampling.temperature, max_rows=max_rows, model=model
     ):
         number = int(rng.integers(len(teachers)))
         length = len(sample.scores["reference"])
         hidden = rng.normal(0, 0.5, (length, HIDDEN)).astype(np.float32)
         own = (sample.scores["reference"] + rng.normal(0, 1, length)).astype(np.float32)
         said = {"teacher": own, **payload(config, teachers, number, hidden)}
-        is_given = config.gkd_coefficient > 0 and rng.random() < share_given
+        is_given = config.teaching.gkd_coefficient > 0 and rng.random() < share_given
         scores = said if is_given else sample.scores | said
         samples.append(replace(as_given(sample) if is_given else sample, scores=scores))
         numbers.append(number)
@@ -70,19 +70,22 @@ def make_samples(rng, config, teachers, *, count, model, max_rows, share_given):
 
 def payload(config, teachers, number, hidden):
     """What the rank fetches of these tokens."""
-    if not config.gkd_coefficient:
+    if not config.teaching.gkd_coefficient:
         return {}
     logits = teachers[number].logits(hidden)
     index = {"teacher.index": np.full(len(hidden), number, np.int32)}
-    if config.teacher_payload == "hidden":
+    if config.teaching.teacher_payload == "hidden":
         return {"teacher.hidden": hidden, **index}
-    if config.teacher_payload == "logits":
+    if config.teaching.teacher_payload == "logits":
         widest = max(teacher.width for teacher in teachers)
         filled = np.zeros((len(hidden), widest), np.float32)
         filled[:, : logits.shape[1]] = logits
         return {"teacher.logits": filled, **index}
     ids, logprobs, tail = top_k_with_tail(
-        logits, config.gkd_top_k, temperature=config.gkd_temperature, width=VOCAB_SIZE
+        logits,
+        config.teaching.gkd_top_k,
+        temperature=config.teaching.gkd_temperature,
+        width=VOCAB_SIZE,
     )
     said = {"teacher.ids": ids.numpy(), "teacher.logprobs": logprobs.float().numpy()}
     return {**said, "teacher.tail": tail.float().numpy(), **index}
@@ -102,13 +105,17 @@ def objective(model, samples, config, teachers, numbers, states):
         if not mask.any():
             continue
         loss = 0.0 if sample.episode.is_given else sampled_terms(model, sample, config)
-        if config.gkd_coefficient:
-            scale = config.gkd_temperature**2 if config.gkd_square_temperature else 1.0
+        if config.teaching.gkd_coefficient:
+            scale = (
+                config.teaching.gkd_temperature**2
+                if config.teaching.gkd_square_temperature
+                else 1.0
+            )
             found = divergences(model, sample, config, teachers[number], hidden)[mask]
-            loss = loss + config.gkd_coefficient * scale * found.sum()
+            loss = loss + config.teaching.gkd_coefficient * scale * found.sum()
         total = total + weight_of(int(mask.sum()), config) * loss
     num_tokens = sum(sample.num_trained_tokens for sample in samples)
-    return total / (num_tokens if config.aggregation == "token-mean" else len(samples))
+    return total / (num_tokens if config.objective.aggregation == "token-mean" else len(samples))
 
 
 def sampled_terms(model, sample, config):
@@ -117,19 +124,22 @@ def sampled_terms(model, sample, config):
     mask = np.concatenate([row.loss_mask for row in sample.episode.rows])
     teacher = sample.scores["teacher"][mask].tolist()
     old = old_logprobs(output, config.mode)
-    ratios = policy_ratios(output, old, config.ratio_level)
+    ratios = policy_ratios(output, old, config.objective.ratio_level)
     corrections = engine_corrections(output, old, config)
     total = torch.zeros((), dtype=torch.float64)
     for t, logprob in enumerate(output.logprobs):
         gap = teacher[t] - logprob.item()
-        if config.opd_clip:
-            gap = max(-config.opd_clip, min(config.opd_clip, gap))
-        advantage = config.reward_coefficient * output.advantage + config.opd_coefficient * gap
+        if config.teaching.opd_clip:
+            gap = max(-config.teaching.opd_clip, min(config.teaching.opd_clip, gap))
+        advantage = (
+            config.teaching.reward_coefficient * output.advantage
+            + config.teaching.opd_coefficient * gap
+        )
         loss = corrections[t] * policy_term(ratios[t], logprob, advantage, config)
-        if config.kl_in_loss:
-            penalty = kl_term(logprob, output.reference[t], old[t], config.kl_estimator)
-            loss = loss + config.kl_coefficient * penalty
-        total = total + loss - config.entropy_coefficient * output.entropies[t]
+        if config.objective.kl_in_loss:
+            penalty = kl_term(logprob, output.reference[t], old[t], config.objective.kl_estimator)
+            loss = loss + config.objective.kl_coefficient * penalty
+        total = total + loss - config.objective.entropy_coefficient * output.entropies[t]
     return total
 
 
@@ -140,8 +150,12 @@ def divergences(model, sample, config, teacher, hidden):
         ids = torch.from_numpy(np.concatenate([row.prompt_token_ids, row.token_ids]).astype("i8"))
         logits = model(input_ids=ids[None], use_cache=False).logits[0]
         parts.append(logits[len(row.prompt_token_ids) - 1 : -1])
-    logits, alpha, temperature = torch.cat(parts), config.gkd_alpha, config.gkd_temperature
-    if config.teacher_payload != "topk":
+    logits, alpha, temperature = (
+        torch.cat(parts),
+        config.teaching.gkd_alpha,
+        config.teaching.gkd_temperature,
+    )
+    if config.teaching.teacher_payload != "topk":
         said = sample.scores.get("teacher.logits")
         said = teacher.logits(hidden) if said is None else torch.from_numpy(said).double()
         said = said[:, : teacher.width]

@@ -107,7 +107,7 @@ def gradient_of_ranks(rank, *, kind):
     for part in (samples[:3], []) if rank else ([], samples[3:]):
         packed = collate(
             part,
-            aggregation=config.aggregation,
+            aggregation=config.objective.aggregation,
             scores=algorithm.score_columns,
             scores_of_given=algorithm.scores_of_given,
             dtype=torch.float64,
@@ -158,7 +158,7 @@ def test_given_tokens_beside_sampled_ones_cost_no_copy_of_what_teachers_say(kind
     algorithm = find_algorithm(config)
     packed = collate(
         samples,
-        aggregation=config.aggregation,
+        aggregation=config.objective.aggregation,
         scores=algorithm.score_columns,
         scores_of_given=algorithm.scores_of_given,
     )

@@ -67,13 +67,15 @@ def gradient_of(policy, parts, ranks, config, teachers, *, chunk_size):
     for indices in (indices for minibatches in ranks for indices in minibatches):
         packed = collate(
             [parts[index] for index in indices],
-            aggregation=config.aggregation,
+            aggregation=config.objective.aggregation,
             scores=algorithm.score_columns,
             scores_of_given=algorithm.scores_of_given,
             share_prompts=policy.shares_prompts,
             dtype=dtype,
         )
-        scored = policy(packed, temperature=config.temperature, chunk_size=chunk_size, terms=terms)
+        scored = policy(
+            packed, temperature=config.sampling.temperature, chunk_size=chunk_size, terms=terms
+        )
         found = algorithm.loss(scored, packed).loss
         found.backward()
         loss += found.item()
@@ -119,7 +121,7 @@ def test_gradient_is_the_oracle_s_for_any_mixture_and_streaming(
         MODELS[tied, dtype], parts, ranks, config, teachers, chunk_size=chunk_size
     )
     num_tokens = sum(sample.num_trained_tokens for sample in samples)
-    d = num_tokens if config.aggregation == "token-mean" else len(samples)
+    d = num_tokens if config.objective.aggregation == "token-mean" else len(samples)
     # What a teacher says is float32 in both: its cells are 1 together to that only.
     rounding = max(PRECISIONS[dtype], 1e-6)
     assert loss / d == pytest.approx(expected_loss.item(), rel=rounding, abs=rounding)

@@ -1,0 +1,78 @@
+"""The options of batches and of the outputs that are sampled for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_grpo.config.option import POSITIVE, Change, Options, flag, option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingOptions(Options):
+    """What batches, gradient steps and minibatches are made of."""
+
+    num_training_batches: int = option(100, must=POSITIVE, group="Batches and sampling")
+    """batches to train"""
+    batch_size: int = option(32, must=POSITIVE, change=Change.FIXED)
+    """questions (sft: pairs) a batch; weights are published once each"""
+    max_tokens_per_gpu: int = option(16384, must=POSITIVE)
+    """prompt + output tokens of one rank's minibatch"""
+    train_minibatch_size: int = option(0, change=Change.FIXED)
+    """questions a gradient step, a divisor of --batch-size; 0: the whole batch"""
+    deterministic: bool = option(False)
+    """form rounds in ordinal order from complete steps; needs --max-staleness 0"""
+
+    def check(self) -> None:
+        """See `Options`."""
+        if self.batch_size % self.questions_per_step:
+            raise self.refusal(
+                "train_minibatch_size",
+                f"counts questions and must divide --batch-size ({self.batch_size})",
+                "choose a divisor, or 0 for one gradient step a batch",
+            )
+
+    @property
+    def questions_per_step(self) -> int:
+        """Questions a gradient step: M of the design."""
+        return self.train_minibatch_size or self.batch_size
+
+    @property
+    def steps_per_batch(self) -> int:
+        return self.batch_size // self.questions_per_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions(Options):
+    """How outputs are sampled, by which weights, and within which time."""
+
+    samples_per_question: int = option(
+        8, must=POSITIVE, change=Change.FIXED, group="Batches and sampling"
+    )
+    """outputs sampled for each question"""
+    max_generation_tokens: int = option(512, must=POSITIVE)
+    """longest output in tokens"""
+    temperature: float = option(1.0)
+    """sampling temperature, also of every log-probability"""
+    max_staleness: int = option(1, change=Change.FIXED | Change.LIVE)
+    """batches that generation may run ahead of published weights; 0: strictly on-policy"""
+    num_batches_per_ref_model_update: int = option(1_000_000, must=POSITIVE, change=Change.FIXED)
+    """batches between updates of the reference model with the policy's weights"""
+    generation_timeout_s: float = option(0.0)
+    """seconds after which a group's outputs are dropped, which favours short ones; 0: never"""
+    turn_timeout_s: float = option(0.0)
+    """seconds that a turn may take in an environment, with its wait for an engine, before its group
+    is dropped, which favours short ones; 0: any number"""
+    episode_timeout_s: float = option(0.0)
+    """the same of a whole episode"""
+
+    @property
+    def timeouts(self) -> str:
+        """Those that drop what takes long, as they were given."""
+        names = ("generation_timeout_s", "turn_timeout_s", "episode_timeout_s")
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        return ", ".join(f"{flag(name)} {seconds:g}" for name, seconds in given.items())
+
+    def reference_of(self, batch: int) -> int:
+        """Return the version of the moving reference, in batches, that scores a batch."""
+        period = self.num_batches_per_ref_model_update
+        return max(0, batch - self.max_staleness) // period * period
