@@ -156,22 +156,25 @@ def server_command(isolation: Isolation, *, module: str = SERVER, hides: bool = 
     mounts = ["--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     if isolation.scratch_mib:  # torch is not imported without a folder for temporary files
         mounts += ["--size", str(isolation.scratch_mib << 20), "--tmpfs", "/dev/shm"]
-    spaces = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    spaces += [] if isolation.network else ["--unshare-net"]
     hidden = [*_hide(hidden_paths(os.environ)), *_tools()] if hides else []
+    outer = [*apart(network=isolation.network), "--as-pid-1", *mounts, *hidden]
     rights = ["SYS_ADMIN", "SETFCAP"]  # to give each request namespaces, root's number in them
-    locked = []
     if os.geteuid() == 0:  # no user namespace: its requests must be able to change their user
         rights += ["SETUID", "SETGID", "KILL", "DAC_READ_SEARCH"]
     else:
-        spaces += ["--unshare-user", "--cap-drop", "ALL"]
-        locked = _lock_mounts()
+        outer += ["--unshare-user", *_lock_mounts()]
     allowed = [word for right in rights for word in ("--cap-add", f"CAP_{right}")]
-    return [
-        find_bwrap(), "--die-with-parent", "--new-session", "--as-pid-1", *mounts,
-        *hidden, *spaces, *locked, "--cap-drop", "ALL", *allowed,
-        *program,
-    ]  # fmt: skip
+    return [*outer, *allowed, *program]
+
+
+def apart(*, network: bool) -> list[str]:
+    """The words with which every confinement begins: namespaces of its own, and no right.
+
+    All of it ends with whoever starts it.
+    """
+    spaces = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    spaces += [] if network else ["--unshare-net"]
+    return [find_bwrap(), "--die-with-parent", "--new-session", *spaces, "--cap-drop", "ALL"]
 
 
 def _lock_mounts() -> list[str]:
@@ -183,7 +186,7 @@ def _lock_mounts() -> list[str]:
     """
     return [
         find_bwrap(), "--die-with-parent", "--as-pid-1", "--dev-bind", "/", "/", "--proc", "/proc",
-        "--unshare-pid", "--unshare-user", "--uid", "0", "--gid", "0",
+        "--unshare-pid", "--unshare-user", "--uid", "0", "--gid", "0", "--cap-drop", "ALL",
     ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import ConfigError
 from async_grpo.verification import jail, jail_calls, namespaces
 from async_grpo.verification.config import GENERATED_CODE, NOBODY
-from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, find_bwrap
+from async_grpo.verification.confinement import NAMESPACES, ONE_THREAD, TOOLS, apart, find_bwrap
 from async_grpo.verification.usage import children, descendants, held_mib, pause_s
 
 MEMORY_MIB = 1024  # of a whole program, and address space of each of its processes
@@ -318,8 +318,7 @@ def _jail_command(users: int | None, refused: int) -> list[str]:
     else:  # the program becomes another user, whom only an init of root's ends with its verifier
         user = ["--userns", str(users), "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return [
-        find_bwrap(), "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
-        "--unshare-cgroup-try", "--cap-drop", "ALL", *user, "--die-with-parent", "--new-session",
-        *shown, "--perms", "1777", "--size", str(FILES_MIB << 20), "--tmpfs", "/tmp",
+        *apart(network=False), *user, *shown,
+        "--perms", "1777", "--size", str(FILES_MIB << 20), "--tmpfs", "/tmp",
         "--remount-ro", "/", "--chdir", "/tmp", "--seccomp", str(refused), inside,
     ]  # fmt: skip
