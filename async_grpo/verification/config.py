@@ -33,6 +33,7 @@ SHIPPED = "async_grpo.verification.graders.shipped"
 REGISTRY_SHA256 = "6bb7c0d5f2b242312a3bb17a6f93f911f20135ead13313b33fc38a6bf2784581"
 EXECUTE_NO_TEXT = frozenset({"mathd", "sympy", "math_verify", "countdown", "majority"})
 CODE_EXECUTION = "code_execution"
+TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def verifier_config(worker: WorkerConfig) -> VerifierConfig:
         imported={
             name: own
             for source in sources
-            for name, own in hash_imported(str(_path_of(source, here)), what=source).items()
+            for name, own in hash_imported(str(path_of(source, here)), what=source).items()
         },
         unconfined_rewards=worker.unconfined_rewards,
         unconfined_code=worker.unconfined_code,
@@ -154,7 +155,7 @@ def read_sources(
     """
     texts = {}
     for source in dict.fromkeys(source_of(name, registry) for name in reward_names):
-        if not (path := _path_of(source, search_paths)):
+        if not (path := path_of(source, search_paths)):
             continue
         try:
             texts[source] = text_of(str(path))
@@ -163,7 +164,8 @@ def read_sources(
     return texts
 
 
-def _path_of(source: str, search_paths: Sequence[str]) -> Path | None:
+def path_of(source: str, search_paths: Sequence[str]) -> Path | None:
+    """The file, or the file of the module; None: there is none."""
     found = next((path for path in candidates(source, search_paths) if path.is_file()), None)
     if found or not source.isidentifier():
         return found

@@ -46,11 +46,6 @@ class PoolStatus:
     num_processes: int  # its share of the global number
     confinement: Mapping[str, str]  # why what it runs is not confined, by kind; empty: it is
 
-    @property
-    def is_confined(self) -> bool:
-        """Whether all that it runs has namespaces of its own."""
-        return bool(self.confinement) and not any(self.confinement.values())
-
 
 class VerifierPool:
     """Its dispatcher makes it an actor, registers it, and ends it."""

@@ -53,11 +53,6 @@ class Sandbox:
         return {what: why for each in servers for what, why in each.confinement.items()}
 
     @property
-    def is_confined(self) -> bool:
-        """Whether requests run in namespaces of their own."""
-        return bool(self.confinement) and not any(self.confinement.values())
-
-    @property
     def groupwise(self) -> tuple[str, ...]:
         """The adapters that grade all samples of a question in one call, and alone."""
         return tuple(name for name, server in self._servers.items() if name in server.groupwise)

@@ -21,7 +21,7 @@ from enum import Enum
 from numbers import Real
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from async_grpo.util.errors import ConfigError
 from async_grpo.util.user_code import run_file, run_module, text_of
@@ -29,8 +29,10 @@ from async_grpo.verification.config import (
     MAX_OPEN_FILES,
     MAX_PROCESSES,
     SHIPPED,
+    TIMEOUT_VARIABLE,
     VerifierConfig,
     candidates,
+    path_of,
 )
 from async_grpo.verification.graders import UnscorableError
 from async_grpo.verification.namespaces import limit
@@ -42,7 +44,6 @@ if TYPE_CHECKING:  # a fork server holds no arrays: a fork costs what its parent
 JAILER = "async_grpo.verification.jailer"
 MAX_LOAD_ERROR_CHARACTERS = 4000
 NUM_REHEARSALS = 50  # Python makes code faster that has run so often: no child must do so again
-TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # for adapters that plan their time
 CONNECTION_ERRNOS = frozenset(
     {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 )
@@ -79,22 +80,17 @@ def load(config: VerifierConfig) -> tuple[dict[str, Adapter], dict[str, object]]
     # Ours are known without importing them, which takes long.
     ours = getattr(sys.modules.get(SHIPPED), "SHIPPED", {}).values()
     shipped = [name for name, adapter in adapters.items() if adapter in ours]
-    groupwise = [name for name, adapter in adapters.items() if is_groupwise(adapter)]
-    executing = [name for name, adapter in adapters.items() if executes_text(adapter)]
+    groupwise = [name for name, adapter in adapters.items() if _is(adapter, "groupwise")]
+    executing = [name for name, adapter in adapters.items() if _is(adapter, "executes_text")]
     jailer = sys.modules.get(JAILER)
     found = {"shipped": shipped, "groupwise": groupwise, "executing": executing}
     found |= {"confinement": jailer.confinement() if jailer else {}}
     return adapters, {"load_error": "", **found}
 
 
-def is_groupwise(adapter: Adapter) -> bool:
-    """Whether it grades all outputs of a question in one call."""
-    return bool(getattr(adapter, "groupwise", False))
-
-
-def executes_text(adapter: Adapter) -> bool:
-    """Whether it runs what the model wrote, here or elsewhere: it answers for its waits."""
-    return bool(getattr(adapter, "executes_text", False))
+def _is(adapter: Adapter, kind: Literal["groupwise", "executes_text"]) -> bool:
+    """Whether it grades all outputs of a question in one call; runs what the model wrote."""
+    return bool(getattr(adapter, kind, False))
 
 
 def load_adapters(config: VerifierConfig) -> dict[str, Adapter]:
@@ -161,11 +157,9 @@ def _load_module(source: str, config: VerifierConfig, *, option: str) -> ModuleT
 
 
 def _find_file(source: str, *, option: str, search_paths: tuple[str, ...]) -> Path:
-    paths = candidates(source, search_paths)
-    for path in paths:
-        if path.is_file():
-            return path
-    looked = ", ".join(dict.fromkeys(map(str, paths)))
+    if path := path_of(source, search_paths):
+        return path
+    looked = ", ".join(dict.fromkeys(map(str, candidates(source, search_paths))))
     raise ConfigError(f"{option} must name a file that exists, got {source!r}: looked at {looked}")
 
 
@@ -181,7 +175,7 @@ def grade(
     limit(resource.RLIMIT_CPU, math.ceil(2 * config.timeout_s) + 1)  # it is counted roughly
     limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
     name, ends_at = request["adapter"], time.monotonic() + config.timeout_s
-    if is_groupwise(adapters[name]):
+    if _is(adapters[name], "groupwise"):
         task_ids, samples, left_out = zip(*request["tasks"], strict=True)
         outcomes = run_groupwise(name, adapters[name], samples, config, left_out=left_out[0])
         yield b"".join(map(encode_answer, task_ids, outcomes))

@@ -50,7 +50,8 @@ output = VerificationRequest(0, 0, Question(none, "", "", {{}}), Turn(none, none
 info = ray.get(pool.info.remote(), timeout=60)
 (verdict,) = ray.get(pool.verify.remote(GradingRequest((output,))), timeout=60)
 status = ray.get(pool.status.remote(), timeout=60)
-print(status.is_confined, dict(status.confinement) == dict(info.confinement), verdict.reward)
+confinement = dict(status.confinement)
+print(not any(confinement.values()), confinement == dict(info.confinement), verdict.reward)
 """
 
 

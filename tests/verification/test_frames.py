@@ -32,7 +32,7 @@ def test_two_messages_stay_two(ends):
     "data",
     [
         b"\x80\x04\x95.",  # a pickle's first bytes: an absurd length
-        b"\x00\x01\x00\x00" + b"1",
+        b"\x10\x00\x00\x01" + b"1",
         b"\x00\x00\x00\x02{]",
         b"\x00\x00\x00\x01\xff",
         b"\x00\x00\x00\x00",
@@ -40,20 +40,20 @@ def test_two_messages_stay_two(ends):
         b"\x00\x00\x20\x00" + b"9" * 8192,
     ],
 )
-def test_bytes_that_are_no_message_are_refused(ends, data, monkeypatch):
-    monkeypatch.setattr(tasks, "MAX_BYTES", 60_000)
+def test_bytes_that_are_no_message_are_refused(ends, data):
     ours, theirs = ends
     ours.sendall(data)
     with pytest.raises(FrameError):
         receive(theirs)
 
 
-def test_nothing_is_read_beyond_the_bound(ends, monkeypatch):
+def test_nothing_is_read_beyond_the_bound(ends):
     ours, theirs = ends
-    ours.sendall(encode("x" * 100))
-    monkeypatch.setattr(tasks, "MAX_BYTES", 50)
-    with pytest.raises(FrameError, match="102 bytes, at most 50"):
+    too_many = tasks.MAX_BYTES + 1
+    ours.sendall(tasks.LENGTH.pack(too_many) + b"x")
+    with pytest.raises(FrameError, match=f"{too_many} bytes, at most {tasks.MAX_BYTES}"):
         receive(theirs)
+    assert theirs.recv(2) == b"x"
 
 
 def test_a_message_that_stops_halfway_is_the_end(ends):

@@ -185,7 +185,7 @@ def grader(request, hostile, secret_home, tmp_path_factory):
         patch.setattr(confinement, "find_bwrap", lambda: f"{folder}/bwrap")
     grader = Grader(hostile, file_mib=16, timeout_s=1.5, unconfined_rewards=True)
     patch.undo()
-    if request.param == "namespaces" and not grader.box.is_confined:
+    if request.param == "namespaces" and not grader.is_confined:
         grader.close()
         pytest.skip("this system allows no namespaces")
     assert grader.grade({"kind": "fine"}).reward == 1.0  # what overruns are measured by
@@ -196,14 +196,14 @@ def grader(request, hostile, secret_home, tmp_path_factory):
 @pytest.fixture
 def patient(grader):
     """For tests that wait for deadlines: both variants of them in the full proofs only."""
-    if not (grader.box.is_confined or effort.FULL):
+    if not (grader.is_confined or effort.FULL):
         pytest.skip("run with PROOFS=full")
     return grader
 
 
 @pytest.fixture
 def confined(grader):
-    if not grader.box.is_confined:
+    if not grader.is_confined:
         pytest.skip("needs namespaces")
     return grader
 
@@ -244,7 +244,7 @@ def test_a_request_sees_no_process_but_itself_nor_the_memory_of_the_server(confi
 
 
 def test_a_server_that_is_killed_by_its_request_costs_attempts_and_no_capacity(grader):
-    if grader.box.is_confined:
+    if grader.is_confined:
         pytest.skip("it is out of reach")
     verdict = grader.grade({"kind": "kill parent"})
     assert (verdict.status, verdict.reward) == ("error", 0.0)
@@ -366,7 +366,7 @@ for number in {sorted(numbers[which] for numbers in table.values())!r}:
 def test_users_functions_have_the_network_unless_it_is_taken_away(hostile, network):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         grader = Grader(hostile, network=network)
-        if not grader.box.is_confined:
+        if not grader.is_confined:
             grader.close()
             pytest.skip("needs namespaces")
         verdict = grader.grade({"kind": "reach", "code": connect_to(listener)})

@@ -87,6 +87,7 @@ class Grader:
         self._runner = asyncio.Runner()
         self._context = sandbox(*names, **options)
         self.box = self.run(self._context.__aenter__())
+        self.is_confined = not any(self.box.confinement.values())
 
     def run(self, coroutine):
         return self._runner.run(coroutine)

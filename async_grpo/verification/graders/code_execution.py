@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_grpo.verification import jail_calls
+from async_grpo.verification.config import TIMEOUT_VARIABLE
 from async_grpo.verification.graders.answers import UnscorableError
 from async_grpo.verification.jailer import run_program, run_tests
 
@@ -25,7 +26,6 @@ NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 PYTHON = {"", "python", "py", "python3"}
 MAX_SECONDS_A_TEST = 6
 MAX_CODE_CHARACTERS = 200_000
-TIMEOUT_VARIABLE = "ASYNC_GRPO_VERIFIER_TIMEOUT_S"  # set by `verifier`
 Columns = Mapping[str, Any]  # the user's own
 DEFAULT_BUDGET_S = 10.0
 SHARE_OF_TIMEOUT = 0.8  # a program that is too slow is wrong, and the verification in time
