@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 from async_grpo.verification import namespaces, tasks, verifier
 from async_grpo.verification.config import MAX_PROCESSES, Isolation, VerifierConfig
+from async_grpo.verification.jail import limit
 from async_grpo.verification.usage import (
     children,
     cpu_seconds,
@@ -247,7 +248,7 @@ def _shut_in(answers: int, isolation: Isolation) -> None:
         namespaces.prctl(namespaces.PR_SET_DUMPABLE, 1)  # its own /proc files are its own again
         if isolation.confined:
             namespaces.enter_user_namespace(seen_as=isolation.seen_as)
-            namespaces.limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)  # for this request alone
+            limit(resource.RLIMIT_NPROC, 2 * MAX_PROCESSES)  # for this request alone
     namespaces.drop_capabilities()
     nothing = os.open(os.devnull, os.O_RDWR)
     if answers != ANSWER_PIPE:

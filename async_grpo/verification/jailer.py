@@ -234,7 +234,7 @@ def _jail(
 
 def _limits(*, cpu_s: int, confined: bool) -> list[tuple[int, int]]:
     """The code sets them for itself: some would not let its jail be built."""
-    wanted = {
+    limits = {
         resource.RLIMIT_AS: MEMORY_MIB << 20,
         resource.RLIMIT_CPU: cpu_s,
         resource.RLIMIT_FSIZE: FILES_MIB << 20,
@@ -242,8 +242,8 @@ def _limits(*, cpu_s: int, confined: bool) -> list[tuple[int, int]]:
         resource.RLIMIT_CORE: 0,
     }
     if confined:  # of this namespace's user; elsewhere it would count all that the user runs
-        wanted[resource.RLIMIT_NPROC] = PROCESSES
-    return [(kind, namespaces.allowed(kind, limit)) for kind, limit in wanted.items()]
+        limits[resource.RLIMIT_NPROC] = PROCESSES
+    return list(limits.items())
 
 
 @functools.cache

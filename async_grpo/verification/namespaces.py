@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import struct
 from typing import Literal
 
@@ -92,17 +91,6 @@ def refuse_calls(program: bytes) -> None:
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(held))
     mode = ctypes.c_ulong(SECCOMP_MODE_FILTER)
     _check("seccomp", _LIBC.prctl(PR_SET_SECCOMP, mode, header, 0, 0))
-
-
-def allowed(kind: int, wanted: int) -> int:
-    """The limit, or the lower one beyond which the system lets this process set none."""
-    _, hard = resource.getrlimit(kind)
-    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-
-
-def limit(kind: int, wanted: int) -> None:
-    """Limit this process for good; no limit that it has is raised."""
-    resource.setrlimit(kind, (allowed(kind, wanted),) * 2)
 
 
 def prctl(option: int, value: int) -> None:

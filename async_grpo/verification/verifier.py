@@ -35,7 +35,7 @@ from async_grpo.verification.config import (
     path_of,
 )
 from async_grpo.verification.graders import UnscorableError
-from async_grpo.verification.namespaces import limit
+from async_grpo.verification.jail import limit
 from async_grpo.verification.tasks import MAX_REASON_CHARACTERS, Outcome, encode_answer, overrun
 
 if TYPE_CHECKING:  # a fork server holds no arrays: a fork costs what its parent holds
