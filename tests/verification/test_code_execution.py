@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from no_namespaces import REFUSAL, refusing_bwrap
 from verifier_processes import Grader, all_below, are_gone
 
-from async_grpo.util.errors import ConfigError
 from async_grpo.verification import jailer
 from async_grpo.verification.graders.code_execution import grade_code
 
@@ -296,15 +296,30 @@ def test_a_builtin_is_the_programs_only_where_the_question_asks_for_it():
     assert grade(program, test_list=tests) == 0.0
 
 
-def test_without_a_jail_generated_code_is_refused_unless_the_user_does_without(monkeypatch):
-    monkeypatch.setattr(jailer, "what_is_missing", lambda: "unshare: Operation not permitted")
-    monkeypatch.setattr(jailer, "_is_unconfined_allowed", False)  # and put back afterwards
-    with pytest.raises(ConfigError, match=r"does not allow \(unshare: Oper.* --unconfined-code"):
-        jailer.require_jail()
-    why = {"programs of the model": "unshare: Operation not permitted"}
-    assert jailer.allow_unconfined() == why
+REFUSED = """
+import time
+from async_grpo.util.errors import ConfigError
+from async_grpo.verification import jailer
+try:
     jailer.require_jail()
-    assert run("import os; print(os.path.exists('/proc/self'))").output == b"True\n"
+except ConfigError as error:
+    print(error)
+print(jailer.allow_unconfined())
+jailer.require_jail()
+code = "import os; print(os.path.exists('/proc/self'))"
+print(jailer.run_program(code, b"", deadline=time.monotonic() + 60, cpu_s=20).output)
+"""
+
+
+def test_without_a_jail_generated_code_is_refused_unless_the_user_does_without(tmp_path):
+    path = f"{refusing_bwrap(tmp_path)}:{os.environ['PATH']}"
+    said = subprocess.check_output(
+        [sys.executable, "-c", REFUSED], env=os.environ | {"PATH": path}, text=True
+    )
+    refusal, allowed, output = said.splitlines()
+    assert f"does not allow ({REFUSAL}):" in refusal and "with --unconfined-code that" in refusal
+    assert allowed == str({"programs of the model": REFUSAL})
+    assert output == repr(b"True\n")
 
 
 def test_the_adapter_grades_inside_the_sandbox():
