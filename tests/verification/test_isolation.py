@@ -216,8 +216,10 @@ def test_no_credential_is_seen_in_environment_processes_or_files(confined, secre
 
 
 def test_no_credential_is_in_the_environment_even_without_namespaces(grader):
-    for pid in processes().outer + processes().servers:
-        assert b"hush" not in Path(f"/proc/{pid}/environ").read_bytes()
+    """Of a request, whose memory still holds what its server was started with."""
+    given = "str(os.environ) + open('/proc/self/environ').read()"
+    code = f"import os\nif 'hush' in {given} or 'HOME' not in {given}: open('')"
+    assert grader.grade({"kind": "reach", "code": code}).reward == 1.0
 
 
 @pytest.mark.parametrize("kind", ["descriptors", "rights"])
