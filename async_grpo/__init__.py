@@ -33,8 +33,8 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
     held-out       ─▶ batching/evaluations.published, of the same news ─▶ controller/registry.held
     questions      ─▶ batching/evaluations.run ─▶ batching/pipeline.play, as above, beside all this;
                    training/stream.__next__ brings rank 0 what came of them
-    step           ─▶ training/learner.update ─▶ training/audit.end_step ─▶ training/step.finish
-    its record     training/minibatch_log.end_step; async-grpo replay: run/replaying.replay
+    step           ─▶ training/learner.update ─▶ training/recorder.audit ─▶ training/step.finish
+    its record     training/recorder.end_step; async-grpo replay: run/replaying.replay
     a request      ─▶ controller/controller.control ─▶ batching/controls.ask, beside all this
       its batch ends ─▶ batching/controls.take ─▶ run/loop.train_steps ─▶ training/learner.set
     batch          ─▶ run/sampled_data.publish, checkpoint/saving.batch_ended: from the top

@@ -36,8 +36,8 @@ from async_grpo.run.report import Report
 from async_grpo.run.sampled_data import SampledData
 from async_grpo.run.watch import RunRecord, first_failure_recorded
 from async_grpo.training.learner import HeldOutPairs, Learner
-from async_grpo.training.minibatch_log import MinibatchLog
 from async_grpo.training.ranks import Absent, Ranks
+from async_grpo.training.recorder import writers_of
 from async_grpo.types import EndOfStep, Minibatch, StreamItem, WeightsSnapshot
 from async_grpo.util.stopping import polled, stop_in_order, until_stopped
 
@@ -140,7 +140,7 @@ def train(
         references=data.references_to_save,
     )  # fmt: skip
     checkpoints.check_folder()
-    learner.log = MinibatchLog.of(learner.config, ranks, first=start.batches)
+    learner.recorder.begin(*writers_of(learner.config, ranks, first=start.batches))
     if start.folder:
         data.restore(start)
         restore_learner(learner, start)

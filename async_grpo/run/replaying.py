@@ -10,34 +10,32 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from async_grpo.checkpoint.reader import read_checkpoint
 from async_grpo.checkpoint.resume import PLACES, Start
 from async_grpo.checkpoint.tensors import restore_learner
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.training.audit import StepSums, Sums
 from async_grpo.training.learner import Learner
 from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
     LoggedStep,
+    Sums,
+    TrainedStep,
     last_batch,
     logged_minibatch,
     logged_runs,
     logged_steps,
     machine,
-    outcome,
 )
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.step import StepResult
-from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch
+from async_grpo.training.recorder import StepWriter
+from async_grpo.types import Minibatch
 from async_grpo.util.errors import CheckpointError, ConfigError, DataError
 from async_grpo.util.run_folder import CHECKPOINTS_FOLDER
 
@@ -167,22 +165,19 @@ def replay(
     """
     if record.machine["device"] == "cpu":
         torch.set_num_threads(record.machine["threads"])
-    with tempfile.TemporaryDirectory() as scratch:
-        config = record.config.but(output_dir=scratch, dump_token_columns=False, peak_tflops="auto")
-        learner = Learner.build(config, ranks)
-        if start.folder:
-            restore_learner(learner, start)
-        learner.set(start.settings(config))
-        learner.log = Comparison(ranks.rank, config.batching.steps_per_batch)
-        batches = range(start.batches, batch + 1)
-        log = record.folder / LOG_FOLDER
-        steps = logged_steps(log, rank=ranks.rank, batches=batches)
-        while (step := _agreed(ranks, lambda: next(steps, None))) is not None:
-            if difference := replay_step(step, learner, ranks):
-                return difference
-            if step.end.is_last_of_batch:
-                learner.set(step.end.settings)
-                say(f"batch {step.end.batch}: equal")
+    config = record.config.but(peak_tflops="auto")
+    learner = Learner.build(config, ranks)
+    if start.folder:
+        restore_learner(learner, start)
+    learner.set(start.settings(config))
+    batches = range(start.batches, batch + 1)
+    steps = logged_steps(record.folder / LOG_FOLDER, rank=ranks.rank, batches=batches)
+    while (step := _agreed(ranks, lambda: next(steps, None))) is not None:
+        if difference := replay_step(step, learner, ranks):
+            return difference
+        if step.end.is_last_of_batch:
+            learner.set(step.end.settings)
+            say(f"batch {step.end.batch}: equal")
     return None
 
 
@@ -198,51 +193,28 @@ def machine_notes(record: Recorded, ranks: Ranks) -> list[str]:
     ]
 
 
-class Comparison:
-    """Hears what a learner makes of a step that is trained again; see `StepLog`."""
+class Comparison(StepWriter):
+    """Takes a step that was trained again, and compares it with what was recorded."""
 
-    def __init__(self, rank: int, steps_per_batch: int) -> None:
+    needs_digests = True
+
+    def __init__(self, rank: int, step: LoggedStep, recorded: Sequence[Sums]) -> None:
         self._rank = rank
-        self._steps_per_batch = steps_per_batch
-        self._sums = StepSums()
-        self._recorded: Sequence[Sums] = ()
-        self._facts: Mapping[str, object] = {}
-        self._rounds: list[int] = []
+        self._facts = step.facts
+        self._recorded = recorded
         self.found: list[Found] = []  # of this rank, the first one only
 
-    def expect(self, step: LoggedStep, recorded: Sequence[Sums]) -> None:
-        """What is about to be trained was so when it was recorded."""
-        self._facts, self._recorded, self._rounds, self.found = step.facts, recorded, [], []
-
-    def keep(
-        self, minibatch: Minibatch, packed: PackedMinibatch, gradients: Sequence[Tensor]
-    ) -> None:
-        """Take the sums of a minibatch."""
-        self._rounds.append(minibatch.round_index)
-        self._sums.keep(packed, gradients)
-
-    def discard(self) -> None:
-        """Forget the unfinished step."""
-        self._sums.discard()
-
-    def end_step(
-        self, end: EndOfStep, result: StepResult, *, losses: Sequence[Tensor], digest: int
-    ) -> None:
+    def write(self, step: TrainedStep) -> None:
         """Compare, in the order in which a step computes things."""
-        number = end.batch * self._steps_per_batch + end.step_in_batch + 1
-        step = f"gradient step {number} (batch {end.batch})"
-        computed = self._sums.take(losses)
-        for index, was, now in zip(self._rounds, self._recorded, computed, strict=True):
-            place = f"{step}, round {index}, rank {self._rank}"
-            for order, (name, what) in enumerate(OF_MINIBATCH.items()):
-                self._compare((index, order), place, what, getattr(was, name), getattr(now, name))
-        own, place = outcome(result, digest), f"{step}, rank {self._rank}"
-        for order, (name, what) in enumerate(OF_STEP.items()):
-            self._compare((LAST, order), place, what, self._facts[name], own[name])
-
-    def take_lost(self) -> int:
-        """None: nothing is written."""
-        return 0
+        name = f"gradient step {step.number} (batch {step.end.batch})"
+        for trained, was in zip(step.minibatches, self._recorded, strict=True):
+            index, now = trained.minibatch.round_index, trained.sums
+            place = f"{name}, round {index}, rank {self._rank}"
+            for order, (field, what) in enumerate(OF_MINIBATCH.items()):
+                self._compare((index, order), place, what, getattr(was, field), getattr(now, field))
+        own, place = step.outcome, f"{name}, rank {self._rank}"
+        for order, (field, what) in enumerate(OF_STEP.items()):
+            self._compare((LAST, order), place, what, self._facts[field], own[field])
 
     def _compare(
         self, at: tuple[int, int], place: str, what: str, was: object, now: object
@@ -254,9 +226,8 @@ class Comparison:
 def replay_step(step: LoggedStep, learner: Learner, ranks: Ranks) -> Difference | None:
     """Train one step again; the earliest difference of any rank, the same on all of them."""
     loaded = _agreed(ranks, lambda: _loaded(step, ranks.rank))
-    comparison = learner.log
-    assert isinstance(comparison, Comparison)
-    comparison.expect(step, [sums for _, sums in loaded])
+    comparison = Comparison(ranks.rank, step, [sums for _, sums in loaded])
+    learner.recorder.begin(comparison)
     for minibatch, _ in loaded:
         learner.accumulate(minibatch)
     learner.update(step.end)

@@ -25,10 +25,9 @@ from async_grpo.telemetry.progress import duration, number
 from async_grpo.telemetry.sample_dump import all_files
 from async_grpo.telemetry.trackers import Trackers, as_charts
 from async_grpo.training.learner import HeldOutLoss
-from async_grpo.training.minibatch_log import LOG_FOLDER
+from async_grpo.training.minibatch_log import LOG_FOLDER, SUSPECTS_FOLDER
 from async_grpo.training.ranks import Absent
 from async_grpo.training.step import NO_SAMPLES, NON_FINITE, StepResult
-from async_grpo.training.suspects import SUSPECTS_FOLDER
 from async_grpo.types import EndOfStep, EvaluationResult, PipelineStatus, WorkerInfo
 from async_grpo.types.worker_info import confinement_in_words
 from async_grpo.util import files

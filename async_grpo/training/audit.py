@@ -11,15 +11,14 @@ and cost one reading.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from async_grpo.training.meters import Collectives
-from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, RowKey, Tally, digest_of
+from async_grpo.types import EndOfStep, Tally
 from async_grpo.util.errors import AuditError
 
 DIGESTS = 1 << 64
@@ -27,62 +26,36 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 TOLERANCE = 1e-6  # of the weights, which are float32 where they are trained
 
 
-class Audit:
-    """Counts what this rank trains of the current step; collective at its end."""
+def audit_step(
+    end: EndOfStep, own: Tally, *, step: int, collectives: Collectives, by_tokens: bool = False
+) -> None:
+    """Compare what each rank has trained of a step with what it was sent and with D; collective.
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self.discard()
-
-    def trained(self, minibatch: Minibatch, packed: PackedMinibatch) -> None:
-        """Add a minibatch, as it is packed for the model."""
-        self._keys += [part.key for sample in minibatch.samples for part in sample.parts()]
-        self._weight += float(packed.weights.double().sum())
-
-    def discard(self) -> None:
-        """Forget the unfinished step."""
-        self._keys: list[RowKey] = []
-        self._weight = 0.0
-
-    def end_step(
-        self,
-        end: EndOfStep,
-        *,
-        step: int,
-        backpropagated: tuple[int, int],
-        by_tokens: bool = False,
-    ) -> None:
-        """Compare all ranks' sums with what was sent and with D, and forget them.
-
-        `backpropagated`: (samples, tokens) as the gradient step itself has counted them.
-        `by_tokens`: D counts tokens.
-        Raises `AuditError` on every rank, with the first rank that differs.
-        """
-        digest = digest_of(self._keys, incarnation=end.incarnation)
-        own = Tally(*backpropagated, digest, self._weight)
-        self.discard()
-        with self._collectives.agreeing():
-            found = _all_ranks(own)
-        if len(end.sent) != len(found):
+    `own`: of this rank. `by_tokens`: D counts tokens.
+    Raises `AuditError` on every rank, with the first rank that differs.
+    """
+    with collectives.agreeing():
+        found = _all_ranks(own)
+    if len(end.sent) != len(found):
+        raise AuditError(
+            f"gradient step {step} must be sent to {len(found)} ranks, its end tells of "
+            f"{len(end.sent)}: trainer and controller must be of the same release"
+        )
+    for rank, (trained, sent) in enumerate(zip(found, end.sent, strict=True)):
+        if not _is_same(trained, sent):
             raise AuditError(
-                f"gradient step {step} must be sent to {len(found)} ranks, its end tells of "
-                f"{len(end.sent)}: trainer and controller must be of the same release"
+                f"in gradient step {step} rank {rank} must train what it was sent, "
+                f"{_in_words(sent)}, but trained {_in_words(trained)}: the step is not taken; "
+                "go on from the last checkpoint, and report this error, which is a bug"
             )
-        for rank, (trained, sent) in enumerate(zip(found, end.sent, strict=True)):
-            if not _is_same(trained, sent):
-                raise AuditError(
-                    f"in gradient step {step} rank {rank} must train what it was sent, "
-                    f"{_in_words(sent)}, but trained {_in_words(trained)}: the step is not taken; "
-                    "go on from the last checkpoint, and report this error, which is a bug"
-                )
-        counted = sum(tally.num_tokens if by_tokens else tally.num_samples for tally in found)
-        divisor = end.num_tokens if by_tokens else end.num_samples
-        if counted > divisor:
-            raise AuditError(
-                f"the divisor of gradient step {step} must count all that was trained, {counted}, "
-                f"it is {divisor}: the step is not taken; go on from the last checkpoint, and "
-                "report this error, which is a bug"
-            )
+    counted = sum(tally.num_tokens if by_tokens else tally.num_samples for tally in found)
+    divisor = end.num_tokens if by_tokens else end.num_samples
+    if counted > divisor:
+        raise AuditError(
+            f"the divisor of gradient step {step} must count all that was trained, {counted}, "
+            f"it is {divisor}: the step is not taken; go on from the last checkpoint, and "
+            "report this error, which is a bug"
+        )
 
 
 def _all_ranks(own: Tally) -> list[Tally]:
@@ -103,40 +76,6 @@ def _in_words(tally: Tally) -> str:
         f"{tally.num_samples} samples with {tally.num_tokens} tokens and weight "
         f"{tally.weight:.9g} (digest {tally.digest:016x})"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Of one minibatch on its rank."""
-
-    loss: float  # plain sum, before the division by D
-    weight: float  # Σ w_i m_it
-    num_tokens: int  # unmasked
-    gradients: int  # digest of this rank's summed gradients after it; 0: they are not reduced yet
-
-
-class StepSums:
-    """Collects the sums of the current step's minibatches; nothing waits for the device."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, int, Tensor]] = []
-
-    def keep(self, packed: PackedMinibatch, gradients: Sequence[Tensor]) -> None:
-        """Add a minibatch, as it is packed for the model."""
-        weight = packed.weights.double().sum()
-        self._kept.append((weight, packed.target_ids.numel(), bit_sums(gradients)))
-
-    def discard(self) -> None:
-        """Forget the unfinished step."""
-        self._kept = []
-
-    def take(self, losses: Sequence[Tensor]) -> list[Sums]:
-        """The sums of the step, whose minibatches had these losses; another one begins."""
-        kept, self._kept = self._kept, []
-        return [
-            Sums(float(loss), float(weight), num_tokens, as_digest(bits))
-            for (weight, num_tokens, bits), loss in zip(kept, losses, strict=True)
-        ]
 
 
 def weights_digest(shards: Iterable[Tensor]) -> int:

@@ -6,11 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
@@ -22,42 +20,16 @@ from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.loading import check_trainable, load_sharded
 from async_grpo.model.policy import PolicyModel, model_shape, size_of, training_flops
-from async_grpo.training.audit import Audit, weights_digest
 from async_grpo.training.billing import USED, as_billed
-from async_grpo.training.fsdp import compute_dtype, local_gradients, local_shards, reshard, shard
+from async_grpo.training.fsdp import compute_dtype, reshard, shard
 from async_grpo.training.meters import peak_tflops
 from async_grpo.training.ranks import Ranks
+from async_grpo.training.recorder import Recorder
 from async_grpo.training.step import GradientStep, StepResult
-from async_grpo.training.suspects import Suspects
-from async_grpo.training.token_dump import TokenDump
-from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, Sample, TrainingPair
+from async_grpo.types import EndOfStep, Minibatch, Sample, TrainingPair
 
 logger = logging.getLogger(__name__)
 PACKED_TOGETHER = 256  # pairs; packing takes longer than linear in them
-
-
-class StepLog(Protocol):
-    """Who hears of every minibatch and of every step's end; a learner has at most one."""
-
-    def keep(
-        self, minibatch: Minibatch, packed: PackedMinibatch, gradients: Sequence[Tensor]
-    ) -> None:
-        """A minibatch was back-propagated; what this rank's `gradients` are now."""
-        ...
-
-    def discard(self) -> None:
-        """The step is not finished: all of it will come again."""
-        ...
-
-    def end_step(
-        self, end: EndOfStep, result: StepResult, *, losses: Sequence[Tensor], digest: int
-    ) -> None:
-        """The step was taken, or skipped; `losses` are of its minibatches."""
-        ...
-
-    def take_lost(self) -> int:
-        """How many minibatches could not be written since the last call."""
-        ...
 
 
 class Learner:
@@ -72,12 +44,8 @@ class Learner:
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
         self.step = GradientStep(policy, config, self.algorithm, device=ranks.device)
-        self._suspects = Suspects(config.recording.output_dir, rank=ranks.rank)
-        self._audit = Audit(self.step.collectives)
-        self._tokens = TokenDump.of(config, ranks)
+        self.recorder = Recorder(policy, self.step)
         self.settings: dict[str, object] = {}  # see `set`
-        self.log: StepLog | None = None  # whoever trains sets it
-        self.step.keeps_terms = self._tokens is not None
         self._size = size_of(policy.model)
         self._peak = peak
 
@@ -117,13 +85,8 @@ class Learner:
             scores_of_given=self.algorithm.scores_of_given,
             share_prompts=self.policy.shares_prompts,
         )
-        self._suspects.keep(minibatch, packed)
-        self._audit.trained(minibatch, packed)
-        if self._tokens:
-            self._tokens.keep(minibatch, packed)
         self.step.accumulate(to_device(packed, self.device))
-        if self.log:
-            self.log.keep(minibatch, packed, local_gradients(self.policy))
+        self.recorder.keep(minibatch, packed)
         self.step.count(
             num_fillers=not minibatch.samples,
             packed_tokens=sum(sample.num_tokens for sample in minibatch.samples),
@@ -132,29 +95,20 @@ class Learner:
         self.step.measure(model_tflop=training_flops(self._size, packed) / 1e12)
 
     def update(self, end: EndOfStep) -> StepResult:
-        """Divide by D, once, and step; what made a step impossible is kept in a file.
+        """Divide by D, once, and step; the recorder hears of it.
 
         Raises `AuditError` when a rank has trained other samples than it was sent, or more than D.
         """
-        step = end.batch * self.config.batching.steps_per_batch + end.step_in_batch + 1
-        self._audit.end_step(
-            end,
-            step=step,
-            backpropagated=self.step.backpropagated,
-            by_tokens=self.algorithm.aggregation == "token-mean",
-        )
+        number = end.batch * self.config.batching.steps_per_batch + end.step_in_batch + 1
+        by_tokens = self.algorithm.aggregation == "token-mean"
+        self.recorder.audit(end, number=number, by_tokens=by_tokens)
         if self._peak:
             self.step.measure(peak_tflops=self._peak)
-        terms, losses = self.step.terms, self.step.losses
-        self.step.count(unrecorded_minibatches=self.log.take_lost() if self.log else 0)
+        self.step.count(unrecorded_minibatches=self.recorder.take_lost())
         result = self.step.finish(
             self.denominator(end), num_samples=end.num_samples, num_tokens=end.num_tokens
         )
-        if self._tokens:
-            self._tokens.end_step(end, terms, step=step)
-        self._suspects.end_step(step, suspects=result.suspects)
-        if self.log:
-            self.log.end_step(end, result, losses=losses, digest=self.digest())
+        self.recorder.end_step(end, result, number=number)
         if end.is_last_of_batch:
             self.step.begin_batch()
         return result
@@ -166,19 +120,10 @@ class Learner:
         self.settings = dict(settings)
         self.step.configure(with_settings(self.config, settings))
 
-    def digest(self) -> int:
-        """Of this rank's parameters: another one where a bit of them differs."""
-        return weights_digest(local_shards(self.policy))
-
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""
         self.step.discard()
-        self._suspects.discard()
-        self._audit.discard()
-        if self.log:
-            self.log.discard()
-        if self._tokens:
-            self._tokens.discard()
+        self.recorder.discard()
 
     def denominator(self, end: EndOfStep) -> int:
         """D of the aggregation (design, section 4)."""

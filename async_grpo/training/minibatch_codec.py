@@ -19,7 +19,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,23 @@ MAGIC = b"AGR1"
 HEAD = struct.Struct("<4sIIQ")
 
 
+def without_too_large(minibatch: Minibatch) -> tuple[Minibatch, list[str]]:
+    """The minibatch as it can be kept, and which scores it lacks to be trained again."""
+    names = {name for sample in minibatch.samples for name in sample.scores}
+    left_out = sorted(names & {*TOO_LARGE})
+    if not left_out:
+        return minibatch, left_out
+    samples = (
+        replace(sample, scores={n: v for n, v in sample.scores.items() if n not in left_out})
+        for sample in minibatch.samples
+    )
+    return replace(minibatch, samples=tuple(samples)), left_out
+
+
 def encode(minibatch: Minibatch) -> bytes:
-    """The minibatch as `decode` gives it back, but for scores that are `left_out`; about 9 bytes
-    an output token and 4 a prompt token."""
-    parts = _parts(minibatch)
+    """The minibatch as `decode` gives it back; 9 bytes an output token and 4 a prompt token."""
+    parts = minibatch.parts()
     return save(_arrays(parts) if parts else {})
-
-
-def left_out(minibatch: Minibatch) -> list[str]:
-    """The scores that are too large to be kept, without which it cannot be trained again."""
-    return sorted({name for part in _parts(minibatch) for name in part.scores} & {*TOO_LARGE})
 
 
 def decode(content: bytes, *, round_index: int) -> Minibatch:
@@ -64,10 +71,6 @@ def decode(content: bytes, *, round_index: int) -> Minibatch:
         for number, (prompt, start, end) in enumerate(rows)
     )
     return Minibatch(round_index, tuple(samples))
-
-
-def _parts(minibatch: Minibatch) -> list[Sample]:
-    return [part for sample in minibatch.samples for part in sample.parts()]
 
 
 def _arrays(parts: Sequence[Sample]) -> Arrays:
@@ -112,7 +115,7 @@ def _advantages(parts: Sequence[Sample]) -> Arrays:
 def _scores(parts: Sequence[Sample]) -> Arrays:
     """Of each name an array [L] or [L, K]; zeros for rows that have none, which [S] tells."""
     found: Arrays = {}
-    names = dict.fromkeys(name for part in parts for name in part.scores if name not in TOO_LARGE)
+    names = dict.fromkeys(name for part in parts for name in part.scores)
     for name in names:
         known = next(part.scores[name] for part in parts if name in part.scores)
         own = [

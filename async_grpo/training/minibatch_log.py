@@ -1,12 +1,17 @@
-"""What every rank was given to train and what it made of it, kept for `async-grpo replay`.
+"""What every rank was given to train and what it made of it, as files hold it.
 
     <output_dir>/replay/rank_0.batch_0.log, rank_0.batch_12.log, … rank_1.batch_0.log, …
+    <output_dir>/non_finite/step_12_rank_0.log, …
 
 Each rank has files of its own, of records (`training.minibatch_codec`): first `run`, the options
 and the machine; then for each gradient step its minibatches, and an `end` with the step's
-denominators, its gradient norm and a digest of the parameters. A step is written when it has ended,
-all at once. The oldest file goes when there is no room, so what is there is always the newest
-batches.
+denominators, its gradient norm and a digest of the parameters. `training.recorder` writes them; the
+newest batches, in `replay/`, are for `async-grpo replay`. A file of `non_finite/` has the
+minibatches behind one step that was not finite, which can be trained again:
+
+    learner = Learner.build(config, ranks)  # the weights that the skipped step left untouched
+    for minibatch in suspected_minibatches("runs/latest/non_finite/step_12_rank_0.log"):
+        learner.accumulate(minibatch)
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,125 +30,80 @@ from torch import Tensor
 
 from async_grpo import __version__
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.training.audit import StepSums, Sums
+from async_grpo.training.audit import as_digest
 from async_grpo.training.minibatch_codec import (
     MAGIC,
     Frame,
     decode,
     encode,
     frame,
-    left_out,
     read_frames,
 )
 from async_grpo.training.ranks import Ranks
-from async_grpo.training.step import StepResult
-from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, Tally
+from async_grpo.training.step import StepResult, TokenTerms
+from async_grpo.types import EndOfStep, Minibatch, Tally
 from async_grpo.util.errors import DataError
-from async_grpo.util.files import LineFile
 
 logger = logging.getLogger(__name__)
-LOG_FOLDER = "replay"
-NUM_FILES = 8  # a rank, among which its room is divided
+LOG_FOLDER, SUSPECTS_FOLDER = "replay", "non_finite"
 NAME = re.compile(r"rank_(\d+)\.batch_(\d+)\.log")
 
 
-class MinibatchLog:
-    """Writes one rank's log; a disk that refuses costs minibatches of it, not the run."""
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of one minibatch on its rank."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, *, first: int) -> None:
-        """What is there from batch `first` on is removed: it is trained again."""
-        self._config = config
-        self._ranks = ranks
-        self._folder = Path(config.recording.output_dir, LOG_FOLDER)
-        self._max_bytes = config.recording.replay_max_gib * 2**30 / ranks.world_size
-        self._kept: list[Minibatch] = []
-        self._sums = StepSums()
-        self._file: LineFile | None = None
-        self._num_lost = 0
-        try:
-            cut_back(self._folder, first, rank=ranks.rank, world_size=ranks.world_size)
-        except OSError as error:
-            logger.warning("what %s holds of later batches stays there: %s", self._folder, error)
+    loss: float  # plain sum, before the division by D
+    weight: float  # Σ w_i m_it
+    num_tokens: int  # unmasked
+    gradients: int  # digest of this rank's summed gradients after it; 0: they are not reduced yet
 
-    @classmethod
-    def of(cls, config: TrainConfig, ranks: Ranks, *, first: int) -> MinibatchLog | None:
-        """None where the run keeps none."""
-        return cls(config, ranks, first=first) if config.recording.replay_max_gib else None
 
-    def keep(
-        self, minibatch: Minibatch, packed: PackedMinibatch, gradients: Sequence[Tensor]
-    ) -> None:
-        """Remember a minibatch until its step has ended."""
-        self._kept.append(minibatch)
-        self._sums.keep(packed, gradients)
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """One minibatch of a step, and what its rank has made of it; nothing waits for the device."""
 
-    def discard(self) -> None:
-        """The step is not finished: all of it will come again."""
-        self._kept = []
-        self._sums.discard()
+    minibatch: Minibatch  # without the scores that are
+    left_out: Sequence[str]
+    num_tokens: int
+    weight: Tensor  # []
+    loss: Tensor  # []
+    gradients: Tensor  # [K] int64, see `audit.bit_sums`; [0]: nobody wants a digest
+    terms: TokenTerms | None  # where somebody wants them
 
-    def end_step(
-        self, end: EndOfStep, result: StepResult, *, losses: Sequence[Tensor], digest: int
-    ) -> None:
-        """Write the step, whole or not at all."""
-        kept, self._kept = self._kept, []
-        place = {"batch": end.batch, "step_in_batch": end.step_in_batch}
-        records = [
-            _record(minibatch, sums, place)
-            for minibatch, sums in zip(kept, self._sums.take(losses), strict=True)
-        ]
-        records.append(frame({"kind": "end", **place, **_end(end), **outcome(result, digest)}))
-        file = self._file_for(end)
-        num_lost = file.num_lost
-        file.append(b"".join(records), number=len(kept))
-        self._num_lost += file.num_lost - num_lost
+    @property
+    def sums(self) -> Sums:
+        """What is recorded of it."""
+        digest = as_digest(self.gradients)
+        return Sums(float(self.loss), float(self.weight), self.num_tokens, digest)
 
-    def take_lost(self) -> int:
-        """How many minibatches the disk has refused since the last call."""
-        lost, self._num_lost = self._num_lost, 0
-        return lost
 
-    def _file_for(self, end: EndOfStep) -> LineFile:
-        """The newest file, or another one where a batch begins and it is full."""
-        is_full = (
-            self._file is not None
-            and not end.step_in_batch
-            and self._file.path.exists()
-            and self._file.path.stat().st_size >= self._max_bytes / NUM_FILES
-        )
-        if self._file is None or is_full:
-            path = self._folder / f"rank_{self._ranks.rank}.batch_{end.batch}.log"
-            self._file = LineFile(path, unit="minibatches", say=logger.warning)
-            self._file.append(frame(self._run(end.batch)), number=0)
-            self._make_room()
-        return self._file
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedStep:
+    """A gradient step of one rank that was taken, or skipped."""
 
-    def _run(self, batch: int) -> dict[str, Any]:
-        model = os.path.abspath(self._config.places.model_name_or_path)
+    number: int  # in the run, from 1
+    end: EndOfStep
+    minibatches: Sequence[Trained]
+    result: StepResult
+    digest: int  # of the rank's parameters after it
+
+    @property
+    def outcome(self) -> dict[str, object]:
+        """What it came to on its rank, in JSON values; the same in a replay, to the bit."""
         return {
-            "kind": "run",
-            "batch": batch,
-            "config": self._config.options() | {"model_name_or_path": model},
-            "world_size": self._ranks.world_size,
-            "machine": machine(self._ranks.device),
+            "skipped": self.result.skipped,
+            "grad_norm": self.result.grad_norm,
+            "learning_rate": self.result.learning_rate,
+            "clocks": dataclasses.asdict(self.result.clocks),
+            "digest": self.digest,
         }
 
-    def _make_room(self) -> None:
-        """Remove the oldest files, so that another one may grow to its share."""
-        files = log_files(self._folder, rank=self._ranks.rank)
-        sizes = {path: path.stat().st_size for path in files}
-        room = self._max_bytes * (1 - 1 / NUM_FILES)
-        for oldest, following in pairwise(files):
-            if sum(sizes.values()) <= room:
-                return
-            oldest.unlink()
-            del sizes[oldest]
-            first = NAME.fullmatch(following.name)
-            assert first, "as it was found"
-            logger.info(
-                "batches before %s can no longer be replayed, so that --replay-max-gib is kept",
-                first[2],
-            )
+    def records(self, minibatches: Sequence[Trained]) -> bytes:
+        """These of its minibatches, and its end."""
+        place = {"batch": self.end.batch, "step_in_batch": self.end.step_in_batch}
+        end = frame({"kind": "end", **place, **_end(self.end), **self.outcome})
+        return b"".join([*(_record(each, place) for each in minibatches), end])
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +167,21 @@ def logged_steps(folder: Path, *, rank: int, batches: range) -> Iterator[LoggedS
             f"{folder} lacks step {expected[1]} of batch {expected[0]} of rank {rank}: the disk "
             "refused it, or the run had not come so far"
         )
+
+
+def suspected_minibatches(path: str | Path) -> tuple[Minibatch, ...]:
+    """What a file of `non_finite/` holds, but for scores that are too large to be kept.
+
+    Raises `DataError` for any other file, and for one that is damaged or cut short.
+    """
+    records = [(record.checked(), record) for record in read_frames(Path(path))]
+    if not records or records[-1][0]["kind"] != "end":
+        raise DataError(f"{path} must hold the minibatches of a step and its end, it is cut short")
+    return tuple(
+        decode(record.load(), round_index=facts["round"])
+        for facts, record in records
+        if facts["kind"] == "minibatch"
+    )
 
 
 def last_batch(folder: Path) -> int | None:
@@ -274,15 +248,17 @@ def _cut_file(path: Path, first: int) -> None:
     os.truncate(path, end)
 
 
-def outcome(result: StepResult, digest: int) -> dict[str, object]:
-    """What a step came to on this rank, in JSON values; the same in a replay, to the bit."""
-    return {
-        "skipped": result.skipped,
-        "grad_norm": result.grad_norm,
-        "learning_rate": result.learning_rate,
-        "clocks": dataclasses.asdict(result.clocks),
-        "digest": digest,
+def run_record(config: TrainConfig, ranks: Ranks, *, batch: int) -> bytes:
+    """What a file begins with; its first step is of `batch`."""
+    model = os.path.abspath(config.places.model_name_or_path)
+    facts = {
+        "kind": "run",
+        "batch": batch,
+        "config": config.options() | {"model_name_or_path": model},
+        "world_size": ranks.world_size,
+        "machine": machine(ranks.device),
     }
+    return frame(facts)
 
 
 def machine(device: torch.device) -> dict[str, object]:
@@ -302,16 +278,15 @@ def _records(folder: Path, *, rank: int) -> Iterator[Frame]:
         yield from read_frames(path)
 
 
-def _record(minibatch: Minibatch, sums: Sums, place: dict[str, int]) -> bytes:
-    names = left_out(minibatch)
+def _record(trained: Trained, place: dict[str, int]) -> bytes:
     facts = {
         "kind": "minibatch",
         **place,
-        "round": minibatch.round_index,
-        "sums": dataclasses.asdict(sums),
-        "left_out": names,
+        "round": trained.minibatch.round_index,
+        "sums": dataclasses.asdict(trained.sums),
+        "left_out": trained.left_out,
     }
-    return frame(facts, b"" if names else encode(minibatch))
+    return frame(facts, encode(trained.minibatch))
 
 
 def _end(end: EndOfStep) -> dict[str, object]:

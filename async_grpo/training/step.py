@@ -24,7 +24,6 @@ from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import HostAdamW, deferred_gradients, drop_local_gradients, reshard
 from async_grpo.training.meters import Collectives, peak_memory
 from async_grpo.training.schedule import Clocks, learning_rate_after
-from async_grpo.training.token_dump import TokenTerms
 from async_grpo.types import PackedMinibatch
 
 NO_SAMPLES = "no samples"
@@ -44,6 +43,15 @@ class StepResult:
     # Seconds, arithmetic and memory of all ranks: what no two runs share.
     meters: Mapping[str, float] = field(default_factory=dict, compare=False)
     suspects: tuple[int, ...] = ()  # NON_FINITE: which of this rank's minibatches may be the cause
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenTerms:
+    """Of the trained tokens of one minibatch, on the device; [N] each."""
+
+    logprobs: Tensor  # the policy's, when it was trained
+    old: Tensor | None  # the policy's at the start of the batch, where it has moved since
+    gradients: Tensor | None  # of the minibatch's plain sum, by each log-probability
 
 
 def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW | HostAdamW:
@@ -98,7 +106,7 @@ class GradientStep:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self.losses: list[Tensor] = []  # [] each, of the current step's minibatches
-        self.keeps_terms = False  # for `training.token_dump`
+        self.keeps_terms = False  # for `training.recorder`
         self.terms: list[TokenTerms] = []  # of the current step's minibatches
         self._counts: dict[str, float] = {}
         self._meters: dict[str, float] = {}

@@ -31,6 +31,10 @@ class Minibatch(Parcel):
     round_index: int
     samples: tuple[Sample, ...]
 
+    def parts(self) -> list[Sample]:
+        """One a row, in the order in which they are packed."""
+        return [part for sample in self.samples for part in sample.parts()]
+
     def __reduce__(self) -> tuple[object, ...]:
         """Tickets stay outside of the bytes: Ray must see the references that it counts."""
         if not any(sample.tickets for sample in self.samples):

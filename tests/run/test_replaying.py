@@ -13,15 +13,15 @@ from oracle import make_config, oracle_twin, random_samples, sent, tiny_model
 from async_grpo.checkpoint.reader import Manifest
 from async_grpo.checkpoint.resume import Start
 from async_grpo.run import replaying
-from async_grpo.run.replaying import Comparison, find_checkpoint, read_record, replay_step
+from async_grpo.run.replaying import find_checkpoint, read_record, replay_step
 from async_grpo.training.minibatch_codec import encode, frame, read_frames
 from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
-    MinibatchLog,
     log_files,
     logged_minibatch,
     logged_steps,
 )
+from async_grpo.training.recorder import MinibatchLog
 from async_grpo.types import EndOfStep, Minibatch
 from async_grpo.util.errors import ConfigError, DataError
 
@@ -48,7 +48,7 @@ def items():
 def recorded(tmp_path, items):
     """The folder of a run that has recorded these."""
     learner = make_learner(tmp_path, learning_rate=1e-3)
-    learner.log = MinibatchLog(learner.config, ALONE, first=0)
+    learner.recorder.begin(MinibatchLog(learner.config, ALONE, first=0))
     for item in items:
         learner.accumulate(item) if isinstance(item, Minibatch) else learner.update(item)
     return tmp_path
@@ -57,7 +57,6 @@ def recorded(tmp_path, items):
 def replayed(folder):
     """The first difference, and how many steps were trained again."""
     learner = make_learner(folder / "elsewhere", learning_rate=1e-3)
-    learner.log = Comparison(0, 2)
     steps = logged_steps(folder / LOG_FOLDER, rank=0, batches=range(2))
     for number, step in enumerate(steps, 1):
         if difference := replay_step(step, learner, ALONE):
@@ -131,7 +130,6 @@ def test_the_earliest_difference_of_all_ranks_is_told_on_each_of_them(recorded):
 
     altered(recorded, 1, change)
     learner = make_learner(recorded / "elsewhere", learning_rate=1e-3)
-    learner.log = Comparison(0, 2)
     earlier = (0, 2), replaying.Difference("round 0, rank 1", "the sum of losses", 1.0, 2.0)
     ranks = SimpleNamespace(
         rank=0, gather=lambda own: [own, [earlier]] if isinstance(own, list) else [own]

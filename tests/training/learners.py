@@ -1,4 +1,5 @@
-"""A learner without a process group, and minibatches for it: one healthy, one empty, one bad."""
+"""A learner without a process group, minibatches for it (one healthy, one empty, one bad), and the
+steps that a recorder makes of them."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,9 +9,16 @@ import torch
 from oracle import oracle_twin, random_samples, tiny_model
 
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
+from async_grpo.training.audit import bit_sums
 from async_grpo.training.learner import Learner
-from async_grpo.types import Episode, Minibatch
+from async_grpo.training.minibatch_codec import without_too_large
+from async_grpo.training.minibatch_log import Trained, TrainedStep
+from async_grpo.training.recorder import writers_of
+from async_grpo.training.schedule import Clocks
+from async_grpo.training.step import NON_FINITE, StepResult
+from async_grpo.types import EndOfStep, Episode, Minibatch
 
 
 def make_learner(folder, **options):
@@ -20,7 +28,25 @@ def make_learner(folder, **options):
     paths = {"model_name_or_path": "m", "data_path": "d", "output_dir": str(folder)}
     config = TrainConfig(**(small | penalty | paths | options))
     ranks = SimpleNamespace(rank=3, world_size=4, device=torch.device("cpu"))
-    return Learner(PolicyModel(tiny_model(tied=True)), config, ranks)
+    learner = Learner(PolicyModel(tiny_model(tied=True)), config, ranks)
+    learner.recorder.begin(*writers_of(config, ranks, first=0))
+    return learner
+
+
+def trained_step(*minibatches, batch=0, number=1, suspects=(), loss=0.1, num_tokens=3):
+    """One step a batch, as whoever writes it is handed it."""
+    kept = []
+    for minibatch in minibatches:
+        small, left_out = without_too_large(minibatch)
+        packed = collate(minibatch.samples, aggregation="sample-mean")
+        gradients = bit_sums([torch.tensor([1.0, batch])])
+        weight, count = packed.weights.double().sum(), packed.target_ids.numel()
+        own = torch.tensor(loss if minibatch.samples else 0.1)
+        kept.append(Trained(small, left_out, count, weight, own, gradients, None))
+    end = EndOfStep(batch, 0, True, num_samples=1, num_tokens=num_tokens)
+    skipped = NON_FINITE if suspects else ""
+    result = StepResult(skipped, 0.1, 1e-6, 1, Clocks(1, 2, 3), suspects=suspects)
+    return TrainedStep(number, end, kept, result, digest=batch)
 
 
 def make_minibatches():

@@ -1,6 +1,7 @@
 """A step whose ranks trained other samples than they were sent is never taken."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from oracle import make_sample, oracle_twin, random_samples, sent, tiny_model
 from ranks import run_ranks
 
 from async_grpo.model.collate import collate
-from async_grpo.training.audit import Audit
 from async_grpo.training.meters import Collectives
+from async_grpo.training.recorder import Recorder
 from async_grpo.types import EndOfStep, Minibatch, Tally, digest_of
 from async_grpo.util.errors import AuditError
 
@@ -29,6 +30,18 @@ def make_samples(count=6):
 
 def ended(*ranks, **options):
     return EndOfStep(1, 1, True, num_samples=9, num_tokens=99, sent=sent(*ranks, **options))
+
+
+def trained_by(samples, packed):
+    """A recorder of one minibatch, whose step counts what was packed."""
+    step = SimpleNamespace(
+        losses=[torch.tensor(0.0)],
+        backpropagated=(packed.num_samples, packed.target_ids.numel()),
+        collectives=Collectives(torch.device("cpu")),
+    )
+    recorder = Recorder(None, step)
+    recorder.keep(Minibatch(0, tuple(samples)), packed)
+    return recorder
 
 
 def drop_one(samples):
@@ -67,11 +80,10 @@ def test_a_sample_that_is_lost_or_trained_twice_ends_the_run_before_the_update(t
 
 
 def test_a_minibatch_that_is_packed_with_other_weights_ends_the_run():
-    minibatch, audit = Minibatch(0, tuple(PAIR)), Audit(Collectives(torch.device("cpu")))
     packed = collate(PAIR, aggregation="sample-mean")
-    audit.trained(minibatch, replace(packed, weights=packed.weights * (1 + 1e-5)))
+    recorder = trained_by(PAIR, replace(packed, weights=packed.weights * (1 + 1e-5)))
     with pytest.raises(AuditError, match=r"weight 2 .* weight 2\.00002"):
-        audit.end_step(ended(PAIR), step=1, backpropagated=(2, 6))
+        recorder.audit(ended(PAIR), number=1)
 
 
 def test_a_minibatch_that_is_backpropagated_twice_ends_the_run_before_the_update(tmp_path):
@@ -126,12 +138,9 @@ def audit_of_a_rank(rank, *, fault):
     samples = [*make_samples(), *PAIR]
     by_rank = [samples[:3], samples[3:]]
     trained = fault(by_rank[1]) if rank else by_rank[0]
-    audit = Audit(Collectives(torch.device("cpu")))
-    packed = collate(trained, aggregation="sample-mean")
-    audit.trained(Minibatch(0, tuple(trained)), packed)
+    recorder = trained_by(trained, collate(trained, aggregation="sample-mean"))
     try:
-        counts = packed.num_samples, packed.target_ids.numel()
-        audit.end_step(ended(*by_rank), step=3, backpropagated=counts)
+        recorder.audit(ended(*by_rank), number=3)
     except AuditError as error:
         return str(error)
     return ""

@@ -57,7 +57,7 @@ class NoExports:
 
 
 def test_metrics_tell_which_steps_were_skipped_and_why(tmp_path):
-    earlier = tmp_path / "non_finite" / "step_9_rank_0.npz"
+    earlier = tmp_path / "non_finite" / "step_9_rank_0.log"
     earlier.parent.mkdir()
     earlier.touch()
     learner = make_learner(tmp_path, num_training_batches=2)
@@ -79,4 +79,4 @@ def test_metrics_tell_which_steps_were_skipped_and_why(tmp_path):
     assert column("skipped_steps_no_samples") == [0, 0, 1, 1]
     assert [loss is None for loss in column("loss")] == [False, True, True, False]
     kept = [path.name for path in earlier.parent.iterdir()]
-    assert kept == ["step_2_rank_3.npz"]
+    assert kept == ["step_2_rank_3.log"]

@@ -9,28 +9,23 @@ import torch
 from full_disk import no_file_beyond
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learners import trained_step
 from oracle import make_config, make_row, sample_of_rows
-from test_suspects import facts, samples
+from test_recorder import facts, samples
 
 from async_grpo.model.collate import collate
-from async_grpo.training.minibatch_codec import decode, encode, frame, left_out, read_frames
+from async_grpo.training.minibatch_codec import decode, encode, frame, read_frames
 from async_grpo.training.minibatch_log import (
     LOG_FOLDER,
-    NUM_FILES,
-    MinibatchLog,
     last_batch,
     log_files,
     logged_minibatch,
     logged_runs,
     logged_steps,
 )
-from async_grpo.training.schedule import Clocks
-from async_grpo.training.step import StepResult
+from async_grpo.training.recorder import NUM_FILES, MinibatchLog
 from async_grpo.types import EndOfStep, Minibatch
 from async_grpo.util.errors import DataError
-
-RESULT = StepResult("", 0.1, 1e-6, 1, Clocks(1, 2, 3))
-LOSSES = [torch.tensor(float("nan")), torch.tensor(0.1)]
 
 
 def ranks(rank=0, world_size=1):
@@ -47,11 +42,8 @@ def make_log(folder, *, first=0, gib=1.0, rank=0, world_size=1, batches=(), leng
     config = make_config(output_dir=str(folder), replay_max_gib=gib)
     log = MinibatchLog(config, ranks(rank, world_size), first=first)
     for batch in batches:
-        for minibatch in (make_minibatch(batch, length), Minibatch(1, ())):
-            packed = collate(minibatch.samples, aggregation="sample-mean")
-            log.keep(minibatch, packed, [torch.tensor([1.0, batch])])
-        end = EndOfStep(batch, 0, True, num_samples=1, num_tokens=length)
-        log.end_step(end, RESULT, losses=LOSSES, digest=batch)
+        both = make_minibatch(batch, length), Minibatch(1, ())
+        log.write(trained_step(*both, batch=batch, loss=float("nan"), num_tokens=length))
     return log
 
 
@@ -91,10 +83,7 @@ def test_what_would_be_too_large_is_named_and_cannot_be_replayed(tmp_path):
     hidden = {"teacher.hidden": np.zeros((3, 8), np.float32)}
     (sample,) = make_minibatch().samples
     minibatch = Minibatch(0, (replace(sample, scores=hidden),))
-    assert left_out(minibatch) == ["teacher.hidden"]
-    log = make_log(tmp_path)
-    log.keep(minibatch, collate(minibatch.samples, aggregation="sample-mean"), [])
-    log.end_step(EndOfStep(0, 0, True, 1, 3), RESULT, losses=LOSSES[1:], digest=0)
+    make_log(tmp_path).write(trained_step(minibatch))
     (step,) = steps(tmp_path, range(1))
     with pytest.raises(DataError, match=r"not kept teacher\.hidden"):
         logged_minibatch(step.minibatches[0])
@@ -146,10 +135,8 @@ def test_the_oldest_batches_make_room_for_new_ones(tmp_path):
 def test_a_full_disk_costs_minibatches_which_are_counted(tmp_path, caplog):
     log = make_log(tmp_path, batches=(0,))
     with no_file_beyond(log_files(tmp_path / LOG_FOLDER)[0].stat().st_size + 10):
-        end = EndOfStep(1, 0, True, num_samples=1, num_tokens=3)
-        log.keep(make_minibatch(), collate([], aggregation="sample-mean"), [])
-        log.end_step(end, RESULT, losses=LOSSES[:1], digest=0)
-    assert (log.take_lost(), log.take_lost()) == (1, 0)
+        log.write(trained_step(make_minibatch(), batch=1))
+    assert log.num_lost == 1
     assert "the run goes on" in caplog.text
     with pytest.raises(DataError, match="lacks step 0 of batch 1 of rank 0"):
         steps(tmp_path, range(2))

@@ -166,7 +166,7 @@ def _short(values: Iterable[float | None] | None) -> list[float | None] | None:
 
 
 def _floats(text: str | None) -> list[float | None] | None:
-    """What `training.token_dump.as_text` wrote."""
+    """What `training.recorder.as_text` wrote."""
     if text is None:
         return None
     return _short(np.frombuffer(base64.b64decode(text), "<f4").tolist())

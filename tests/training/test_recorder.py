@@ -2,18 +2,20 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learners import make_learner, make_minibatches
-from oracle import make_row, sample_of_rows, sent
+from learners import make_learner, make_minibatches, trained_step
+from oracle import make_config, make_row, sample_of_rows, sent
 
 from async_grpo.model.collate import collate
+from async_grpo.training.minibatch_log import suspected_minibatches
+from async_grpo.training.recorder import MAX_SUSPECTS, Recorder, StepWriter, Suspects
 from async_grpo.training.step import NON_FINITE
-from async_grpo.training.suspects import MAX_FILES, Suspects, load_minibatches, save_minibatches
 from async_grpo.types import EndOfStep, Minibatch
 from async_grpo.util.errors import DataError
 
@@ -44,14 +46,12 @@ def samples(draw):
 
 
 @st.composite
-def packed_minibatches(draw):
-    """Samples, and how they are packed."""
+def minibatches(draw):
     members = draw(st.lists(samples(), min_size=1, max_size=3))
     if draw(st.booleans()):
         two = {m: np.ones((len(m.scores["reference"]), 2), np.float32) for m in members}
         members = [replace(m, scores=m.scores | {"teacher:math": two[m]}) for m in members]
-    packed = collate(members, aggregation="sample-mean", share_prompts=draw(st.booleans()))
-    return Minibatch(0, tuple(members)), packed
+    return Minibatch(draw(st.integers(0, 9)), tuple(members))
 
 
 def facts(packed):
@@ -64,22 +64,34 @@ def facts(packed):
     }
 
 
+def ranks(rank=0):
+    return SimpleNamespace(rank=rank, world_size=12, device=torch.device("cpu"))
+
+
+def suspects_of(folder, rank=0):
+    return Suspects(make_config(output_dir=str(folder)), ranks(rank))
+
+
+def kept_in(folder):
+    """The files, and what the last of them holds."""
+    paths = sorted((folder / "non_finite").iterdir())
+    return paths, suspected_minibatches(paths[-1])
+
+
 @settings(max_examples=50, deadline=None)
-@given(kept=st.lists(packed_minibatches(), min_size=1, max_size=3))
-def test_a_file_gives_back_what_the_loss_reads(kept, tmp_path_factory):
-    path = tmp_path_factory.mktemp("suspects") / "kept.npz"
-    save_minibatches(path, kept)
-    loaded = load_minibatches(path)
-    assert [facts(packed) for packed in loaded] == [facts(packed) for _, packed in kept]
-    with np.load(path) as file:
-        for number, (minibatch, _) in enumerate(kept):
-            keys = [part.key for sample in minibatch.samples for part in sample.parts()]
-            assert file[f"{number}.keys"].tolist() == [list(key) for key in keys]
-    assert [file.name for file in path.parent.iterdir()] == ["kept.npz"]
-
-
-def packed(minibatch):
-    return collate(minibatch.samples, aggregation="sample-mean")
+@given(kept=st.lists(minibatches(), min_size=1, max_size=3), share=st.booleans())
+def test_a_file_gives_back_what_the_loss_reads(kept, share, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("suspects")
+    suspects_of(folder).write(trained_step(*kept, suspects=range(len(kept))))
+    (path,), loaded = kept_in(folder)
+    assert path.name == "step_1_rank_0.log"
+    was, now = (
+        [facts(collate(m.samples, aggregation="sample-mean", share_prompts=share)) for m in some]
+        for some in (kept, loaded)
+    )
+    assert now == was
+    keys = [[part.key for part in minibatch.parts()] for minibatch in kept]
+    assert [[sample.key for sample in minibatch.samples] for minibatch in loaded] == keys
 
 
 def end(batch, step_in_batch, minibatches):
@@ -96,16 +108,24 @@ def test_a_kept_minibatch_makes_the_step_not_finite_again(tmp_path):
     first = learner.update(end(2, 1, make_minibatches()))
     assert (first.skipped, first.suspects) == (NON_FINITE, (2,))
 
-    (path,) = (tmp_path / "non_finite").iterdir()
-    assert path.name == "step_6_rank_3.npz"
+    (path,), (kept,) = kept_in(tmp_path)
+    assert path.name == "step_6_rank_3.log"
+    assert [sample.key for sample in kept.samples] == [(2, 0, 0, 0)]
     again = make_learner(tmp_path / "again")
-    (kept,) = load_minibatches(path)
-    with np.load(path) as file:
-        assert file["0.keys"].tolist() == [[2, 0, 0, 0]]
-    again.step.accumulate(kept)
+    again.accumulate(kept)
     result = again.step.finish(3)
     assert (result.skipped, result.suspects) == (NON_FINITE, (0,))
     assert result.metrics["kl_sum"] == first.metrics["kl_sum"] == np.inf
+
+
+class Heard(StepWriter):
+    """Keeps the steps that it is handed."""
+
+    def __init__(self):
+        self.steps = []
+
+    def write(self, step):
+        self.steps.append(step)
 
 
 @pytest.mark.parametrize("name", ["teacher.hidden", "teacher.logits"])
@@ -120,52 +140,44 @@ def test_states_and_logits_of_teachers_stay_behind(name, tmp_path):
         )
         for sample in minibatch.samples
     ]
-    minibatch = replace(minibatch, samples=tuple(samples))
-    whole = collate(minibatch.samples, aggregation="sample-mean", share_prompts=False)
-    suspects = Suspects(tmp_path, rank=0)
-    suspects.keep(minibatch, whole)
-    ((kept, packed_of_it),) = suspects._kept
-    assert set(packed_of_it.scores) == set(whole.scores) - {name}
-    assert name in whole.scores  # which is trained yet
-    assert [sample.scores for sample in kept.samples] == [{}] * len(samples)
-    path = tmp_path / "kept.npz"
-    save_minibatches(path, [(kept, packed_of_it)])
-    (found,) = load_minibatches(path)
-    assert set(found.scores) == set(whole.scores) - {name}
+    minibatch, heard = Minibatch(0, tuple(samples)), Heard()
+    step = SimpleNamespace(losses=[torch.tensor(0.1)])
+    recorder = Recorder(None, step)
+    recorder.begin(heard, suspects_of(tmp_path))
+    recorder.keep(minibatch, collate(samples, aggregation="sample-mean", share_prompts=False))
+    bad = trained_step(minibatch, suspects=(0,))
+    recorder.end_step(bad.end, bad.result, number=1)
+    (trained,) = heard.steps[0].minibatches
+    for sample in (*trained.minibatch.samples, *kept_in(tmp_path)[1][0].samples):
+        assert set(sample.scores) == {"reference", "teacher"}
+    assert all(name in sample.scores for sample in samples)  # which are trained yet
 
 
 def test_only_the_suspects_of_the_step_are_kept(tmp_path):
-    suspects = Suspects(str(tmp_path), rank=0)
+    suspects = suspects_of(tmp_path)
     good, filler, bad = make_minibatches()
-    for minibatch in (good, bad):
-        suspects.keep(minibatch, packed(minibatch))
-    assert suspects.end_step(1, suspects=()) is None
-    for minibatch in (good, filler, bad):
-        suspects.keep(minibatch, packed(minibatch))
-    path = suspects.end_step(2, suspects=(1, 2))
-    assert [kept.num_samples for kept in load_minibatches(path)] == [1]
-    suspects.keep(filler, packed(filler))
-    assert suspects.end_step(3, suspects=(0,)) is None
-    assert list((tmp_path / "non_finite").iterdir()) == [path]
+    suspects.write(trained_step(good, bad))
+    assert not (tmp_path / "non_finite").exists()
+    suspects.write(trained_step(good, filler, bad, number=2, suspects=(1, 2)))
+    paths, kept = kept_in(tmp_path)
+    assert [len(minibatch.samples) for minibatch in kept] == [1]
+    suspects.write(trained_step(filler, number=3, suspects=(0,)))
+    assert kept_in(tmp_path)[0] == paths
 
 
 def test_a_rank_keeps_a_bounded_number_of_files(tmp_path):
-    of_ranks = [Suspects(str(tmp_path), rank=rank) for rank in (1, 11)]
+    of_ranks = [suspects_of(tmp_path, rank) for rank in (1, 11)]
     bad = make_minibatches()[2]
-    for step in range(MAX_FILES + 3):
+    for number in range(MAX_SUSPECTS + 3):
         for suspects in of_ranks:
-            suspects.keep(bad, packed(bad))
-            suspects.end_step(step, suspects=(0,))
+            suspects.write(trained_step(bad, number=number, suspects=(0,)))
     names = {path.name for path in (tmp_path / "non_finite").iterdir()}
-    assert names == {f"step_{n}_rank_{rank}.npz" for n in range(MAX_FILES) for rank in (1, 11)}
+    assert names == {f"step_{n}_rank_{rank}.log" for n in range(MAX_SUSPECTS) for rank in (1, 11)}
 
 
 def test_a_disk_that_refuses_costs_the_file_only(tmp_path, caplog):
     (tmp_path / "non_finite").write_text("in the way")
-    suspects = Suspects(str(tmp_path), rank=0)
-    bad = make_minibatches()[2]
-    suspects.keep(bad, packed(bad))
-    assert suspects.end_step(1, suspects=(0,)) is None
+    suspects_of(tmp_path).write(trained_step(make_minibatches()[2], suspects=(0,)))
     assert "step 1 could not be kept" in caplog.text
 
 
@@ -179,21 +191,21 @@ class Trap:
 
 def test_nothing_is_unpickled(tmp_path):
     np.savez(tmp_path / "foreign.npz", format=np.array([Trap(tmp_path / "sprung")], dtype=object))
-    with pytest.raises(DataError, match=r"foreign\.npz must hold kept minibatches"):
-        load_minibatches(tmp_path / "foreign.npz")
+    with pytest.raises(DataError, match=r"foreign\.npz is damaged at byte 0: no record begins"):
+        suspected_minibatches(tmp_path / "foreign.npz")
     assert not (tmp_path / "sprung").exists()
 
 
 def test_a_torn_file_is_named(tmp_path):
-    path = tmp_path / "torn.npz"
-    save_minibatches(path, [(m, packed(m)) for m in make_minibatches()])
-    path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(DataError, match=r"torn\.npz"):
-        load_minibatches(path)
-
-
-@pytest.mark.parametrize("columns", [{}, {"format": np.array(2)}, {"format": np.array([1, 1])}])
-def test_another_format_is_refused(columns, tmp_path):
-    np.savez(tmp_path / "foreign.npz", **columns)
-    with pytest.raises(DataError, match="format 3"):
-        load_minibatches(tmp_path / "foreign.npz")
+    suspects_of(tmp_path).write(trained_step(*make_minibatches(), suspects=(0, 2)))
+    (path,), _ = kept_in(tmp_path)
+    content = path.read_bytes()
+    for size in range(0, len(content), 97):
+        path.write_bytes(content[:size])
+        with pytest.raises(DataError, match=path.name):
+            suspected_minibatches(path)
+    damaged = bytearray(content)
+    damaged[len(content) // 2] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=path.name):
+        suspected_minibatches(path)
