@@ -23,7 +23,7 @@ FLOAT32 = 4
 MIB, GIB = 2**20, 2**30
 # What engines are started with: rollout/engine_args.py.
 CPU_KV_CACHE_BYTES = 256 * MIB
-CPU_BATCHED_TOKENS = 4096  # prompt tokens of one engine step
+CPU_BATCHED_TOKENS = 4096
 WHOLE_SHARE = 0.92  # of a device that vLLM has for itself: its own default
 KV_BLOCK_TOKENS = 32  # the least: prompts share whole blocks, and a sequence may waste one
 
@@ -260,9 +260,17 @@ def missing_bytes(model: ModelShape, engine: Engine) -> int:
     return max(0, needed + max(engine.cache_bytes, ceil(engine.longest * token)) - engine.may_take)
 
 
-def longest_sequence_bytes(*, longest: int, token_bytes: int) -> int:
-    """Cache that one sequence of the longest length needs; vLLM refuses to start with less."""
-    return (longest + 2 * KV_BLOCK_TOKENS) * token_bytes
+def cache_of_cpu(*, longest: int, token_bytes: int) -> int:
+    """Bytes that an engine on a CPU is given, of which vLLM would take nearly all.
+
+    One sequence of the longest length fits: vLLM refuses to start with less.
+    """
+    return max(CPU_KV_CACHE_BYTES, (longest + 2 * KV_BLOCK_TOKENS) * token_bytes)
+
+
+def batched_on_cpu(longest: int) -> int:
+    """Prompt tokens of one step of an engine on a CPU, which cuts no prompt in two."""
+    return max(longest, CPU_BATCHED_TOKENS)
 
 
 def _beside_cache(model: ModelShape, engine: Engine) -> tuple[Line, ...]:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.devices.bill import (
-    CPU_BATCHED_TOKENS,
-    CPU_KV_CACHE_BYTES,
     GIB,
     MIB,
     OUTPUT_BYTES,
@@ -18,9 +16,10 @@ from async_grpo.devices.bill import (
     Line,
     Scoring,
     Training,
+    batched_on_cpu,
+    cache_of_cpu,
     cached_token_bytes,
     engine_bill,
-    longest_sequence_bytes,
     missing_bytes,
     scorer_bill,
     trainer_bill,
@@ -104,14 +103,12 @@ def engine_of(asked: Asked, number: int) -> Engine:
     given = int(config.kv_cache_gib * GIB)
     if asked.on_cpu:
         token = cached_token_bytes(asked.worker_models[number], size)
-        least = longest_sequence_bytes(longest=longest, token_bytes=token)
         return Engine(
             bytes_of_number=size,
-            batched_tokens=int(options.get("max_num_batched_tokens", 0))
-            or max(longest, CPU_BATCHED_TOKENS),
+            batched_tokens=int(options.get("max_num_batched_tokens", batched_on_cpu(longest))),
             num_seqs=config.capacity,
             longest=longest,
-            cache_bytes=given or max(CPU_KV_CACHE_BYTES, least),
+            cache_bytes=given or cache_of_cpu(longest=longest, token_bytes=token),
             keeps_staged=asked.train.memory.weight_delta,
         )
     tokens, seqs = (8192, 1024) if kind.has_large_batches else (2048, 256)

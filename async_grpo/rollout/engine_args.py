@@ -14,13 +14,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from async_grpo.config.worker_config import WorkerConfig, check_known
-from async_grpo.devices.bill import (
-    CPU_BATCHED_TOKENS,
-    CPU_KV_CACHE_BYTES,
-    KV_BLOCK_TOKENS,
-    WHOLE_SHARE,
-    longest_sequence_bytes,
-)
+from async_grpo.devices.bill import KV_BLOCK_TOKENS, WHOLE_SHARE, batched_on_cpu, cache_of_cpu
 from async_grpo.model.model_folder import longrope_positions
 from async_grpo.rollout.scheduler import KEEP
 from async_grpo.util.errors import ConfigError
@@ -94,23 +88,21 @@ def _for_cpu(args: AsyncEngineArgs, config: WorkerConfig) -> AsyncEngineArgs:
     # A seeded request whose prompt is cut in two winds back its generator, which a CPU generator
     # cannot: the engine would die of it.
     args.enable_chunked_prefill = False
-    longest_prompt = args.create_model_config().max_model_len
-    args.max_num_batched_tokens = max(longest_prompt, CPU_BATCHED_TOKENS)
+    model = args.create_model_config()
+    args.max_num_batched_tokens = batched_on_cpu(model.max_model_len)
     if args.tensor_parallel_size == 1:
         args.distributed_executor_backend = CPU_EXECUTOR
-    if args.kv_cache_memory_bytes is None:  # vLLM would take nearly all of the memory
-        longest = _longest_sequence_bytes(args.create_model_config())
-        args.kv_cache_memory_bytes = max(CPU_KV_CACHE_BYTES, longest)
+    if args.kv_cache_memory_bytes is None:
+        args.kv_cache_memory_bytes = cache_of_cpu(
+            longest=model.max_model_len, token_bytes=_token_bytes(model)
+        )
     return args
 
 
-def _longest_sequence_bytes(model: ModelConfig) -> int:
-    """KV cache that one sequence of the longest length needs; vLLM refuses to start with less."""
-    num_layers = model.hf_text_config.num_hidden_layers
-    per_token = 2 * num_layers * model.get_total_num_kv_heads() * model.get_head_size()
-    return longest_sequence_bytes(
-        longest=model.max_model_len, token_bytes=per_token * model.dtype.itemsize
-    )
+def _token_bytes(model: ModelConfig) -> int:
+    """Keys and values of one token in all layers."""
+    numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    return model.hf_text_config.num_hidden_layers * numbers * model.dtype.itemsize
 
 
 def set_engine_options(args: AsyncEngineArgs, options: Mapping[str, str]) -> None:
