@@ -46,6 +46,8 @@ from async_grpo.util.errors import DataError
 
 logger = logging.getLogger(__name__)
 LOG_FOLDER, SUSPECTS_FOLDER = "replay", "non_finite"
+OF_END = ("batch", "step_in_batch", "is_last_of_batch", "num_samples", "num_tokens", "incarnation",
+          "sent", "settings")  # fmt: skip
 NAME = re.compile(r"rank_(\d+)\.batch_(\d+)\.log")
 
 
@@ -102,7 +104,8 @@ class TrainedStep:
     def records(self, minibatches: Sequence[Trained]) -> bytes:
         """These of its minibatches, and its end."""
         place = {"batch": self.end.batch, "step_in_batch": self.end.step_in_batch}
-        end = frame({"kind": "end", **place, **_end(self.end), **self.outcome})
+        facts = {name: getattr(self.end, name) for name in OF_END}
+        end = frame({"kind": "end", **facts, **self.outcome})
         return b"".join([*(_record(each, place) for each in minibatches), end])
 
 
@@ -116,10 +119,8 @@ class LoggedStep:
     @property
     def end(self) -> EndOfStep:
         """What closed it on this rank."""
-        names = ("batch", "step_in_batch", "is_last_of_batch", "num_samples", "num_tokens",
-                 "incarnation", "settings")  # fmt: skip
-        sent = tuple(Tally(*each) for each in self.facts["sent"])
-        return EndOfStep(**{name: self.facts[name] for name in names}, sent=sent)
+        facts = {name: self.facts[name] for name in OF_END}
+        return EndOfStep(**(facts | {"sent": tuple(Tally(*each) for each in facts["sent"])}))
 
 
 def logged_minibatch(record: Frame) -> tuple[Minibatch, Sums]:
@@ -287,14 +288,3 @@ def _record(trained: Trained, place: dict[str, int]) -> bytes:
         "left_out": trained.left_out,
     }
     return frame(facts, encode(trained.minibatch))
-
-
-def _end(end: EndOfStep) -> dict[str, object]:
-    return {
-        "is_last_of_batch": end.is_last_of_batch,
-        "num_samples": end.num_samples,
-        "num_tokens": end.num_tokens,
-        "incarnation": end.incarnation,
-        "sent": end.sent,
-        "settings": dict(end.settings),
-    }
