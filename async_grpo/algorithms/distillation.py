@@ -90,7 +90,10 @@ class Distillation(Grpo):
         """See distillation_loss.py."""
         from async_grpo.algorithms.distillation_loss import distillation_loss  # with torch
 
-        return distillation_loss(scored, packed, config=self.config)
+        return distillation_loss(
+            scored, packed, teaching=self.config.teaching,
+            objective=self.config.objective, mode=self.config.mode,
+        )  # fmt: skip
 
     def in_words(self) -> tuple[str, ...]:
         return (*super().in_words(), teachers_in_words(self.config))

@@ -32,8 +32,9 @@ from torch import Tensor
 
 from async_grpo.algorithms.base import LossSums, Teacher
 from async_grpo.algorithms.grpo_loss import grpo_loss
+from async_grpo.config.objective import ObjectiveOptions
 from async_grpo.config.roles import TEACHER
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.teaching import TeachingOptions
 from async_grpo.model.logprobs import LEAST_LOGPROB, TokenLogprobs
 from async_grpo.types import PackedMinibatch, Payload
 
@@ -45,7 +46,12 @@ MAX_EXPONENT = 80.0  # exp() of it is finite in float32, and beside it 1 is noth
 
 
 def distillation_loss(
-    scored: TokenLogprobs, packed: PackedMinibatch, *, config: TrainConfig
+    scored: TokenLogprobs,
+    packed: PackedMinibatch,
+    *,
+    teaching: TeachingOptions,
+    objective: ObjectiveOptions,
+    mode: str,
 ) -> LossSums:
     """GRPO's sums with the teachers' part of each advantage, and γ Σ w_i divergence_it.
 
@@ -53,21 +59,25 @@ def distillation_loss(
     `teacher_gap_sum` is over sampled tokens, unweighted, as `gkd_divergence_sum` is over all.
     """
     gap = packed.scores[TEACHER] - scored.logprobs.detach()
-    followed = packed.advantages * config.teaching.reward_coefficient
-    if config.teaching.opd_coefficient:
-        bound = config.teaching.opd_clip or None
+    followed = packed.advantages * teaching.reward_coefficient
+    if teaching.opd_coefficient:
+        bound = teaching.opd_clip or None
         within = gap if bound is None else gap.clamp(-bound, bound)
-        followed = followed + config.teaching.opd_coefficient * within
+        followed = followed + teaching.opd_coefficient * within
     result = grpo_loss(
-        scored.logprobs, scored.entropy, replace(packed, advantages=followed), config=config
+        scored.logprobs,
+        scored.entropy,
+        replace(packed, advantages=followed),
+        objective=objective,
+        mode=mode,
     )
     loss, sums = result.loss, {**result.sums, "teacher_gap_sum": _sampled(gap, packed).sum()}
-    if config.teaching.gkd_coefficient:
+    if teaching.gkd_coefficient:
         divergence_N = scored.terms[NAME]
         sums |= {"gkd_divergence_sum": divergence_N.sum()}
-        if config.teaching.gkd_square_temperature:
-            divergence_N = divergence_N * config.teaching.gkd_temperature**2
-        loss = loss + config.teaching.gkd_coefficient * (packed.weights * divergence_N).sum()
+        if teaching.gkd_square_temperature:
+            divergence_N = divergence_N * teaching.gkd_temperature**2
+        loss = loss + teaching.gkd_coefficient * (packed.weights * divergence_N).sum()
         if (tail := packed.scores.get(f"{TEACHER}.tail")) is not None:
             sums |= {"teacher_tail_sum": torch.exp(tail).sum()}
     return LossSums(loss, sums=sums)

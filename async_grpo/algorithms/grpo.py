@@ -98,7 +98,10 @@ class Grpo(Algorithm):
         """See grpo_loss.py."""
         from async_grpo.algorithms.grpo_loss import grpo_loss  # with torch
 
-        return grpo_loss(scored.logprobs, scored.entropy, packed, config=self.config)
+        return grpo_loss(
+            scored.logprobs, scored.entropy, packed,
+            objective=self.config.objective, mode=self.config.mode,
+        )  # fmt: skip
 
     def in_words(self) -> tuple[str, ...]:
         return objective_in_words(self.config)

@@ -18,7 +18,6 @@ from torch import Tensor
 from async_grpo.algorithms.base import LossSums
 from async_grpo.config.objective import ObjectiveOptions
 from async_grpo.config.roles import REFERENCE
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import PackedMinibatch
 
 MAX_EXPONENT = 20.0  # nats
@@ -29,7 +28,8 @@ def grpo_loss(
     entropy: Tensor,
     packed: PackedMinibatch,
     *,
-    config: TrainConfig,
+    objective: ObjectiveOptions,
+    mode: str,
 ) -> LossSums:
     """Policy gradient with its penalties (DeepSeekMath, arXiv 2402.03300, eq. 3 and 19).
 
@@ -37,29 +37,30 @@ def grpo_loss(
     there while the policy has not moved since the start of the batch. The population of every sum
     is the minibatch's trained tokens that were sampled: given ones have no term here.
     `policy_loss_sum` and `kl_sum` are weighted like the loss, the others are not.
+    `mode`: `TrainConfig.mode`.
     """
     if packed.is_given is not None:
         logprobs, entropy, packed = _of_sampled(logprobs, entropy, packed, ~packed.is_given)
-    old = _old(logprobs, packed, config)
-    ratio = policy_ratio(logprobs, old, packed, level=config.objective.ratio_level)
-    policy, clipped = policy_loss(ratio, logprobs, packed.advantages, config.objective)
+    old = _old(logprobs, packed, mode)
+    ratio = policy_ratio(logprobs, old, packed, level=objective.ratio_level)
+    policy, clipped = policy_loss(ratio, logprobs, packed.advantages, objective)
     corrected = torch.zeros_like(clipped)
-    if config.objective.importance_correction != "none":
-        correction, corrected = correction_weights(old, packed, config.objective)
+    if objective.importance_correction != "none":
+        correction, corrected = correction_weights(old, packed, objective)
         policy = correction * policy
     policy_sum = (packed.weights * policy).sum()
     loss, kl_sums = policy_sum, {}
-    if config.objective.kl_in_loss:
-        kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, config)
-        loss = loss + config.objective.kl_coefficient * kl_sums["kl_sum"]
-    if config.objective.entropy_coefficient:
-        loss = loss - config.objective.entropy_coefficient * (packed.weights * entropy).sum()
+    if objective.kl_in_loss:
+        kl_sums["kl_sum"] = _kl_sum(logprobs, old, packed, objective)
+        loss = loss + objective.kl_coefficient * kl_sums["kl_sum"]
+    if objective.entropy_coefficient:
+        loss = loss - objective.entropy_coefficient * (packed.weights * entropy).sum()
     sums = {
         "policy_loss_sum": policy_sum,
         **kl_sums,
         "clipped_tokens": clipped.sum(),
         "corrected_tokens": corrected.sum(),
-        "far_tokens": _is_far(logprobs, old, packed, config).sum(),
+        "far_tokens": _is_far(logprobs, old, packed, objective).sum(),
     }
     return LossSums(loss, sums=sums)
 
@@ -81,31 +82,35 @@ def _of_sampled(
     return logprobs[is_sampled], entropy[is_sampled], chosen
 
 
-def _old(logprobs: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
+def _old(logprobs: Tensor, packed: PackedMinibatch, mode: str) -> Tensor:
     """What the ratio compares with, [N], without gradient."""
-    if config.mode == "behaviour":
+    if mode == "behaviour":
         return packed.behaviour_logprobs
-    given = packed.scores.get("old") if config.mode == "decoupled" else None
+    given = packed.scores.get("old") if mode == "decoupled" else None
     return (logprobs if given is None else given).detach()
 
 
-def _kl_sum(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
+def _kl_sum(
+    logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: ObjectiveOptions
+) -> Tensor:
     """Σ w_i * kl_it.
 
     `k3_iw` is k3 times the token's policy ratio with its gradient, whose expectation under the old
     policy is the gradient of the KL itself (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     """
-    kl = kl_penalty(logprobs, packed.scores[REFERENCE], estimator=config.objective.kl_estimator)
-    if config.objective.kl_estimator == "k3_iw":
+    kl = kl_penalty(logprobs, packed.scores[REFERENCE], estimator=objective.kl_estimator)
+    if objective.kl_estimator == "k3_iw":
         kl = kl * torch.exp(bounded(logprobs - old))
     return (packed.weights * kl).sum()
 
 
 @torch.no_grad()
-def _is_far(logprobs: Tensor, old: Tensor, packed: PackedMinibatch, config: TrainConfig) -> Tensor:
+def _is_far(
+    logprobs: Tensor, old: Tensor, packed: PackedMinibatch, objective: ObjectiveOptions
+) -> Tensor:
     """[N] bool: which tokens are beyond the bound of exponents."""
     is_far = logprobs - old > MAX_EXPONENT
-    if config.objective.kl_in_loss:
+    if objective.kl_in_loss:
         is_far |= packed.scores[REFERENCE] - logprobs > MAX_EXPONENT
     return is_far
 

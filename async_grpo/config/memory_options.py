@@ -69,6 +69,10 @@ class MemoryOptions(Options):
             rule = "must be auto, measure, or a positive number of TFLOP/s"
             raise self.refusal("peak_tflops", rule, "989 is that of an H100 in bf16")
 
+    def chunk_size(self, num_tokens: int) -> int:
+        """Tokens whose logits exist at a time, of the most of a minibatch."""
+        return self.loss_chunksize or num_tokens
+
     @property
     def shard_ranks(self) -> int | None:
         """How many share one copy of the model; 0: all ranks; None: those of a machine."""

@@ -198,7 +198,7 @@ class TrainConfig:
     @property
     def chunk_size(self) -> int:
         """Tokens whose logits exist at a time."""
-        return self.memory.loss_chunksize or self.batching.max_tokens_per_gpu
+        return self.memory.chunk_size(self.batching.max_tokens_per_gpu)
 
     @property
     def mode(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.roles import GENERATION, JUDGE, LOGPROB, TEACHER
 from async_grpo.devices.bill import (
     GIB,
@@ -80,7 +81,11 @@ def bills_of(asked: Asked, split: Split) -> tuple[RoleBill, ...]:
 def training_of(asked: Asked, num_ranks: int) -> Training:
     """How a rank trains, with activation checkpointing where it needs it."""
     training = as_billed(
-        asked.train, shard_ranks=asked.shard_ranks(num_ranks), compute_bytes=asked.train_bytes
+        asked.train.memory,
+        num_tokens=asked.train.batching.max_tokens_per_gpu,
+        shard_ranks=asked.shard_ranks(num_ranks),
+        compute_bytes=asked.train_bytes,
+        keeps_old_policy=find_algorithm(asked.train).uses_old_policy,
     )
     if asked.train.memory.activation_checkpointing != "auto":
         return training

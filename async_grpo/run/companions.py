@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cluster import cluster
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.run_options import RecordingOptions
 from async_grpo.environments.chat.find import find_tokenizer
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, steps_file
 
@@ -80,21 +80,13 @@ class RunRecorder:
         return line
 
 
-def start_recorder(config: TrainConfig) -> RecorderHandle | None:
+def start_recorder(recording: RecordingOptions, *, model: str) -> RecorderHandle | None:
     """The handle of a new recorder, owned by this process and on its node; None: none is needed."""
-    import ray
-
-    if not config.recording.dump_samples_filename:
+    if not recording.dump_samples_filename:
         return None
-    path = Path(config.recording.output_dir, config.recording.dump_samples_filename).absolute()
-    options = ray.remote(RunRecorder).options(
-        num_cpus=0,
-        max_restarts=-1,
-        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
-        scheduling_strategy=cluster.on_this_node(),
-    )
-    max_bytes = config.recording.dump_max_gib * 2**30 or UNLIMITED
-    return options.remote(str(path), max_bytes=max_bytes, model=config.places.model_name_or_path)
+    path = Path(recording.output_dir, recording.dump_samples_filename).absolute()
+    max_bytes = recording.dump_max_gib * 2**30 or UNLIMITED
+    return _beside(RunRecorder).remote(str(path), max_bytes=max_bytes, model=model)
 
 
 class Witness:
@@ -107,12 +99,15 @@ class Witness:
 
 def start_witness() -> WitnessHandle:
     """The handle of a new witness, owned by this process and on its node."""
+    return _beside(Witness).remote()
+
+
+def _beside(actor: type) -> Any:  # Ray's own class of actors, untyped
     import ray
 
-    options = ray.remote(Witness).options(
+    return ray.remote(actor).options(
         num_cpus=0,
         max_restarts=-1,
-        enable_task_events=False,
+        enable_task_events=False,  # Ray's log of every call grows for as long as a run lasts
         scheduling_strategy=cluster.on_this_node(),
     )
-    return options.remote()

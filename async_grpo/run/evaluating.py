@@ -52,7 +52,8 @@ def evaluate(config: TrainConfig) -> EvaluationResult:
     for each in plan.sets:
         try_rewards(controller, [each.questions[0]], config, found=each.config)
     witness = start_witness()
-    call = controller.begin_run.remote(plan, witness, start_recorder(config))
+    recorder = start_recorder(config.recording, model=config.places.model_name_or_path)
+    call = controller.begin_run.remote(plan, witness, recorder)
     epoch = cluster.wait(call, timeout_s=deadlines.BEGIN_RUN_S, who=WHO)
     client = RunClient(controller, RunId(plan.incarnation, epoch))
     _serve_own_weights(client, WeightsVersion(plan.incarnation, end.batch))

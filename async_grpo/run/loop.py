@@ -140,7 +140,12 @@ def train(
         references=data.references_to_save,
     )  # fmt: skip
     checkpoints.check_folder()
-    learner.recorder.begin(*writers_of(learner.config, ranks, first=start.batches))
+    config = learner.config
+    writers = writers_of(
+        config.recording, ranks, first=start.batches, options=config.options(),
+        questions_per_step=config.batching.questions_per_step,
+    )  # fmt: skip
+    learner.recorder.begin(*writers)
     if start.folder:
         data.restore(start)
         restore_learner(learner, start)

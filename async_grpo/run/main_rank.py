@@ -112,7 +112,10 @@ class MainRank:
         self._settings = plan.settings
         self._journal = ControlJournal(Path(plan.config.recording.output_dir), plan.pending)
         self._num_recoveries = 0
-        self._witness, self._recorder = start_witness(), start_recorder(plan.config)
+        self._witness = start_witness()
+        self._recorder = start_recorder(
+            plan.config.recording, model=plan.config.places.model_name_or_path
+        )
         self.client = self._begin(find_or_make_controller())
         self._watcher = Watcher(lambda: self.client, record.incidents)
         self._watcher.heard = self._journal.heard

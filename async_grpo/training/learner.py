@@ -13,8 +13,9 @@ import torch.distributed as dist
 from async_grpo.algorithms.find import find_algorithm, users_algorithm
 from async_grpo.batching.supervised import pack_pairs
 from async_grpo.config.live import Settings, with_settings
+from async_grpo.config.memory_options import MemoryOptions
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.devices.bill import GIB, Training, trainer_bill, with_checkpointing_if_needed
+from async_grpo.devices.bill import GIB, trainer_bill, with_checkpointing_if_needed
 from async_grpo.devices.current import free_bytes
 from async_grpo.model.attention import choose_attention
 from async_grpo.model.collate import collate, to_device
@@ -43,7 +44,10 @@ class Learner:
         self.policy = policy
         self.device = ranks.device
         self.algorithm = find_algorithm(config)
-        self.step = GradientStep(policy, config, self.algorithm, device=ranks.device)
+        self.step = GradientStep(
+            policy, self.algorithm, options=config.optimizer, batching=config.batching,
+            memory=config.memory, device=ranks.device,
+        )  # fmt: skip
         self.recorder = Recorder(policy, self.step)
         self.settings: dict[str, object] = {}  # see `set`
         self._size = size_of(policy.model)
@@ -52,24 +56,30 @@ class Learner:
     @classmethod
     def build(cls, config: TrainConfig, ranks: Ranks) -> Learner:
         """Load, shard and equip the policy; float32 master weights."""
-        code = users_algorithm(config)
-        find_algorithm(config, code)  # before the minutes in which a model loads
+        code, memory = users_algorithm(config), config.memory
+        algorithm = find_algorithm(config, code)  # before the minutes in which a model loads
         if of_rank_0 := ranks.share(lambda: code):
             of_rank_0.require_same(code)
-        dtype = compute_dtype(config.memory.mixed_precision, ranks.device)
+        dtype = compute_dtype(memory.mixed_precision, ranks.device)
         path = config.places.model_name_or_path
-        attention = choose_attention(ranks.device, dtype=dtype, wanted=config.memory.attention)
+        attention = choose_attention(ranks.device, dtype=dtype, wanted=memory.attention)
         ranks.on_main(
             lambda: check_trainable(path, attention=attention, device=ranks.device, dtype=dtype)
         )
-        peak = peak_tflops(config, ranks.device)  # before the model takes its memory
+        peak = peak_tflops(memory, ranks.device)  # before the model takes its memory
         policy = load_sharded(
             path,
             attention=attention,
             dtype=torch.float32,
             device=ranks.device,
-            shard=lambda policy: shard_as_billed(policy, config, ranks),
-            parameters_on=torch.device("cpu") if config.memory.offload == "parameters" else None,
+            shard=lambda policy: shard_as_billed(
+                policy,
+                memory,
+                ranks,
+                num_tokens=config.batching.max_tokens_per_gpu,
+                keeps_old_policy=algorithm.uses_old_policy,
+            ),
+            parameters_on=torch.device("cpu") if memory.offload == "parameters" else None,
         )
         learner = cls(policy, config, ranks, peak=peak)
         logger.info("policy and optimizer are ready")
@@ -118,7 +128,7 @@ class Learner:
         if self.settings == settings:
             return
         self.settings = dict(settings)
-        self.step.configure(with_settings(self.config, settings))
+        self.step.options = with_settings(self.config, settings).optimizer
 
     def discard(self) -> None:
         """Forget the minibatches of an unfinished step, which will all come again."""
@@ -130,26 +140,34 @@ class Learner:
         return end.num_tokens if self.algorithm.aggregation == "token-mean" else end.num_samples
 
 
-def training_of(config: TrainConfig, ranks: Ranks) -> Training:
-    """How the options have this rank train, as the bill knows it; `auto` counts as off."""
-    dtype = compute_dtype(config.memory.mixed_precision, ranks.device)
-    return as_billed(config, shard_ranks=ranks.mesh.size(-1), compute_bytes=dtype.itemsize)
-
-
-def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> None:
+def shard_as_billed(
+    policy: PolicyModel,
+    memory: MemoryOptions,
+    ranks: Ranks,
+    *,
+    num_tokens: int,
+    keeps_old_policy: bool,
+) -> None:
     """Shard an outlined policy as the options say, and log what it will take; collective.
 
     `--activation-checkpointing auto` is decided here, for all ranks by the one with the least room.
     """
-    model, training = model_shape(policy), training_of(config, ranks)
-    free = free_bytes(ranks.device, share=config.memory.gpus_per_rank)
-    if config.memory.activation_checkpointing == "auto":
+    training = as_billed(
+        memory,
+        num_tokens=num_tokens,
+        shard_ranks=ranks.mesh.size(-1),
+        compute_bytes=compute_dtype(memory.mixed_precision, ranks.device).itemsize,
+        keeps_old_policy=keeps_old_policy,
+    )
+    model = model_shape(policy)
+    free = free_bytes(ranks.device, share=memory.gpus_per_rank)
+    if memory.activation_checkpointing == "auto":
         wanted = with_checkpointing_if_needed(model, training, free_bytes=int(USED * free))
         training = replace(training, checkpointing=bool(ranks.agree(wanted.checkpointing)))
     bill = trainer_bill(model, training)
     logger.info(
         "%s\nof %.1f GiB that are free; activation checkpointing (%s) is %s",
-        bill.in_words(), free / GIB, config.memory.activation_checkpointing,
+        bill.in_words(), free / GIB, memory.activation_checkpointing,
         "on" if training.checkpointing else "off",
     )  # fmt: skip
     if bill.total > free:
@@ -161,11 +179,11 @@ def shard_as_billed(policy: PolicyModel, config: TrainConfig, ranks: Ranks) -> N
     shard(
         policy,
         ranks.mesh,
-        mixed_precision=config.memory.mixed_precision,
+        mixed_precision=memory.mixed_precision,
         keep_gathered=training.keeps_gathered,
-        offload=config.memory.offload == "parameters",
+        offload=memory.offload == "parameters",
         activation_checkpointing=training.checkpointing,
-        compile=config.memory.use_torch_compile,
+        compile=memory.use_torch_compile,
     )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.memory_options import MemoryOptions
 from async_grpo.training.fsdp import compute_dtype
 
 PRODUCTS_S = 0.2  # for which products are repeated to find the peak
@@ -108,13 +108,13 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     return memory
 
 
-def peak_tflops(config: TrainConfig, device: torch.device) -> float | None:
+def peak_tflops(memory: MemoryOptions, device: torch.device) -> float | None:
     """What this rank could do at most, by which its utilisation is told; None: it is not."""
-    if config.memory.peak_tflops not in ("auto", "measure"):
-        return float(config.memory.peak_tflops)
-    if config.memory.peak_tflops == "auto" and device.type == "cpu":
+    if memory.peak_tflops not in ("auto", "measure"):
+        return float(memory.peak_tflops)
+    if memory.peak_tflops == "auto" and device.type == "cpu":
         return None
-    return measured_tflops(device, dtype=compute_dtype(config.memory.mixed_precision, device))
+    return measured_tflops(device, dtype=compute_dtype(memory.mixed_precision, device))
 
 
 def measured_tflops(device: torch.device, *, dtype: torch.dtype) -> float:

@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from async_grpo import __version__
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.training.audit import as_digest
 from async_grpo.training.minibatch_codec import (
     MAGIC,
@@ -249,13 +248,13 @@ def _cut_file(path: Path, first: int) -> None:
     os.truncate(path, end)
 
 
-def run_record(config: TrainConfig, ranks: Ranks, *, batch: int) -> bytes:
-    """What a file begins with; its first step is of `batch`."""
-    model = os.path.abspath(config.places.model_name_or_path)
+def run_record(options: Mapping[str, Any], ranks: Ranks, *, batch: int) -> bytes:
+    """What a file of a run with these options begins with; its first step is of `batch`."""
+    model = os.path.abspath(options["model_name_or_path"])
     facts = {
         "kind": "run",
         "batch": batch,
-        "config": config.options() | {"model_name_or_path": model},
+        "config": {**options, "model_name_or_path": model},
         "world_size": ranks.world_size,
         "machine": machine(ranks.device),
     }

@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.run_options import RecordingOptions
 from async_grpo.model.policy import PolicyModel
 from async_grpo.telemetry.sample_dump import UNLIMITED, SampleDump, tokens_file
 from async_grpo.training.audit import audit_step, bit_sums, weights_digest
@@ -37,6 +38,7 @@ from async_grpo.training.step import GradientStep, StepResult
 from async_grpo.types import EndOfStep, Minibatch, PackedMinibatch, Tally, digest_of
 from async_grpo.util.files import LineFile, replacing
 
+Options = Mapping[str, Any]  # by name
 logger = logging.getLogger(__name__)
 NUM_FILES = 8  # of a rank's log, among which its room is divided
 MAX_SUSPECTS = 8  # files a rank; the first ones tell the most
@@ -114,13 +116,20 @@ class Recorder:
         return self._num_lost - before
 
 
-def writers_of(config: TrainConfig, ranks: Ranks, *, first: int) -> Iterator[StepWriter]:
-    """Yield what writes the steps of a run from batch `first` on."""
-    yield Suspects(config, ranks)
-    if config.recording.dump_token_columns and config.recording.dump_samples_filename:
-        yield TokenDump(config, ranks)
-    if config.recording.replay_max_gib:
-        yield MinibatchLog(config, ranks, first=first)
+def writers_of(
+    recording: RecordingOptions,
+    ranks: Ranks,
+    *,
+    first: int,
+    options: Options,
+    questions_per_step: int,
+) -> Iterator[StepWriter]:
+    """Yield what writes the steps of a run with these `options` from batch `first` on."""
+    yield Suspects(recording.output_dir, ranks, options=options)
+    if recording.dump_token_columns and recording.dump_samples_filename:
+        yield TokenDump(recording, ranks, questions_per_step=questions_per_step)
+    if recording.replay_max_gib:
+        yield MinibatchLog(recording, ranks, first=first, options=options)
 
 
 class MinibatchLog(StepWriter):
@@ -128,12 +137,14 @@ class MinibatchLog(StepWriter):
 
     needs_digests = True
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, *, first: int) -> None:
+    def __init__(
+        self, recording: RecordingOptions, ranks: Ranks, *, first: int, options: Options
+    ) -> None:
         """What is there from batch `first` on is removed: it is trained again."""
-        self._config = config
+        self._options = options
         self._ranks = ranks
-        self._folder = Path(config.recording.output_dir, LOG_FOLDER)
-        self._max_bytes = config.recording.replay_max_gib * 2**30 / ranks.world_size
+        self._folder = Path(recording.output_dir, LOG_FOLDER)
+        self._max_bytes = recording.replay_max_gib * 2**30 / ranks.world_size
         self._file: LineFile | None = None
         try:
             cut_back(self._folder, first, rank=ranks.rank, world_size=ranks.world_size)
@@ -158,7 +169,7 @@ class MinibatchLog(StepWriter):
         if self._file is None or is_full:
             path = self._folder / f"rank_{self._ranks.rank}.batch_{end.batch}.log"
             self._file = LineFile(path, unit="minibatches", say=logger.warning)
-            self._file.append(run_record(self._config, self._ranks, batch=end.batch), number=0)
+            self._file.append(run_record(self._options, self._ranks, batch=end.batch), number=0)
             self._make_room()
         return self._file
 
@@ -183,10 +194,10 @@ class MinibatchLog(StepWriter):
 class Suspects(StepWriter):
     """Keeps the minibatches behind a step that was not finite, in a file that stays."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
-        self._config = config
+    def __init__(self, output_dir: str, ranks: Ranks, *, options: Options) -> None:
+        self._options = options
         self._ranks = ranks
-        self._folder = Path(config.recording.output_dir, SUSPECTS_FOLDER)
+        self._folder = Path(output_dir, SUSPECTS_FOLDER)
 
     def write(self, step: TrainedStep) -> None:
         """Write the suspects, if there are any, but for fillers."""
@@ -202,7 +213,7 @@ class Suspects(StepWriter):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
-                file.write(run_record(self._config, self._ranks, batch=step.end.batch))
+                file.write(run_record(self._options, self._ranks, batch=step.end.batch))
                 file.write(step.records(chosen))
         except OSError as error:
             logger.error("the minibatches of step %d could not be kept: %s", step.number, error)
@@ -219,14 +230,14 @@ class TokenDump(StepWriter):
 
     needs_terms = True
 
-    def __init__(self, config: TrainConfig, ranks: Ranks) -> None:
+    def __init__(
+        self, recording: RecordingOptions, ranks: Ranks, *, questions_per_step: int
+    ) -> None:
         """All ranks' files together may be as large as the dump."""
-        self._config = config
+        self._questions_per_step = questions_per_step
         self._rank = ranks.rank
-        path = tokens_file(
-            Path(config.recording.output_dir, config.recording.dump_samples_filename), ranks.rank
-        )
-        max_bytes = config.recording.dump_max_gib * 2**30 / ranks.world_size or UNLIMITED
+        path = tokens_file(Path(recording.output_dir, recording.dump_samples_filename), ranks.rank)
+        max_bytes = recording.dump_max_gib * 2**30 / ranks.world_size or UNLIMITED
         self._dump = SampleDump(path, max_bytes=max_bytes, unit="rows")
         self._is_new = True
 
@@ -234,7 +245,7 @@ class TokenDump(StepWriter):
         """Append a line a row, in the order of minibatches."""
         if self._is_new:  # what a run that goes on has trained since its checkpoint
             self._is_new = False
-            self._dump.cut_back((step.number - 1) * self._config.batching.questions_per_step)
+            self._dump.cut_back((step.number - 1) * self._questions_per_step)
         for trained in step.minibatches:
             if trained.minibatch.samples:
                 self._dump.write(self._lines(trained, step))

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.optimizer_options import OptimizerOptions
+from async_grpo.config.sampling_options import BatchingOptions
 
 
 def learning_rate_factor(
@@ -65,29 +66,29 @@ class Clocks:
 
 
 def learning_rate_after(
-    clocks: Clocks, config: TrainConfig, *, num_samples: int, samples_per_slot: int
+    clocks: Clocks,
+    optimizer: OptimizerOptions,
+    batching: BatchingOptions,
+    *,
+    num_samples: int,
+    samples_per_slot: int,
 ) -> float:
     """Of the step that begins at `clocks` and has `num_samples`, on the clock that the run chose.
 
     `samples_per_slot`: those that a slot of the batch is planned to give.
     """
-    by_samples = config.optimizer.schedule_clock == "samples"
-    per_batch = (
-        config.batching.batch_size * samples_per_slot
-        if by_samples
-        else config.batching.steps_per_batch
-    )
-    num_total = config.batching.num_training_batches * per_batch
-    num_warmup = (
-        config.optimizer.num_warmup_samples if by_samples else config.optimizer.num_warmup_steps
-    )
-    return config.optimizer.learning_rate * learning_rate_factor(
-        clocks.samples if by_samples else clocks.steps,
-        schedule=config.optimizer.lr_scheduler,
+    position, advance, num_warmup = clocks.steps, 1, optimizer.num_warmup_steps
+    per_batch = batching.steps_per_batch
+    if optimizer.schedule_clock == "samples":
+        position, advance, num_warmup = clocks.samples, num_samples, optimizer.num_warmup_samples
+        per_batch = batching.batch_size * samples_per_slot
+    num_total = batching.num_training_batches * per_batch
+    return optimizer.learning_rate * learning_rate_factor(
+        position,
+        schedule=optimizer.lr_scheduler,
         # As a fraction: 0.07 of 100 steps is 7, which floats make 7.000000000000001.
-        num_warmup=num_warmup
-        or math.ceil(Fraction(str(config.optimizer.warmup_ratio)) * num_total),
+        num_warmup=num_warmup or math.ceil(Fraction(str(optimizer.warmup_ratio)) * num_total),
         num_total=num_total,
-        advance=num_samples if by_samples else 1,
-        smallest=config.optimizer.min_learning_rate_ratio,
+        advance=advance,
+        smallest=optimizer.min_learning_rate_ratio,
     )

@@ -18,7 +18,9 @@ from torch.optim import AdamW
 
 from async_grpo.algorithms.base import Algorithm, LossSums
 from async_grpo.algorithms.grpo_loss import mismatch
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.memory_options import MemoryOptions
+from async_grpo.config.optimizer_options import OptimizerOptions
+from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.model.collate import collate, to_device
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.fsdp import HostAdamW, deferred_gradients, drop_local_gradients, reshard
@@ -54,22 +56,21 @@ class TokenTerms:
     gradients: Tensor | None  # of the minibatch's plain sum, by each log-probability
 
 
-def make_optimizer(policy: PolicyModel, config: TrainConfig) -> AdamW | HostAdamW:
+def make_optimizer(
+    policy: PolicyModel, options: OptimizerOptions, *, on_host: bool
+) -> AdamW | HostAdamW:
     """AdamW over the (sharded) parameters; weight decay spares biases and norms."""
-    make = HostAdamW if config.memory.offload == "optimizer" else AdamW
+    make = HostAdamW if on_host else AdamW
     parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     groups = [
-        {
-            "params": [p for p in parameters if p.ndim >= 2],
-            "weight_decay": config.optimizer.weight_decay,
-        },
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return make(
         groups,
-        lr=config.optimizer.learning_rate,
-        betas=(config.optimizer.adam_beta1, config.optimizer.adam_beta2),
-        eps=config.optimizer.adam_epsilon,
+        lr=options.learning_rate,
+        betas=(options.adam_beta1, options.adam_beta2),
+        eps=options.adam_epsilon,
         fused=True,
     )
 
@@ -84,21 +85,29 @@ class GradientStep:
     def __init__(
         self,
         policy: PolicyModel,
-        config: TrainConfig,
         algorithm: Algorithm,
         *,
+        options: OptimizerOptions,
+        batching: BatchingOptions,
+        memory: MemoryOptions,
         device: torch.device | None = None,
     ) -> None:
-        """`device` computes; None: it is where the parameters are."""
-        self.optimizer = make_optimizer(policy, config)
+        """`options`: those of the steps that follow; whoever trains may set others between steps.
+        `device` computes; None: it is where the parameters are.
+        """
+        on_host = memory.offload == "optimizer"
+        self.optimizer = make_optimizer(policy, options, on_host=on_host)
+        self.options = options
         self.clocks = Clocks()  # a resumed run sets them, and the optimizer's own state
         self._policy = policy
-        self._config = config
+        self._batching = batching
+        self._defers = memory.defer_gradient_sync
         self._algorithm = algorithm
         self.head_terms = algorithm.terms  # with those of its teachers, once they are met
         self._batch_start = BatchStart(policy) if algorithm.uses_old_policy else None
         # Of every forward of the policy.
-        self._setting = {"temperature": algorithm.temperature, "chunk_size": config.chunk_size}
+        chunk_size = memory.chunk_size(batching.max_tokens_per_gpu)
+        self._setting = {"temperature": algorithm.temperature, "chunk_size": chunk_size}
         self._device = device or next(policy.parameters()).device
         self.collectives = Collectives(self._device)
         self.collectives.watch(policy)
@@ -120,7 +129,7 @@ class GradientStep:
         if self.keeps_terms:
             scored.logprobs.retain_grad()
         result = self._algorithm.loss(scored, packed)
-        with deferred_gradients(self._policy, defer=self._config.memory.defer_gradient_sync):
+        with deferred_gradients(self._policy, defer=self._defers):
             result.loss.backward()
         if self.keeps_terms:
             logprobs = scored.logprobs
@@ -165,7 +174,7 @@ class GradientStep:
         clocks; None: `denominator` counts samples.
         """
         num_samples = denominator if num_samples is None else num_samples
-        if denominator and self.losses and self._config.memory.defer_gradient_sync:
+        if denominator and self.losses and self._defers:
             self._reduce_gradients()
         metrics, meters = self._reduce_metrics()
         num_minibatches = int(metrics.pop("num_minibatches"))
@@ -173,7 +182,8 @@ class GradientStep:
         grad_norm = self._global_norm() / denominator if denominator else 0.0
         learning_rate = learning_rate_after(
             self.clocks,
-            self._config,
+            self.options,
+            self._batching,
             num_samples=num_samples,
             samples_per_slot=self._algorithm.samples_per_slot,
         )
@@ -198,10 +208,6 @@ class GradientStep:
             suspects=suspects,
         )
 
-    def configure(self, config: TrainConfig) -> None:
-        """The steps that follow have these options, of which only live ones may differ."""
-        self._config = config
-
     def begin_batch(self) -> None:
         """The gradient steps that follow belong to another batch."""
         if self._batch_start is not None:
@@ -224,7 +230,7 @@ class GradientStep:
         (scored.logprobs.sum() + scored.entropy.sum()).backward()
 
     def _clip(self, grad_norm: float) -> float:
-        limit = self._config.optimizer.max_grad_norm
+        limit = self.options.max_grad_norm
         return min(1.0, limit / (grad_norm + 1e-6)) if limit else 1.0
 
     def _update(self, learning_rate: float, *, clip: float, denominator: int) -> None:

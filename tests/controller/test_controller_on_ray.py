@@ -234,7 +234,7 @@ def test_another_process_asks_for_work_of_any_role(controller, plan):
 
 def test_a_recorder_that_is_killed_is_started_again_and_ends_no_run(controller, plan, tmp_path):
     config = make_config(output_dir=str(tmp_path), dump_samples_filename="samples.jsonl")
-    witness, recorder = start_witness(), start_recorder(config)
+    witness, recorder = start_witness(), start_recorder(config.recording, model="m")
     get(recorder.write.remote("first", 0, [group(0)]))
     call = controller.begin_run.remote(plan, witness, recorder)
     run = RunId(plan.incarnation, get(call))

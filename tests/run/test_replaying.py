@@ -48,7 +48,9 @@ def items():
 def recorded(tmp_path, items):
     """The folder of a run that has recorded these."""
     learner = make_learner(tmp_path, learning_rate=1e-3)
-    learner.recorder.begin(MinibatchLog(learner.config, ALONE, first=0))
+    config = learner.config
+    log = MinibatchLog(config.recording, ALONE, first=0, options=config.options())
+    learner.recorder.begin(log)
     for item in items:
         learner.accumulate(item) if isinstance(item, Minibatch) else learner.update(item)
     return tmp_path

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from effort import FULL
+from learners import gradient_step
 from loading_scenarios import differences
 from oracle import make_sample, oracle_twin, random_samples, sent, tiny_config, tiny_model
 from tensor_watchers import LargestTensor
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
-from async_grpo.algorithms.find import find_algorithm
 from async_grpo.checkpoint.export import export_hf
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import PACKED
@@ -28,7 +28,6 @@ from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import HostAdamW, iter_full_tensors, shard
 from async_grpo.training.learner import HeldOutPairs, Learner
 from async_grpo.training.ranks import Ranks, make_mesh
-from async_grpo.training.step import GradientStep
 from async_grpo.types import EndOfStep, Minibatch, TrainingPair
 
 CONFIG = TrainConfig(
@@ -116,7 +115,7 @@ def make_step(*, tied=True, dtype=torch.float32, config=CONFIG, hybrid=False, **
 
 
 def equip(policy, config=CONFIG):
-    step = GradientStep(policy, config, find_algorithm(config))
+    step = gradient_step(policy, config)
     gradients = []
     optimizer = getattr(step.optimizer, "_adamw", step.optimizer)
     optimizer.register_step_pre_hook(lambda *_: gradients.append(whole_gradient(policy)))
@@ -166,7 +165,7 @@ def held_bytes(step, policy):
 def partitions(rank, *, config):
     """[(gradient, result)] of the same samples, spread at random."""
     samples = make_samples(tiny_model(tied=True))
-    frozen = replace(config, learning_rate=1e-30)
+    frozen = config.but(learning_rate=1e-30)
     step, _, gradients = make_step(dtype=torch.float64, config=frozen)
     results = []
     for seed in range(NUM_PARTITIONS):
@@ -201,7 +200,7 @@ def zero_advantages(rank, *, config):
     """Two steps: a real one, then one in which every advantage is 0."""
     samples = make_samples(tiny_model(tied=True))
     flat = [replace(sample, advantage=0.0) for sample in samples]
-    step, policy, gradients = make_step(config=replace(config, kl_coefficient=0.0))
+    step, policy, gradients = make_step(config=config.but(kl_coefficient=0.0))
     accumulate(step, usual_rounds(rank, samples))
     step.finish(len(samples))
     before = whole(policy)

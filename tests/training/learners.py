@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from oracle import oracle_twin, random_samples, tiny_model
 
+from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel
@@ -17,7 +18,7 @@ from async_grpo.training.minibatch_codec import without_too_large
 from async_grpo.training.minibatch_log import Trained, TrainedStep
 from async_grpo.training.recorder import writers_of
 from async_grpo.training.schedule import Clocks
-from async_grpo.training.step import NON_FINITE, StepResult
+from async_grpo.training.step import NON_FINITE, GradientStep, StepResult
 from async_grpo.types import EndOfStep, Episode, Minibatch
 
 
@@ -29,7 +30,9 @@ def make_learner(folder, **options):
     config = TrainConfig(**(small | penalty | paths | options))
     ranks = SimpleNamespace(rank=3, world_size=4, device=torch.device("cpu"))
     learner = Learner(PolicyModel(tiny_model(tied=True)), config, ranks)
-    learner.recorder.begin(*writers_of(config, ranks, first=0))
+    questions = config.batching.questions_per_step
+    options = {"options": config.options(), "questions_per_step": questions}
+    learner.recorder.begin(*writers_of(config.recording, ranks, first=0, **options))
     return learner
 
 
@@ -47,6 +50,14 @@ def trained_step(*minibatches, batch=0, number=1, suspects=(), loss=0.1, num_tok
     skipped = NON_FINITE if suspects else ""
     result = StepResult(skipped, 0.1, 1e-6, 1, Clocks(1, 2, 3), suspects=suspects)
     return TrainedStep(number, end, kept, result, digest=batch)
+
+
+def gradient_step(policy, config):
+    """The step of a run with these options."""
+    return GradientStep(
+        policy, find_algorithm(config), options=config.optimizer, batching=config.batching,
+        memory=config.memory,
+    )  # fmt: skip
 
 
 def make_minibatches():

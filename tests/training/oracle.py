@@ -16,6 +16,8 @@ from formulas import Output, objective
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from async_grpo.algorithms.base import LossSums
+from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.attention import PACKED
 from async_grpo.types import (
@@ -222,6 +224,11 @@ def oracle_outputs(
 
 def _floats(values: np.ndarray | None, trained: np.ndarray) -> list[float] | None:
     return None if values is None else [float(values[t]) for t in trained]
+
+
+def loss_with(config: TrainConfig, logprobs, entropy, packed) -> LossSums:
+    """GRPO's sums under these options."""
+    return grpo_loss(logprobs, entropy, packed, objective=config.objective, mode=config.mode)
 
 
 def oracle_gradient(

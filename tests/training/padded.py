@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from oracle import make_sample
+from oracle import loss_with, make_sample
 from torch import Tensor
 
-from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 
@@ -84,7 +83,7 @@ def ours(batch: PaddedBatch, config: TrainConfig, *, old: Tensor | None = None):
     packed = pack(batch, config)
     if old is not None:
         packed = replace(packed, scores={**packed.scores, "old": old[trained]})
-    result = grpo_loss(logprobs[trained], entropies[trained], packed, config=config)
+    result = loss_with(config, logprobs[trained], entropies[trained], packed)
     divisor = (
         batch.num_tokens if config.objective.aggregation == "token-mean" else len(batch.advantages)
     )

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import make_config, make_sample
+from oracle import loss_with, make_config, make_sample
 
-from async_grpo.algorithms.grpo_loss import grpo_loss, kl_penalty, mismatch
+from async_grpo.algorithms.grpo_loss import kl_penalty, mismatch
 from async_grpo.model.collate import collate
 
 PLAIN = make_config(ratio_mode="behaviour", clip_low=0.2, clip_high=0.3)
@@ -26,7 +26,7 @@ def test_on_policy_gradient_is_minus_weight_times_advantage_and_nothing_is_clipp
     packed = collate(samples, aggregation="sample-mean", dtype=torch.float64)
     objective = make_config(ratio_mode="on_policy")
     logprobs, entropy = scored([-1.0, -2.0, -3.0])
-    result = grpo_loss(logprobs, entropy, packed, config=objective)
+    result = loss_with(objective, logprobs, entropy, packed)
     result.loss.backward()
     assert logprobs.grad.tolist() == [-1.0, -1.0, 1.0]
     assert result.sums["clipped_tokens"] == 0
@@ -38,7 +38,7 @@ def test_behaviour_ratio_is_clipped_on_the_side_that_gains():
     packed = collate([sample], aggregation="token-mean", dtype=torch.float64)
     packed.advantages.copy_(torch.tensor([1.0, 1.0, -1.0, -1.0]))
     logprobs, entropy = scored(np.log(ratios))
-    result = grpo_loss(logprobs, entropy, packed, config=PLAIN)
+    result = loss_with(PLAIN, logprobs, entropy, packed)
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-1.3 - 0.5 + 1.5 + 0.8)
     assert logprobs.grad.tolist() == pytest.approx([0.0, -0.5, 1.5, 0.0])
@@ -73,7 +73,7 @@ def test_kl_enters_with_its_coefficient_and_the_sample_s_weight():
     sample = make_sample([1], [2, 3], reference=[-1.0, -3.0], advantage=0.0)
     packed = collate([sample], aggregation="sample-mean", dtype=torch.float64)
     objective = make_config(ratio_mode="on_policy", kl_coefficient=0.1, kl_estimator="k2")
-    result = grpo_loss(*scored([-2.0, -2.0]), packed, config=objective)
+    result = loss_with(objective, *scored([-2.0, -2.0]), packed)
     assert result.sums["kl_sum"].item() == pytest.approx(0.5)
     assert result.loss.item() == pytest.approx(0.05)
 
@@ -81,7 +81,7 @@ def test_kl_enters_with_its_coefficient_and_the_sample_s_weight():
 def test_metric_sums_by_hand():
     sample = make_sample([1], [2, 3], behaviour=[-1.0, -2.0])
     packed = collate([sample], aggregation="token-mean", dtype=torch.float64)
-    result = grpo_loss(*scored([-1.5, -2.0]), packed, config=PLAIN)
+    result = loss_with(PLAIN, *scored([-1.5, -2.0]), packed)
     mismatch_sums, maxima = mismatch(scored([-1.5, -2.0])[0], packed)
     sums = {name: value.item() for name, value in {**result.sums, **mismatch_sums}.items()}
     assert sums["mismatch_kl_sum"] == pytest.approx(np.exp(-0.5) - 1 + 0.5)
@@ -106,7 +106,7 @@ def test_clipped_tokens_are_those_whose_gradient_was_cut(options, clipped):
     sample = make_sample([1], [2, 3], behaviour=[-2.0, -2.0], advantage=1.0)
     packed = collate([sample], aggregation="sample-mean", dtype=torch.float64)
     objective = make_config(ratio_mode="behaviour", **options)
-    result = grpo_loss(*scored([-2.0 + np.log(4), -2.0]), packed, config=objective)
+    result = loss_with(objective, *scored([-2.0 + np.log(4), -2.0]), packed)
     assert result.sums["clipped_tokens"] == clipped
 
 
@@ -114,7 +114,7 @@ def test_a_dual_clip_counts_as_clipped():
     sample = make_sample([1], [2, 3], behaviour=[-2.0, -2.0], advantage=-1.0)
     packed = collate([sample], aggregation="sample-mean", dtype=torch.float64)
     objective = make_config(ratio_mode="behaviour", dual_clip=3.0)
-    result = grpo_loss(*scored([-2.0 + np.log(4), -2.0]), packed, config=objective)
+    result = loss_with(objective, *scored([-2.0 + np.log(4), -2.0]), packed)
     assert result.sums["clipped_tokens"] == 1
 
 
@@ -134,13 +134,13 @@ def test_corrected_tokens_are_those_whose_weight_was_cut(kind, level, corrected)
     objective = make_config(
         ratio_mode="on_policy", importance_correction=kind, correction_level=level
     )
-    result = grpo_loss(*scored([-3 + np.log(4), -3 - np.log(3)]), packed, config=objective)
+    result = loss_with(objective, *scored([-3 + np.log(4), -3 - np.log(3)]), packed)
     assert result.sums["corrected_tokens"] == corrected
 
 
 def test_a_filler_adds_nothing_to_any_sum():
     packed = collate([], aggregation="sample-mean", scores={"reference": 0})
     objective = make_config(ratio_mode="behaviour", kl_coefficient=0.1)
-    result = grpo_loss(*scored([]), packed, config=objective)
+    result = loss_with(objective, *scored([]), packed)
     sums, maxima = mismatch(scored([])[0], packed)
     assert not any(value.item() for part in (result.sums, sums, maxima) for value in part.values())

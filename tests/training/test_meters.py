@@ -11,7 +11,7 @@ import torch
 from meter_scenarios import LATE_S, steps_with_meters
 from ranks import run_ranks
 
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.memory_options import MemoryOptions
 from async_grpo.training.meters import CPU_SIZE, Collectives, peak_memory, peak_tflops
 
 CPU = torch.device("cpu")
@@ -114,11 +114,11 @@ def test_on_a_device_streams_are_timed_by_events_and_memory_by_torch(monkeypatch
 
 
 def test_a_peak_is_given_or_measured_or_left_out_on_a_cpu(monkeypatch):
-    def config(peak):
-        return TrainConfig(model_name_or_path="m", data_path="d", peak_tflops=peak)
+    def options(peak):
+        return MemoryOptions(peak_tflops=peak)
 
     monkeypatch.setattr("torch.mm", lambda *_, out: time.sleep(0.01))
-    assert peak_tflops(config("auto"), CPU) is None
-    assert peak_tflops(config("989.5"), CPU) == 989.5
+    assert peak_tflops(options("auto"), CPU) is None
+    assert peak_tflops(options("989.5"), CPU) == 989.5
     expected = 2 * CPU_SIZE**3 / 0.01 / 1e12
-    assert peak_tflops(config("measure"), CPU) == pytest.approx(expected, rel=WITHIN)
+    assert peak_tflops(options("measure"), CPU) == pytest.approx(expected, rel=WITHIN)

@@ -40,7 +40,8 @@ def make_minibatch(ordinal=0, length=3):
 def make_log(folder, *, first=0, gib=1.0, rank=0, world_size=1, batches=(), length=3):
     """One step a batch, of two minibatches, the second one a filler."""
     config = make_config(output_dir=str(folder), replay_max_gib=gib)
-    log = MinibatchLog(config, ranks(rank, world_size), first=first)
+    alone = ranks(rank, world_size)
+    log = MinibatchLog(config.recording, alone, first=first, options=config.options())
     for batch in batches:
         both = make_minibatch(batch, length), Minibatch(1, ())
         log.write(trained_step(*both, batch=batch, loss=float("nan"), num_tokens=length))

@@ -1,13 +1,11 @@
 """Ratios, clips and corrections at numbers worked out by hand."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from oracle import loss_with
 from worked import LOG2, evaluate, make_outputs
-
-from async_grpo.algorithms.grpo_loss import grpo_loss
 
 
 def one_token(ratio, *, advantage, **options):
@@ -163,7 +161,7 @@ def test_the_bounds_of_a_mask_belong_to_what_is_kept(level):
         importance_correction="mask", correction_level=level, **CORRECTED,
     )  # fmt: skip
     for low, high in ((1.0, 3.0), (0.5, 1.0)):
-        outputs = packed, replace(objective, correction_low=low, correction_high=high)
+        outputs = packed, objective.but(correction_low=low, correction_high=high)
         _, at_bound, _ = evaluate([-2.0], outputs)
         outside = -2.0 + (1e-9 if high == 1.0 else -1e-9)
         _, beyond, _ = evaluate([outside], outputs)
@@ -204,7 +202,7 @@ def test_a_ratio_beyond_floats_is_cut_not_lost(dtype):
         {"behaviour": [-1000.0], "advantage": 1.0}, ratio_mode="behaviour"
     )
     logprobs = torch.tensor([-1.0], dtype=dtype, requires_grad=True)
-    result = grpo_loss(logprobs, torch.zeros(1, dtype=dtype), packed, config=objective)
+    result = loss_with(objective, logprobs, torch.zeros(1, dtype=dtype), packed)
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-1.2)
     assert logprobs.grad.tolist() == [0.0]

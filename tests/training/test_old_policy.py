@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from learners import gradient_step
 from oracle import oracle_gradient, oracle_logprobs, random_samples, relative_difference, tiny_model
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +16,7 @@ from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.policy import PolicyModel, hf_named_parameters
 from async_grpo.training.fsdp import reshard, shard
-from async_grpo.training.step import BatchStart, GradientStep
+from async_grpo.training.step import BatchStart
 
 CONFIG = TrainConfig(
     model_name_or_path="m",
@@ -31,7 +32,7 @@ CONFIG = TrainConfig(
 
 
 def equip(policy, config=CONFIG):
-    return GradientStep(policy, config, find_algorithm(config))
+    return gradient_step(policy, config)
 
 
 def gradients(policy):

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from oracle import make_config, make_sample
+from oracle import loss_with, make_config, make_sample
 from worked import LOG2, evaluate, make_outputs
 
-from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.model.collate import collate
 
 
@@ -64,7 +63,7 @@ def test_a_penalty_beyond_floats_is_clamped_and_counted(estimator, behaviour, re
     packed = collate([sample], aggregation="token-mean")
     objective = make_config(ratio_mode="behaviour", kl_coefficient=0.1, kl_estimator=estimator)
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
-    result = grpo_loss(logprobs, torch.zeros(2), packed, config=objective)
+    result = loss_with(objective, logprobs, torch.zeros(2), packed)
     result.loss.backward()
     assert result.loss.dtype == torch.float32
     assert result.loss.isfinite() and logprobs.grad.isfinite().all()
@@ -87,7 +86,7 @@ def test_without_a_penalty_in_the_loss_there_is_no_kl_to_report():
         ({"kl_coefficient": 0.1}, True),
     ):
         packed, objective = make_outputs(sample, ratio_mode="behaviour", **options)
-        result = grpo_loss(torch.tensor([-1.0]), torch.zeros(1), packed, config=objective)
+        result = loss_with(objective, torch.tensor([-1.0]), torch.zeros(1), packed)
         assert ("kl_sum" in result.sums) == is_there
 
 
@@ -107,7 +106,7 @@ def expected_gradients(estimator, *, mode):
     )  # fmt: skip
     samples = torch.from_numpy(behaviour).double() if mode == "behaviour" else logprobs.detach()
     packed = replace(packed, weights=samples.exp())
-    loss = grpo_loss(logprobs, torch.zeros(5), packed, config=objective).loss
+    loss = loss_with(objective, logprobs, torch.zeros(5), packed).loss
     divergence = (logprobs.exp() * (logprobs - torch.from_numpy(reference))).sum()
     return [
         torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (loss, divergence)

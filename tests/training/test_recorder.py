@@ -69,7 +69,7 @@ def ranks(rank=0):
 
 
 def suspects_of(folder, rank=0):
-    return Suspects(make_config(output_dir=str(folder)), ranks(rank))
+    return Suspects(str(folder), ranks(rank), options=make_config().options())
 
 
 def kept_in(folder):

@@ -28,8 +28,9 @@ class Run:
     def learning_rate(self, num_samples):
         samples_per_slot = find_algorithm(self.config).samples_per_slot
         return learning_rate_after(
-            self.clocks, self.config, num_samples=num_samples, samples_per_slot=samples_per_slot
-        )
+            self.clocks, self.config.optimizer, self.config.batching,
+            num_samples=num_samples, samples_per_slot=samples_per_slot,
+        )  # fmt: skip
 
     def stepped(self, num_samples):
         self.clocks = self.clocks.after(num_samples)

@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from learners import gradient_step
 from oracle import oracle_gradient, random_samples, tiny_model
 from tensor_watchers import NumbersRead
 
-from async_grpo.algorithms.find import find_algorithm
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.model.collate import collate
 from async_grpo.model.lm_head import Head
 from async_grpo.model.logprobs import token_logprobs
 from async_grpo.model.policy import PolicyModel
 from async_grpo.training.schedule import Clocks
-from async_grpo.training.step import NO_SAMPLES, NON_FINITE, GradientStep
+from async_grpo.training.step import NO_SAMPLES, NON_FINITE
 
 REINFORCE = """
 from async_grpo.algorithms.base import Algorithm, LossSums
@@ -38,7 +38,7 @@ def make_config(**changes):
 
 
 def make_step(policy, config):
-    step = GradientStep(policy, config, find_algorithm(config))
+    step = gradient_step(policy, config)
     return step, step.optimizer
 
 

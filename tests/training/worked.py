@@ -4,9 +4,8 @@ import math
 from dataclasses import replace
 
 import torch
-from oracle import make_config, make_sample
+from oracle import loss_with, make_config, make_sample
 
-from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.model.collate import collate
 
 LOG2 = math.log(2)
@@ -33,6 +32,6 @@ def evaluate(logprobs, outputs, *, old=None):
     if old is not None:
         given = torch.tensor(old, dtype=torch.float64)
         packed = replace(packed, scores={**packed.scores, "old": given})
-    loss = grpo_loss(lp, entropy, packed, config=objective).loss
+    loss = loss_with(objective, lp, entropy, packed).loss
     gradients = torch.autograd.grad(loss, (lp, entropy), allow_unused=True, materialize_grads=True)
     return loss.item(), *(gradient.tolist() for gradient in gradients)

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from learners import make_learner, make_minibatches
-from oracle import make_config, oracle_twin, random_samples, sent, tiny_model
+from oracle import loss_with, make_config, oracle_twin, random_samples, sent, tiny_model
 from rollouts_pages import NEEDS_NODE, Page, recomputed, recomputed_weights, write
 from scripted import Handle, run
 
-from async_grpo.algorithms.grpo_loss import grpo_loss
 from async_grpo.batching.sample_log import SampleLog
 from async_grpo.model.collate import collate
 from async_grpo.run.companions import RunRecorder
@@ -58,7 +57,7 @@ def test_the_page_has_the_gradient_of_every_objective(options):
         rng.normal(size=len(behaviour))
     )  # a token's, as an algorithm may have it
     packed = replace(packed, advantages=own, scores={**packed.scores, "old": old})
-    grpo_loss(lp, torch.zeros_like(old), packed, config=config).loss.backward()
+    loss_with(config, lp, torch.zeros_like(old), packed).loss.backward()
     rows = [
         {
             "w": packed.weights[index][0].item(),
