@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.controls import Controls
-from async_grpo.batching.evaluations import Evaluations, Lane
-from async_grpo.batching.failures import Hopeless
+from async_grpo.batching.evaluations import Evaluations
+from async_grpo.batching.failures import QUARANTINE, Hopeless, Quarantine, SlotFailed
 from async_grpo.batching.grading import Requests
-from async_grpo.batching.leased_work import QUARANTINE, Quarantine, SlotFailed
+from async_grpo.batching.leased_work import EvaluationTerms
 from async_grpo.batching.ledger import FATES, Ledger, SlotBooks
 from async_grpo.batching.outbox import Outbox
 from async_grpo.batching.packing import Item, Key, estimate_cost
@@ -188,17 +188,19 @@ class ExperienceBatcher:
         for task in self._tasks:
             task.cancel()
 
-    async def verdicts(self, outputs: Requests, lane: Lane | None) -> tuple[Verdict, ...]:
+    async def verdicts(
+        self, outputs: Requests, terms: EvaluationTerms | None
+    ) -> tuple[Verdict, ...]:
         """What the run's rewards, or those of an evaluation, say of an environment's outputs."""
-        rewards = lane.rewards if lane else ()
+        rewards = terms.rewards if terms else ()
         return await self._pipeline.grading.verdicts(outputs, rewards=rewards)
 
-    async def outage(self, request: OutageRequest, lane: Lane | None) -> None:
+    async def outage(self, request: OutageRequest, terms: EvaluationTerms | None) -> None:
         """An episode waits for a server, until this is cancelled; too long a wait ends the run."""
         try:
-            await self._pipeline.outages.last(request)
+            await self._pipeline.workers.outages.last(request)
         except DeadlineError as error:
-            if lane is None:
+            if terms is None:
                 self._outbox.fail(WorkerError(str(error)))
             raise
 
@@ -221,17 +223,17 @@ class ExperienceBatcher:
             training=sum(sent.num_samples for sent in self._sent),
             done=self._ledger.admitted_samples - self._ledger.in_flight,
             output_tokens=self._ledger.output_tokens,
-            answers=self._pipeline.progress.answers,
+            answers=self._pipeline.workers.progress.answers,
             reward_sum=progress[0],
             reward_count=int(progress[1]),
             workers={role: len(each.members) for role, each in registries.items()},
             worker_tokens=sum(each.num_tokens for each in registries.values()),
-            problem=self._pipeline.progress.problem,
+            problem=self._pipeline.workers.progress.problem,
             warnings=(
                 *self._pipeline.grading.warnings,
-                *self._pipeline.outages.told.values(),
+                *self._pipeline.workers.outages.told.values(),
             ),
-            failures=self._pipeline.progress.failures,
+            failures=self._pipeline.workers.progress.failures,
             controls=self.controls.asked,
         )
 

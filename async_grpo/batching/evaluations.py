@@ -17,12 +17,11 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.grading import nothing_graded
-from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.failures import SlotFailed, nothing_graded
+from async_grpo.batching.leased_work import LAST, EvaluationTerms
 from async_grpo.batching.ledger import Ledger, SlotBooks
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan, SetPlan
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from async_grpo.controller.registry import WorkerRegistry
 
 logger = logging.getLogger(__name__)
-LAST = 1  # the priority of evaluations in an engine: all that is trained is decoded before
 Begin = Callable[..., asyncio.Task[None]]
 STILL_RUNNING = "the evaluation before it was still running"
 
@@ -122,11 +120,11 @@ class Evaluations:
         self, found: SetPlan, version: WeightsVersion, hold: Hold | None
     ) -> EvaluationResult:
         config = found.config
-        lane = Lane(config.name, version, config.rewards, hold)
+        terms = EvaluationTerms(config.name, config.rewards, hold)
         evaluation = SetEvaluation(
             found,
             self._pipeline,
-            lane,
+            terms,
             version=version,
             num_together=lambda: self._num_together(config.samples, hold),
         )
@@ -162,7 +160,7 @@ class SetEvaluation:
         self,
         plan: SetPlan,
         pipeline: SlotPipeline,
-        lane: Lane,
+        terms: EvaluationTerms,
         *,
         version: WeightsVersion,
         num_together: Callable[[], int],
@@ -170,7 +168,7 @@ class SetEvaluation:
         """`num_together`: questions in work at a time, which may become fewer on the way."""
         self._plan = plan
         self._pipeline = pipeline
-        self._lane = lane
+        self._terms = terms
         self._version = version
         self._sampled: list[WeightsVersion] = []  # the oldest and the newest of any token
         self._num_together = num_together
@@ -227,7 +225,7 @@ class SetEvaluation:
                 oldest=self._version,
                 slot=("held out", config.name, number),
                 books=SlotBooks(self._ledger, number),
-                lane=self._lane,
+                terms=self._terms,
             )
         except (SlotFailed, NoWorkerError) as error:
             whose = f" of {config.name}" if config.name else ""
@@ -269,21 +267,3 @@ def first_seed(seed: int) -> int:
     (0, 2654435769, 1013904242)
     """
     return seed * 0x9E3779B9 % 2**32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lane:
-    """What every request of one set of held-out questions has in common."""
-
-    name: str = ""  # of the set
-    version: WeightsVersion | None = None  # all tokens are of these weights, or of later ones
-    rewards: tuple[str, ...] = ()  # that grade its outputs; none: those of a question's type
-    hold: Hold | None = None  # whose worker samples it; None: any worker does
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether workers count its samples as taken.
-
-        Else they come on top of what is trained, few at a time: nothing waits in line behind them.
-        """
-        return self.hold is None or bool(self.hold.worker_id)

@@ -1,10 +1,21 @@
-"""What a run makes of work that fails: it waits for a server that is away, or it ends.
+"""What a run makes of work that fails: it waits for a server that is away, excludes a question that
+kills workers, or ends.
 
-consumes:     that an episode waits for a server, for as long as it does; how slots end
-produces:     a gate for groups of the type of questions whose server is away; what is told to
-              people; the error that ends a run in which nothing works
+consumes:     that an episode waits for a server, for as long as it does; deaths; how slots end
+produces:     a gate for groups of the type of questions whose server is away; questions in
+              quarantine; sentences for people; the error that ends a run in which nothing works
 waits for:    nothing
 unblocked by: the end of each wait, or its deadline
+
+A worker that dies takes all its requests along, and says not which of them did it. A slot that was
+there at two deaths is on probation: slots on probation are sampled one at a time, so that the next
+death tells. A further one there, and its question is quarantined for the rest of the run.
+
+    deaths   0, 1: ordinary   2: on probation   3: quarantined
+
+With one such question, exactly that one is quarantined: it was there at every death that its
+neighbours saw, so that none of them is on probation before it, and none beside it. Deaths of
+another cause count too: a slot must meet three of them to be quarantined for nothing.
 """
 
 from __future__ import annotations
@@ -12,20 +23,104 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
-from async_grpo.batching.grading import UNGRADED, nothing_graded
-from async_grpo.batching.leased_work import SlotFailed, WorkProgress
 from async_grpo.config.roles import ENVIRONMENT
+from async_grpo.environments.base import FailureClass
 from async_grpo.types import OutageRequest, Problem
 from async_grpo.util.errors import DeadlineError, WorkerError
 
 logger = logging.getLogger(__name__)
+QUARANTINE = "quarantine"  # the stage that loses a question which kills workers
+VERIFICATION = "verification"  # the stage that loses what cannot be graded
+# A batch of which no group comes to a grade for one of these ends the run.
+UNGRADED = (VERIFICATION, f"{ENVIRONMENT}: {FailureClass.ENVIRONMENT}")
+PROBATION_DEATHS = 2
+QUARANTINE_DEATHS = 3
+MAX_CAUSES = 50  # kept; what fails in ever new ways is known often enough by then
 SHOWN_INTERVAL_S = 1.0  # an answer to others takes a problem away from the screen
 MAX_SEQUENTIAL_FAILURES = 32
 # Of one type among several, that a run ends at: of a rare type few groups may fail by chance.
 MAX_FAILED_BATCHES, LEAST_FAILED_GROUPS = 3, 8
+
+
+class SlotFailed(WorkerError):
+    """A group that could not be finished; `stage` says where it was lost."""
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+    def __reduce__(self) -> tuple[type[SlotFailed], tuple[str, str]]:
+        return type(self), (self.stage, str(self))
+
+
+class WorkProgress:
+    """What has moved, and what is in the way: shared by the stages of a pipeline."""
+
+    def __init__(self) -> None:
+        self.answers = 0  # good ones, of workers
+        self.failures: dict[str, str] = {}  # why groups were dropped: the first of each kind
+        self.problem: Problem | None = None  # why work is being tried again; empty when all is well
+
+    @property
+    def reason(self) -> str:
+        """Of the problem, for people."""
+        return self.problem.reason if self.problem else ""
+
+    def failed(self, kind: str, sentence: str) -> None:
+        if len(self.failures) < MAX_CAUSES:
+            self.failures.setdefault(kind, sentence)
+
+    def moved(self) -> None:
+        self.answers += 1
+        self.problem = None
+
+
+class Quarantine:
+    """Deaths by slot, kept while the slot is open; and the questions excluded by their index."""
+
+    def __init__(self, questions: Iterable[int] = ()) -> None:
+        self._deaths: dict[Hashable, int] = {}
+        self._questions = set(questions)
+
+    def __contains__(self, question: int) -> bool:
+        return question in self._questions
+
+    @property
+    def questions(self) -> tuple[int, ...]:
+        """Indices of the questions that are not asked any more, in order."""
+        return tuple(sorted(self._questions))
+
+    def died(self, slot: Hashable, *, weight: int = 1) -> bool:
+        """A worker died while it had `slot`'s request; whether that was once too often.
+
+        `weight`: 2 for episodes, which are played again once: alone, so that a neighbour's death
+        is not theirs.
+
+        >>> quarantine = Quarantine()
+        >>> quarantine.died("a"), quarantine.is_on_probation("a")
+        (False, False)
+        >>> quarantine.died("a"), quarantine.is_on_probation("a")
+        (False, True)
+        >>> quarantine.died("a")
+        True
+        """
+        self._deaths[slot] = self._deaths.get(slot, 0) + weight
+        return self._deaths[slot] >= QUARANTINE_DEATHS
+
+    def is_on_probation(self, slot: Hashable) -> bool:
+        """Whether the slot must be sampled while no other suspect is."""
+        return self._deaths.get(slot, 0) >= PROBATION_DEATHS
+
+    def forget(self, slot: Hashable) -> None:
+        """The slot is finished, or failed."""
+        self._deaths.pop(slot, None)
+
+    def exclude(self, question: int) -> None:
+        """This question is asked no more."""
+        self._questions.add(question)
 
 
 class Outages:
@@ -134,3 +229,11 @@ class Hopeless:
             if len(dead) >= MAX_FAILED_BATCHES and num_groups >= LEAST_FAILED_GROUPS:
                 of = f"the {num_groups} groups of type {kind!r} in {len(dead)} batches in a row"
                 raise WorkerError(nothing_graded(of, dead[-1][-1]))
+
+
+def nothing_graded(of: str, failure: SlotFailed) -> str:
+    """Why a run ends that has nothing to learn from."""
+    return (
+        f"at least one sample must be graded, but none of {of} could be: {failure}; once that is "
+        "mended, the same command goes on from the last checkpoint, or begins again"
+    )

@@ -11,18 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
-from async_grpo.batching.leased_work import MAX_KINDS, SlotFailed, WorkProgress
-from async_grpo.config.roles import ENVIRONMENT
-from async_grpo.environments.base import FailureClass
+from async_grpo.batching.failures import MAX_CAUSES, VERIFICATION, SlotFailed, WorkProgress
 from async_grpo.types import Problem, Verdict, VerificationRequest
 
 logger = logging.getLogger(__name__)
 Requests = tuple[VerificationRequest, ...]
-VERIFICATION = "verification"  # the stage that loses what cannot be graded
-# A batch of which no group comes to a grade for one of these ends the run.
-UNGRADED = (VERIFICATION, f"{ENVIRONMENT}: {FailureClass.ENVIRONMENT}")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0  # between tries: 0.25, 0.5, 1, ... 5, 5, 5
 
 
@@ -31,15 +25,12 @@ class Grading:
 
     def __init__(
         self,
-        ask: Callable[..., Awaitable[tuple[Verdict, ...]]],
+        ask: Callable[[Requests, tuple[str, ...]], Awaitable[Sequence[Verdict]]],
         *,
         timeout_s: float,
         progress: WorkProgress,
     ) -> None:
-        """`ask` has any verifier grade, and raises `SlotFailed` when none can.
-
-        With `rewards=` it is these that grade.
-        """
+        """`ask(requests, rewards)` has any verifier grade; it raises `SlotFailed` when none can."""
         self._ask = ask
         self._timeout_s = timeout_s
         self._progress = progress
@@ -57,12 +48,9 @@ class Grading:
 
         `rewards`: adapters that grade; none: those of the question's type.
         """
-        ask: Callable[[Requests], Awaitable[Sequence[Verdict]]] = (
-            partial(self._ask, rewards=rewards) if rewards else self._ask
-        )
         clock = asyncio.get_running_loop().time
         started = clock()
-        verdicts = list(await ask(requests))
+        verdicts = list(await self._ask(requests, rewards))
         pause_s = FIRST_PAUSE_S
         while True:
             self._tell(verdicts)
@@ -71,7 +59,7 @@ class Grading:
                 break
             self._progress.problem = Problem(VERIFICATION, f"reward {verdicts[away[0]].reason}")
             await asyncio.sleep(pause_s)
-            again = await ask(tuple(requests[n] for n in away))
+            again = await self._ask(tuple(requests[n] for n in away), rewards)
             for number, verdict in zip(away, again, strict=True):
                 verdicts[number] = verdict
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -82,7 +70,7 @@ class Grading:
             kind = (verdict.adapter, verdict.status, verdict.cause, verdict.place)
             if verdict.status == "error" and verdict.cause != "connection":
                 self._progress.failed(" ".join(kind), self._sentence(verdict))
-            elif verdict.cause and kind not in self._warnings and len(self._warnings) < MAX_KINDS:
+            elif verdict.cause and kind not in self._warnings and len(self._warnings) < MAX_CAUSES:
                 self._warnings[kind] = self._sentence(verdict)
                 logger.warning("%s", self._warnings[kind])
 
@@ -106,11 +94,3 @@ def require_graded(verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         if verdict.status == "error":
             raise SlotFailed(VERIFICATION, f"reward {verdict.reason}")
-
-
-def nothing_graded(of: str, failure: SlotFailed) -> str:
-    """Why a run ends that has nothing to learn from."""
-    return (
-        f"at least one sample must be graded, but none of {of} could be: {failure}; once that is "
-        "mended, the same command goes on from the last checkpoint, or begins again"
-    )

@@ -1,25 +1,32 @@
-"""One piece of work on leased workers: which answers are good, and how often it is tried. Pure.
+"""Work on leased workers: what is asked, which answers are good, and how often it is tried.
 
-A worker that dies takes all its requests along, and says not which of them did it. A slot that was
-there at two deaths is on probation: slots on probation are sampled one at a time, so that the next
-death tells. A further one there, and its question is quarantined for the rest of the run.
-
-    deaths   0, 1: ordinary   2: on probation   3: quarantined
-
-With one such question, exactly that one is quarantined: it was there at every death that its
-neighbours saw, so that none of them is on probation before it, and none beside it. Deaths of
-another cause count too: a slot must meet three of them to be quarantined for nothing.
+consumes:     one piece of work at a time for each caller
+produces:     a good answer, or the error that says why there is none
+waits for:    leases, answers, servers that episodes need; as long as anything moves
+unblocked by: free workers of each role
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal
+import asyncio
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.config.roles import ENVIRONMENT
+from async_grpo.batching.failures import (
+    QUARANTINE,
+    VERIFICATION,
+    Outages,
+    Quarantine,
+    SlotFailed,
+    WorkProgress,
+)
+from async_grpo.config.roles import ENVIRONMENT, VERIFIER
 from async_grpo.types import (
     Episode,
     EpisodesRequest,
@@ -34,54 +41,140 @@ from async_grpo.util.errors import (
     AsyncGrpoError,
     LeaseLost,
     LossCause,
+    NoWorkerError,
     StaleAnswerError,
     WorkerError,
 )
 
+if TYPE_CHECKING:
+    from async_grpo.controller.balancer import Hold
+    from async_grpo.controller.leases import Lease
+    from async_grpo.controller.registry import WorkerRegistry
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Scores = NDArray[np.float32]  # [L]
 Reason = Literal["worker died", "lease revoked", "stalled", "stale answer", "worker error"]
-QUARANTINE = "quarantine"  # the stage that loses a question which kills workers
 # Seconds before each try that the worker's answer was to blame for the one before.
 TRIES_AFTER_S = (0.0, 1.0, 8.0)
 # Workers that are lost are no fault of the work: deaths are bounded by the quarantine, these here.
 MAX_REVOCATIONS = 16
 AFTER_LOSS_S = 1.0
-PROBATION_DEATHS = 2
-QUARANTINE_DEATHS = 3
-MAX_KINDS = 50  # told; what fails in ever new ways is told often enough by then
+LAST = 1  # the priority of evaluations in an engine: all that is trained is decoded before
 
 
-class SlotFailed(WorkerError):
-    """A group that could not be finished; `stage` says where it was lost."""
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluationTerms:
+    """What the requests of one set of held-out questions have in common."""
 
-    def __init__(self, stage: str, message: str) -> None:
-        super().__init__(message)
-        self.stage = stage
-
-    def __reduce__(self) -> tuple[type[SlotFailed], tuple[str, str]]:
-        return type(self), (self.stage, str(self))
-
-
-class WorkProgress:
-    """What has moved, and what is in the way: shared by the stages of a pipeline."""
-
-    def __init__(self) -> None:
-        self.answers = 0  # good ones, of workers
-        self.failures: dict[str, str] = {}  # why groups were dropped: the first of each kind
-        self.problem: Problem | None = None  # why work is being tried again; empty when all is well
+    name: str = ""  # of the set
+    rewards: tuple[str, ...] = ()  # that grade its outputs; none: those of a question's type
+    hold: Hold | None = None  # whose worker samples it; None: any worker does
 
     @property
-    def reason(self) -> str:
-        """Of the problem, for people."""
-        return self.problem.reason if self.problem else ""
+    def is_counted(self) -> bool:
+        """Whether workers count its samples as taken.
 
-    def failed(self, kind: str, sentence: str) -> None:
-        if len(self.failures) < MAX_KINDS:
-            self.failures.setdefault(kind, sentence)
+        Else they come on top of what is trained, few at a time: nothing waits in line behind them.
+        """
+        return self.hold is None or bool(self.hold.worker_id)
 
-    def moved(self) -> None:
-        self.answers += 1
-        self.problem = None
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LeasedWork(Generic[T]):
+    """One piece: a worker of `role` is asked `method(request)`, under a lease."""
+
+    role: str
+    method: str
+    request: object
+    cost: float  # in the unit of the role
+    version: WeightsVersion | None = None  # of these weights, or of later ones; None: of any
+    timeout_s: float | None = None  # of the answer
+    num_objects: int = 0  # that the method returns beside its answer, see `Lease.call_for`
+    slot: Hashable = None  # that deaths of workers count against, until the work is done
+    terms: EvaluationTerms | None = None  # of the evaluation that it is for
+    dataset_type: str | None = None  # nothing of it starts while a server of the type is away
+    gives_up: tuple[type[AsyncGrpoError], ...] = ()  # after these it is not tried again
+    check: Callable[[T], None] = lambda answer: None  # raises what is wrong with an answer
+    on_retry: Callable[[Reason], None] = lambda reason: None
+    received: Callable[[Sequence[Turn]], None] = lambda turns: None  # that the worker asks for
+
+    @property
+    def stage(self) -> str:
+        """What people know it as."""
+        return VERIFICATION if self.role == VERIFIER else self.role
+
+
+class LeasedWorkers:
+    """Asks the workers of all roles; of another one when the first could not give an answer."""
+
+    def __init__(
+        self,
+        registry_of: Callable[[str], WorkerRegistry],
+        *,
+        timeout_s: float,
+        quarantine: Quarantine,
+    ) -> None:
+        """`timeout_s`: without any progress, after which a lease is waited for no longer."""
+        self.progress = WorkProgress()
+        self.outages = Outages(timeout_s=timeout_s, progress=self.progress)
+        self._registry_of = registry_of
+        self._timeout_s = timeout_s
+        self._quarantine = quarantine
+        self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
+
+    async def answer(self, work: LeasedWork[T]) -> T:
+        """A good answer; with `num_objects` as `Lease.call_for` gives it.
+
+        Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
+        `NoWorkerError` when nothing moves.
+        """
+        final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *work.gives_up)
+        quarantine = None if work.slot is None else self._quarantine
+        attempts = Attempts(work.stage, work.slot, quarantine)
+        try:
+            while True:
+                await self.outages.over(work.dataset_type)
+                asked = ""  # the worker, once there is one
+                suspect = self._quarantine.is_on_probation(work.slot)
+                turn = self._probation if suspect else nullcontext()
+                try:
+                    async with turn, self._lease(work) as lease:
+                        if self.outages.is_open(work.dataset_type):
+                            continue  # since it stood in line
+                        asked = lease.worker_id
+                        answer = await _called(lease, work)
+                        work.check(answer)
+                except final:
+                    raise
+                except AsyncGrpoError as error:
+                    self.progress.problem = Problem(work.stage, str(error), asked)
+                    logger.warning("%s attempt failed: %s", work.stage, error)
+                    reason, pause_s = attempts.pause_after(error)
+                else:
+                    self.progress.moved()
+                    return answer
+                work.on_retry(reason)
+                await asyncio.sleep(pause_s)
+        finally:
+            if work.slot is not None:
+                self._quarantine.forget(work.slot)
+
+    def _lease(self, work: LeasedWork[T]) -> AbstractAsyncContextManager[Lease]:
+        return self._registry_of(work.role).lease(
+            work.cost,
+            version=work.version,
+            timeout_s=self._timeout_s,
+            moves=lambda: self.progress.answers,
+            terms=work.terms,
+            received=work.received,
+        )
+
+
+async def _called(lease: Lease, work: LeasedWork[T]) -> Any:
+    if work.num_objects:
+        return await lease.call_for(work.method, work.request, num_objects=work.num_objects)
+    return await lease.call(work.method, work.request, timeout_s=work.timeout_s)
 
 
 class Attempts:
@@ -122,51 +215,6 @@ def _reason(error: AsyncGrpoError) -> Reason:
             return "worker died"
         return "stalled" if error.cause is LossCause.STALLED else "lease revoked"
     return "stale answer" if isinstance(error, StaleAnswerError) else "worker error"
-
-
-class Quarantine:
-    """Deaths by slot, kept while the slot is open; and the questions excluded by their index."""
-
-    def __init__(self, questions: Iterable[int] = ()) -> None:
-        self._deaths: dict[Hashable, int] = {}
-        self._questions = set(questions)
-
-    def __contains__(self, question: int) -> bool:
-        return question in self._questions
-
-    @property
-    def questions(self) -> tuple[int, ...]:
-        """Indices of the questions that are not asked any more, in order."""
-        return tuple(sorted(self._questions))
-
-    def died(self, slot: Hashable, *, weight: int = 1) -> bool:
-        """A worker died while it had `slot`'s request; whether that was once too often.
-
-        `weight`: 2 for episodes, which are played again once: alone, so that a neighbour's death
-        is not theirs.
-
-        >>> quarantine = Quarantine()
-        >>> quarantine.died("a"), quarantine.is_on_probation("a")
-        (False, False)
-        >>> quarantine.died("a"), quarantine.is_on_probation("a")
-        (False, True)
-        >>> quarantine.died("a")
-        True
-        """
-        self._deaths[slot] = self._deaths.get(slot, 0) + weight
-        return self._deaths[slot] >= QUARANTINE_DEATHS
-
-    def is_on_probation(self, slot: Hashable) -> bool:
-        """Whether the slot must be sampled while no other suspect is."""
-        return self._deaths.get(slot, 0) >= PROBATION_DEATHS
-
-    def forget(self, slot: Hashable) -> None:
-        """The slot is finished, or failed."""
-        self._deaths.pop(slot, None)
-
-    def exclude(self, question: int) -> None:
-        """This question is asked no more."""
-        self._questions.add(question)
 
 
 def check_completions(

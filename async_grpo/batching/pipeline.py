@@ -9,29 +9,28 @@ unblocked by: free workers of each role
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from async_grpo.batching.failures import Outages
-from async_grpo.batching.grading import VERIFICATION, Grading, Requests, require_graded
+from async_grpo.batching.failures import Quarantine, SlotFailed
+from async_grpo.batching.grading import Grading, Requests, require_graded
 from async_grpo.batching.leased_work import (
     AFTER_LOSS_S,
-    Attempts,
-    Quarantine,
-    SlotFailed,
-    WorkProgress,
+    EvaluationTerms,
+    LeasedWork,
+    LeasedWorkers,
     check_completions,
     check_episodes,
 )
 from async_grpo.batching.ledger import SlotBooks
 from async_grpo.batching.scoring import Scoring
 from async_grpo.batching.statistics import StageClock
-from async_grpo.config.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, Next, decide
 from async_grpo.types import (
@@ -42,7 +41,6 @@ from async_grpo.types import (
     Group,
     OutageRequest,
     PlayedGroup,
-    Problem,
     Question,
     Sample,
     Turn,
@@ -50,26 +48,18 @@ from async_grpo.types import (
     VerificationRequest,
     WeightsVersion,
 )
-from async_grpo.util.errors import AsyncGrpoError, ConfigError, DeadlineError, NoWorkerError
+from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
-    from async_grpo.batching.evaluations import Lane
     from async_grpo.batching.teachers import Teachers
     from async_grpo.config.train_config import TrainConfig
-    from async_grpo.controller.leases import Lease
     from async_grpo.controller.registry import WorkerRegistry
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-STAGES = {role: role for role in (ENVIRONMENT, GENERATION, REFERENCE)} | {VERIFIER: VERIFICATION}
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
-OnDiscard = Callable[[str], None]  # hears why work is done again
-Received = Callable[[Sequence[Turn]], None]  # hears of the turns that an engine answers
 MakeRequest = Callable[..., EpisodesRequest | None]  # see `BatcherPlan.episodes_request`
 Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
 JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
-Samples = tuple[Sample, ...]
 
 
 class SlotPipeline:
@@ -93,18 +83,14 @@ class SlotPipeline:
         self._registry_of = registry_of
         self._config = config
         self._rules = rules
-        self._quarantine = quarantine
-        self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
-        self.progress = WorkProgress()
         self.judged = Counter[str]()  # what judges have said since it was taken
         self._sampled = Counter[str]()  # groups, and those that were sampled again
-        self.grading = Grading(
-            self._verify, timeout_s=config.places.stall_timeout_s, progress=self.progress
-        )
-        self.outages = Outages(timeout_s=config.places.stall_timeout_s, progress=self.progress)
+        limit_s = config.places.stall_timeout_s
+        self.workers = LeasedWorkers(registry_of, timeout_s=limit_s, quarantine=quarantine)
+        self.grading = Grading(self._verify, timeout_s=limit_s, progress=self.workers.progress)
         self.stages = StageClock(time.monotonic())
         self.scoring = Scoring(
-            self._leased, self._in_stage, config=config, needs=rules.needs, teachers=teachers
+            self.workers, self._in_stage, config=config, needs=rules.needs, teachers=teachers
         )
 
     def take_clock(self) -> dict[str, float]:
@@ -184,18 +170,20 @@ class SlotPipeline:
         oldest: WeightsVersion,
         slot: Hashable,
         books: SlotBooks,
-        lane: Lane | None = None,
+        terms: EvaluationTerms | None = None,
     ) -> Played:
         """The group's episodes and a verdict for each, in the environment of the question's type.
 
         `slot` tells apart what shares an ordinal: a run's slots and held-out questions, which have
-        a `lane`.
+        `terms`.
         """
-        of_set, rewards = (lane.name, lane.rewards) if lane else ("", ())
+        of_set, rewards = (terms.name, terms.rewards) if terms else ("", ())
         if asked := self._episodes_request(question, request, oldest, of_set):
-            episodes, verdicts = await self._play_elsewhere(asked, slot, books, lane)
+            episodes, verdicts = await self._play_elsewhere(asked, slot, books, terms)
         else:
-            turns = await self._generate(request, oldest=oldest, slot=slot, books=books, lane=lane)
+            turns = await self._generate(
+                request, oldest=oldest, slot=slot, books=books, terms=terms
+            )
             episodes = tuple(Episode.of_turn(question.input_token_ids, turn) for turn in turns)
             with self._in_stage("verifying", len(turns)):
                 verdicts = await self.grading.verdicts(
@@ -209,7 +197,11 @@ class SlotPipeline:
         return episodes, verdicts
 
     async def _play_elsewhere(
-        self, request: EpisodesRequest, slot: Hashable, books: SlotBooks, lane: Lane | None
+        self,
+        request: EpisodesRequest,
+        slot: Hashable,
+        books: SlotBooks,
+        terms: EvaluationTerms | None,
     ) -> Played:
         def check(played: PlayedGroup) -> None:
             books.played(played)
@@ -222,32 +214,34 @@ class SlotPipeline:
             )
             if follows not in (Next.GROUP, Next.MEMBER):
                 sentence = f"{failed}: the groups of such episodes are dropped, and counted"
-                self.progress.failed(f"{stage} {kind} {failed.place}", sentence)
+                self.workers.progress.failed(f"{stage} {kind} {failed.place}", sentence)
                 raise SlotFailed(stage, str(failed)) from failed
             books.sampled_again(reason)
 
         def worker_lost(reason: str) -> None:
-            why = EpisodeFailed(FailureClass.ENVIRONMENT, self.progress.reason, cause=Cause.STATE)
+            why = EpisodeFailed(
+                FailureClass.ENVIRONMENT, self.workers.progress.reason, cause=Cause.STATE
+            )
             again(why, stage=ENVIRONMENT, reason=reason, has_sampled=books.has_sampled)
 
+        work: LeasedWork[PlayedGroup] = LeasedWork(
+            role=ENVIRONMENT,
+            method="play",
+            request=request,
+            cost=request.num_samples,
+            slot=slot,
+            terms=terms,
+            gives_up=(EpisodeFailed, ConfigError),  # no worker can make the environment
+            check=check,
+            on_retry=worker_lost,
+            received=books.received,
+        )
         kind, num_tries = request.question.dataset_type, Counter[bool]()
         with self._in_stage("generating", request.num_samples), ExitStack() as outages:
             gate: str | None = kind
             while True:
                 try:
-                    played = await self._leased(
-                        ENVIRONMENT,
-                        "play",
-                        request,
-                        check=check,
-                        gives_up=(EpisodeFailed, ConfigError),  # no worker can make the environment
-                        cost=request.num_samples,
-                        slot=slot,
-                        on_retry=worker_lost,
-                        received=books.received,
-                        lane=lane,
-                        kind=gate,
-                    )
+                    played = await self.workers.answer(replace(work, dataset_type=gate))
                     break
                 except EpisodeFailed as error:
                     books.played_again(error.again)
@@ -255,10 +249,12 @@ class SlotPipeline:
                     again(error, stage=stage, reason=stage, has_sampled=True)
                     if error.cause is Cause.SERVER and gate is not None:
                         # Played through the gate that it closes, lest two such wait for each other.
-                        outages.enter_context(self.outages.opened(OutageRequest(kind, str(error))))
+                        outages.enter_context(
+                            self.workers.outages.opened(OutageRequest(kind, str(error)))
+                        )
                         gate = None
                 await asyncio.sleep(AFTER_LOSS_S)
-        await self.outages.over(kind)
+        await self.workers.outages.over(kind)
         if played.num_judged:
             self.judged.update(
                 judge_comparisons=played.num_judged, judge_disagreements=played.num_disagreed
@@ -272,7 +268,7 @@ class SlotPipeline:
         oldest: WeightsVersion,
         slot: Hashable,
         books: SlotBooks,
-        lane: Lane | None,
+        terms: EvaluationTerms | None,
     ) -> tuple[Turn, ...]:
         """`request.num_samples` turns whose tokens come from `oldest` or later weights."""
 
@@ -280,110 +276,37 @@ class SlotPipeline:
             books.received(turns)
             check_completions(request, turns, oldest)
 
+        work: LeasedWork[tuple[Turn, ...]] = LeasedWork(
+            role=GENERATION,
+            method="generate",
+            request=request,
+            cost=request.num_samples,
+            version=oldest,
+            timeout_s=self._config.sampling.generation_timeout_s or None,
+            slot=slot,
+            terms=terms,
+            gives_up=(DeadlineError,),  # the user wants no longer output
+            check=check,
+            on_retry=books.sampled_again,
+        )
         with self._in_stage("generating", request.num_samples):
             try:
-                turns = await self._leased(
-                    GENERATION,
-                    "generate",
-                    request,
-                    check=check,
-                    gives_up=(DeadlineError,),  # the user wants no longer output
-                    cost=request.num_samples,
-                    version=oldest,
-                    slot=slot,
-                    timeout_s=self._config.sampling.generation_timeout_s or None,
-                    on_retry=books.sampled_again,
-                    lane=lane,
-                )
+                return await self.workers.answer(work)
             except NoWorkerError:
                 raise
             except DeadlineError as error:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
-        return turns
 
-    async def _verify(
-        self, requests: Requests, *, rewards: tuple[str, ...] = ()
-    ) -> tuple[Verdict, ...]:
+    async def _verify(self, requests: Requests, rewards: tuple[str, ...]) -> tuple[Verdict, ...]:
         rewards = rewards or self._config.data.rewards_of(requests[0].question.dataset_type)
-        return await self._leased(
-            VERIFIER,
-            "verify",
-            GradingRequest(requests, rewards=rewards),
+        work: LeasedWork[tuple[Verdict, ...]] = LeasedWork(
+            role=VERIFIER,
+            method="verify",
+            request=GradingRequest(requests, rewards=rewards),
             cost=len(requests),
             timeout_s=self._config.places.stall_timeout_s,
         )
-
-    async def _leased(
-        self,
-        role: str,
-        method: str,
-        request: object,
-        *,
-        cost: float,
-        check: Callable[[T], None] = lambda answer: None,
-        gives_up: tuple[type[AsyncGrpoError], ...] = (),
-        version: WeightsVersion | None = None,
-        slot: Hashable = None,
-        timeout_s: float | None = None,
-        on_retry: OnDiscard = lambda reason: None,
-        received: Received = lambda turns: None,
-        num_objects: int = 0,
-        lane: Lane | None = None,
-        kind: str | None = None,
-    ) -> T:
-        """A good answer to `method(request)`, of another worker when the first could not give one.
-
-        With `num_objects` it is as `Lease.call_for` gives it, and may take as long as it likes.
-        `check` raises what is wrong with an answer, which may take `timeout_s`; an error of the
-        kinds `gives_up` is not tried again. `received` gets the turns that the worker asks for. The
-        deaths of workers count against `slot`, until its work is done. `lane`: of an evaluation.
-        `kind`: its type of question, of which nothing starts while a server of it is away.
-        Raises `SlotFailed` when the tries are used up, or workers keep dying of it;
-        `NoWorkerError` when nothing moves.
-        """
-        stage = STAGES.get(role, role)
-        final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *gives_up)
-        attempts = Attempts(stage, slot, None if slot is None else self._quarantine)
-        try:
-            while True:
-                await self.outages.over(kind)
-                asked = ""  # the worker, once there is one
-                turn = self._probation if self._quarantine.is_on_probation(slot) else nullcontext()
-                try:
-                    async with turn, self._lease(role, cost, version=version, lane=lane) as worker:
-                        if self.outages.is_open(kind):
-                            continue  # since it stood in line
-                        asked, worker.received, worker.lane = worker.worker_id, received, lane
-                        if not num_objects:
-                            answer = await worker.call(method, request, timeout_s=timeout_s)
-                        else:
-                            answer = await worker.call_for(method, request, num_objects=num_objects)
-                        check(answer)
-                except final:
-                    raise
-                except AsyncGrpoError as error:
-                    self.progress.problem = Problem(stage, str(error), asked)
-                    logger.warning("%s attempt failed: %s", stage, error)
-                    reason, pause_s = attempts.pause_after(error)
-                else:
-                    self.progress.moved()
-                    return answer
-                on_retry(reason)
-                await asyncio.sleep(pause_s)
-        finally:
-            if slot is not None:
-                self._quarantine.forget(slot)
-
-    def _lease(
-        self, role: str, cost: float, *, version: WeightsVersion | None, lane: Lane | None
-    ) -> AbstractAsyncContextManager[Lease]:
-        return self._registry_of(role).lease(
-            cost if lane is None or lane.is_counted else 0.0,
-            version=version,
-            timeout_s=self._config.places.stall_timeout_s,
-            moves=lambda: self.progress.answers,
-            hold=lane.hold if lane and role == GENERATION else None,
-        )
+        return await self.workers.answer(work)
 
     @contextmanager
     def _in_stage(self, stage: str, num_samples: int) -> Iterator[None]:

@@ -31,7 +31,7 @@ from async_grpo.util import deadlines
 from async_grpo.util.errors import AsyncGrpoError, ProcessLostError
 
 if TYPE_CHECKING:
-    from async_grpo.batching.leased_work import SlotFailed
+    from async_grpo.batching.failures import SlotFailed
     from async_grpo.cluster.handles import RecorderHandle
     from async_grpo.config.train_config import TrainConfig
 

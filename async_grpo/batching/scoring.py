@@ -9,14 +9,20 @@ unblocked by: a published batch, payloads that ranks have fetched, free workers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.batching.leased_work import Reason, Scores, check_scores
+from async_grpo.batching.leased_work import (
+    LeasedWork,
+    LeasedWorkers,
+    Reason,
+    Scores,
+    check_scores,
+)
 from async_grpo.config.roles import REFERENCE, TEACHER
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import (
@@ -34,7 +40,6 @@ if TYPE_CHECKING:
     from async_grpo.batching.teachers import Teachers
 
 Samples = tuple[Sample, ...]
-Leased = Callable[..., Awaitable[Any]]  # `SlotPipeline._leased`
 InStage = Callable[[str, int], AbstractContextManager[None]]
 
 
@@ -43,7 +48,7 @@ class Scoring:
 
     def __init__(
         self,
-        leased: Leased,
+        workers: LeasedWorkers,
         in_stage: InStage,
         *,
         config: TrainConfig,
@@ -51,7 +56,7 @@ class Scoring:
         teachers: Teachers | None,
     ) -> None:
         """`teachers`: where one of the `needs` is a teacher's."""
-        self._leased = leased
+        self._workers = workers
         self._in_stage = in_stage
         self._config = config
         self._needs = needs
@@ -157,17 +162,18 @@ class Scoring:
         def on_retry(_: Reason) -> None:
             self._num_scored_again += len(samples)
 
-        return await self._leased(
-            role,
-            "teach" if num_objects else "logprobs",
-            request,
-            check=lambda found: check_scores(request, found[0] if num_objects else found),
+        work: LeasedWork[Any] = LeasedWork(
+            role=role,
+            method="teach" if num_objects else "logprobs",
+            request=request,
             cost=request.num_tokens,
             version=request.version,
-            slot=samples[0].ordinal,
-            on_retry=on_retry,
             num_objects=num_objects,
+            slot=samples[0].ordinal,
+            check=lambda found: check_scores(request, found[0] if num_objects else found),
+            on_retry=on_retry,
         )
+        return await self._workers.answer(work)
 
     async def _until_reference_is_due(self, version: WeightsVersion) -> None:
         """Version v comes when v + S batches are completed: older batches need the one before.

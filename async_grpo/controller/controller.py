@@ -22,7 +22,7 @@ import ray
 
 from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.controls import check_folder, run_status
-from async_grpo.batching.evaluations import LAST
+from async_grpo.batching.leased_work import LAST
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
@@ -321,21 +321,21 @@ class Controller:
         """
 
         owning = None if owner is None else self._lease(owner)
-        lane = owning.lane if owning else None
+        terms = owning.terms if owning else None
 
         async def answer() -> Any:
             if role == VERIFIER:  # as for any sample: a connection that fails is asked again
-                return await self._current(run).batcher.verdicts(request.outputs, lane)
+                return await self._current(run).batcher.verdicts(request.outputs, terms)
             if role == ENVIRONMENT:  # an episode waits for a server of its own
-                return await self._current(run).batcher.outage(request, lane)
-            is_turn = role == GENERATION and lane is not None
+                return await self._current(run).batcher.outage(request, terms)
+            is_turn = role == GENERATION and terms is not None
             asked = replace(request, priority=LAST) if is_turn else request
             lease = self.registry_of(role).lease(
-                cost if lane is None or lane.is_counted else 0.0,
+                cost,
                 version=version,
                 prefer=prefer,
                 timeout_s=self._current(run).stall_timeout_s,
-                hold=lane.hold if lane and is_turn else None,
+                terms=terms,
             )
             async with lease as worker:
                 answered = await worker.call(method, asked)

@@ -16,7 +16,7 @@ from async_grpo.types import Arrays, Turn, WeightsVersion, WorkerInfo
 from async_grpo.util.errors import LeaseLost, LossCause, ProcessLostError, WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.batching.evaluations import Lane
+    from async_grpo.batching.leased_work import EvaluationTerms
     from async_grpo.cluster.handles import WorkerHandle
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Lease:
         self.num_tokens = 0  # that its worker has told of, for an answer that has not come
         # Gets the turns that the worker itself asks for under this lease.
         self.received: Callable[[Sequence[Turn]], None] = lambda turns: None
-        self.lane: Lane | None = None  # of the evaluation that it is for
+        self.terms: EvaluationTerms | None = None  # of the evaluation that it is for
         # What the lease was lost to; None when it was returned.
         self.ended: asyncio.Future[LeaseLost | None] = asyncio.get_running_loop().create_future()
         self._who = f"{info.role} worker {info.worker_id}"

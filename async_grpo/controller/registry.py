@@ -13,14 +13,14 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
 
 from async_grpo.cluster import cluster
-from async_grpo.config.roles import Role
+from async_grpo.config.roles import GENERATION, Role
 from async_grpo.controller.balancer import Balancer, Hold, Holds
 from async_grpo.controller.heartbeat import Loss, until_lost
 from async_grpo.controller.leases import Lease, WaitingLine
@@ -30,6 +30,7 @@ from async_grpo.types import (
     PublishReport,
     Pulse,
     Standing,
+    Turn,
     WeightsSnapshot,
     WeightsVersion,
     WorkerInfo,
@@ -45,6 +46,7 @@ from async_grpo.util.errors import (
 )
 
 if TYPE_CHECKING:
+    from async_grpo.batching.leased_work import EvaluationTerms
     from async_grpo.cluster.handles import WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -87,15 +89,19 @@ class WorkerRegistry:
         prefer: str | None = None,
         timeout_s: float,
         moves: Callable[[], object] = int,
-        hold: Hold | None = None,
+        terms: EvaluationTerms | None = None,
+        received: Callable[[Sequence[Turn]], None] = lambda turns: None,
     ) -> AsyncIterator[Lease]:
         """A lease on the least-loaded worker that serves `version` or a later one, for the body.
 
-        `hold`: of an evaluation, which has no other worker than that of its hold. Raises
-        `NoWorkerError`, saying what is missing, when none is free for `timeout_s` in which no token
-        was made and `moves` stayed the same. Raises `LeaseLost` inside the body, or at its end,
-        when the worker is lost, or no token comes for the lease for `timeout_s`.
+        `terms`: of an evaluation, which has no other engine than that of its hold. `received` gets
+        the turns that the worker itself asks for under the lease. Raises `NoWorkerError`, saying
+        what is missing, when none is free for `timeout_s` in which no token was made and `moves`
+        stayed the same. Raises `LeaseLost` inside the body, or at its end, when the worker is lost,
+        or no token comes for the lease for `timeout_s`.
         """
+        hold = terms.hold if terms and self._role.name == GENERATION else None
+        cost = cost if terms is None or terms.is_counted else 0.0
         lease = self._try_acquire(cost, version, prefer, hold)
         try:
             if lease is None:
@@ -112,6 +118,7 @@ class WorkerRegistry:
                 f"no {self._role.name} worker was free within {timeout_s:g} s for weights "
                 f"{version}: {self._describe()}"
             ) from None
+        lease.terms, lease.received = terms, received
         if lease.is_valid:
             watch = self._members[lease.worker_id].watch
             watch.granted(lease.lease_id, limit_s=timeout_s)

@@ -90,14 +90,17 @@ class Registry:
         self.num_tokens = 0
 
     @contextlib.asynccontextmanager
-    async def lease(self, cost, *, version=None, prefer=None, timeout_s, moves=int, hold=None):
+    async def lease(
+        self, cost, *, version=None, prefer=None, timeout_s, moves=int, terms=None, received=None
+    ):
         lease_id = len(self.asked)
         self.asked.append((cost, version))
-        self.holds.append(hold)
+        self.holds.append(terms and terms.hold)
         number = lease_id % len(self.workers)
         info = WorkerInfo(self.name(number), self.role, "node", 1, "model", 64, 1.0, 0.0, 512)
         handle = Handle(self.workers[number])
         lease = self.open[lease_id] = Lease(lease_id, info, handle, cost=cost, fence=self.lose)
+        lease.received = received
         try:
             yield lease
             if lease_id in self.revoked:

@@ -10,7 +10,7 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.leased_work import Quarantine
+from async_grpo.batching.failures import Quarantine
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.supervised import given_group
 from async_grpo.batching.teachers import TeacherBuffer, Teachers

@@ -8,7 +8,8 @@ from script import Script
 from scripted import Registry, make_question, run
 from scripted_run import INCARNATION, ROWS, Run, make_config, split_steps
 
-from async_grpo.batching.evaluations import STILL_RUNNING, Lane, SetEvaluation, first_seed
+from async_grpo.batching.evaluations import STILL_RUNNING, SetEvaluation, first_seed
+from async_grpo.batching.leased_work import EvaluationTerms
 from async_grpo.config.evaluation_sets import SAMPLES_PER_QUESTION
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.types import Control, WeightsVersion
@@ -32,7 +33,11 @@ def evaluate_set(running, *, version=0, num_together=64, **changes):
     running.cluster.version = version = WeightsVersion(INCARNATION, version)
     plan = replace(running.plan.sets[0], **changes)
     evaluation = SetEvaluation(
-        plan, running.batcher._pipeline, Lane(), version=version, num_together=lambda: num_together
+        plan,
+        running.batcher._pipeline,
+        EvaluationTerms(),
+        version=version,
+        num_together=lambda: num_together,
     )
     return run(evaluation.run())
 
@@ -186,7 +191,7 @@ def test_an_evaluation_that_loses_its_own_worker_takes_less_of_the_others_room()
     running.cluster.version = version = WeightsVersion(INCARNATION, 0)
     plan, pipeline = running.plan.sets[0], running.batcher._pipeline
     evaluation = SetEvaluation(
-        plan, pipeline, Lane(), version=version, num_together=lambda: room[0]
+        plan, pipeline, EvaluationTerms(), version=version, num_together=lambda: room[0]
     )
     assert run(evaluation.run()).num_samples == 160
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from scripted import make_completion, make_question, make_verdict, run
 
+from async_grpo.batching.failures import MAX_CAUSES, SlotFailed, WorkProgress
 from async_grpo.batching.grading import Grading, require_graded
-from async_grpo.batching.leased_work import MAX_KINDS, SlotFailed, WorkProgress
 from async_grpo.types import VerificationRequest, WeightsVersion
 
 QUESTION, COMPLETION = make_question(), make_completion(WeightsVersion(7, 0))
@@ -23,7 +23,7 @@ class Pool:
         self.asked = []  # indices, by call
         self.asked_at = []
 
-    async def verify(self, requests):
+    async def verify(self, requests, rewards):
         self.asked.append([request.index for request in requests])
         self.asked_at.append(asyncio.get_running_loop().time())
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -74,7 +74,7 @@ def test_ever_new_failures_do_not_fill_the_console():
     grading = make_grading(pool)
     for _ in range(60):
         lose(grading)
-    assert len(grading._progress.failures) == MAX_KINDS
+    assert len(grading._progress.failures) == MAX_CAUSES
 
 
 def test_an_overrun_that_counts_as_0_is_told_with_its_option():

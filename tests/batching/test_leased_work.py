@@ -8,13 +8,8 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.leased_work import (
-    AFTER_LOSS_S,
-    QUARANTINE,
-    Attempts,
-    Quarantine,
-    SlotFailed,
-)
+from async_grpo.batching.failures import QUARANTINE, Quarantine, SlotFailed
+from async_grpo.batching.leased_work import AFTER_LOSS_S, Attempts, LeasedWork
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.config.roles import ENVIRONMENT, GENERATION
 from async_grpo.types import WeightsVersion
@@ -44,15 +39,16 @@ class Desk:
         )
 
     async def do(self, slot=0):
-        return await self.pipeline._leased(
-            GENERATION,
-            "answer",
-            slot,
+        work = LeasedWork(
+            role=GENERATION,
+            method="answer",
+            request=slot,
             cost=1,
             version=VERSION,
             slot=slot,
             on_retry=self.reasons.append,
         )
+        return await self.pipeline.workers.answer(work)
 
 
 class Player:

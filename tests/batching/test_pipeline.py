@@ -17,12 +17,8 @@ from staged import (
     group,
 )
 
-from async_grpo.batching.leased_work import (
-    MAX_REVOCATIONS,
-    QUARANTINE_DEATHS,
-    TRIES_AFTER_S,
-    SlotFailed,
-)
+from async_grpo.batching.failures import QUARANTINE_DEATHS, SlotFailed
+from async_grpo.batching.leased_work import MAX_REVOCATIONS, TRIES_AFTER_S
 from async_grpo.types import VersionSpan, WeightsVersion
 from async_grpo.util.errors import ProcessLostError, StaleAnswerError, WorkerError
 
@@ -97,7 +93,7 @@ def test_a_bad_answer_is_tried_again_on_another_lease(answer):
     stage = Stage(workers=[bad, good])
     assert len(stage.run().samples) == 2
     assert (len(bad.requests), len(good.requests)) == (1, 1)
-    assert stage.pipeline.progress.problem is None
+    assert stage.pipeline.workers.progress.problem is None
 
 
 def test_a_completion_whose_first_tokens_are_stale_is_refused():
@@ -124,7 +120,7 @@ def test_the_last_reason_is_told_when_every_try_failed():
         "generation",
         "generation failed 3 times, the last time: out of memory",
     )
-    assert "out of memory" in stage.pipeline.progress.problem.reason
+    assert "out of memory" in stage.pipeline.workers.progress.problem.reason
 
 
 def test_lost_leases_use_up_no_try_of_their_own_but_have_an_end():

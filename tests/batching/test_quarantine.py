@@ -16,7 +16,8 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.leased_work import QUARANTINE, QUARANTINE_DEATHS, Quarantine, SlotFailed
+from async_grpo.batching.failures import QUARANTINE, QUARANTINE_DEATHS, Quarantine, SlotFailed
+from async_grpo.batching.leased_work import LeasedWork
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.controller.registry import WorkerRegistry
@@ -94,14 +95,15 @@ async def outcomes(num_slots, **options):
 
     async def slot_of(slot):
         await asyncio.sleep(fleet.random.uniform(0.0, 10.0))
-        return await pipeline._leased(
-            GENERATION,
-            "answer",
-            slot,
+        work = LeasedWork(
+            role=GENERATION,
+            method="answer",
+            request=slot,
             cost=1,
             slot=slot,
             on_retry=retries[slot].append,
         )
+        return await pipeline.workers.answer(work)
 
     found = await asyncio.gather(*map(slot_of, range(num_slots)), return_exceptions=True)
     return found, fleet, quarantine, retries

@@ -14,7 +14,7 @@ from scripted import run
 from scripted_run import Run, make_config, split_steps
 from taught import LEARNS, LOGPROBS, MATH, SIZES, Teacher, TeacherRegistry
 
-from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.failures import SlotFailed
 from async_grpo.types import EndOfStep, Minibatch
 from async_grpo.util.errors import ProcessLostError, WorkerError
 

@@ -20,7 +20,7 @@ from taught import (
     sampled,
 )
 
-from async_grpo.batching.leased_work import SlotFailed
+from async_grpo.batching.failures import SlotFailed
 from async_grpo.types import Payload, without_texts
 from async_grpo.util.errors import ProcessLostError, WorkerError
 

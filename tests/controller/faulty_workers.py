@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from scripted import Handle
 
+from async_grpo.batching.leased_work import EvaluationTerms
 from async_grpo.config.roles import role_of
 from async_grpo.controller.registry import WorkerRegistry
 from async_grpo.types import (
@@ -130,9 +131,12 @@ class Scene:
     async def publish(self, version, *, timeout_s=60.0):
         return await self.registry.publish(WeightsSnapshot(version, ()), timeout_s=timeout_s)
 
-    async def lease(self, version=V0, *, timeout_s=5.0, **options):
+    async def lease(self, version=V0, *, timeout_s=5.0, hold=None, **options):
         """One that is held until it is given back."""
-        context = self.registry.lease(1.0, version=version, timeout_s=timeout_s, **options)
+        terms = EvaluationTerms(hold=hold)
+        context = self.registry.lease(
+            1.0, version=version, timeout_s=timeout_s, terms=terms, **options
+        )
         lease = await context.__aenter__()
         self._held[lease] = context
         return lease

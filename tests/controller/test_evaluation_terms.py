@@ -1,4 +1,4 @@
-"""What an episode of an evaluation asks for goes by its lane, not by training's."""
+"""What an episode of an evaluation asks for goes by its terms, not by training's."""
 
 import asyncio
 from functools import partial
@@ -7,7 +7,7 @@ import numpy as np
 from scripted import make_completion, run
 from test_controller import House, without_ray
 
-from async_grpo.batching.evaluations import LAST, Lane
+from async_grpo.batching.leased_work import LAST, EvaluationTerms
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
 from async_grpo.types import (
     GenerationRequest,
@@ -45,11 +45,10 @@ class Played:
     def registry(self, role):
         return self.house.controller.registry_of(role)
 
-    async def turns(self, number, lane):
+    async def turns(self, number, terms):
         """Of one group, asked side by side."""
         self.asked.clear()
-        async with self.registry(ENVIRONMENT).lease(1.0, timeout_s=9.0) as own:
-            own.lane = lane
+        async with self.registry(ENVIRONMENT).lease(1.0, timeout_s=9.0, terms=terms) as own:
             ask = partial(
                 self.house.controller.ask, self.run, GENERATION, "generate", TURN, cost=1.0,
                 version=VERSION, owner=own.lease_id,
@@ -62,7 +61,7 @@ def test_turns_of_an_evaluation_are_its_held_worker_s_and_come_after_training_s(
     async def scenario():
         played = await Played().begin()
         with played.registry(GENERATION).held(VERSION) as hold:
-            turns = await played.turns(4, Lane("math", VERSION, hold=hold))
+            turns = await played.turns(4, EvaluationTerms("math", hold=hold))
             assert turns == [(hold.worker_id, LAST)] * 4
             assert sorted(await played.turns(4, None)) == [("a", 0)] * 2 + [("b", 0)] * 2
 
@@ -74,9 +73,9 @@ def test_turns_of_an_evaluation_that_shares_its_workers_take_no_room_of_training
         played = await Played().begin()
         played.registry(GENERATION).deregister("b")
         with played.registry(GENERATION).held(VERSION) as hold:
-            lane = Lane("math", VERSION, hold=hold)
-            assert not lane.is_counted
-            turns = asyncio.create_task(played.turns(9, lane))  # of a worker that has room for 4
+            terms = EvaluationTerms("math", hold=hold)
+            assert not terms.is_counted
+            turns = asyncio.create_task(played.turns(9, terms))  # of a worker that has room for 4
             await asyncio.sleep(0.5)
             assert len(played.asked) == 9
             async with played.registry(GENERATION).lease(4.0, version=VERSION, timeout_s=0.1):
@@ -97,9 +96,8 @@ def test_outputs_of_an_evaluation_s_episode_are_graded_by_its_rewards():
         batcher = played.house.controller._current(played.run).batcher
         batcher._pipeline.grading.verdicts = verdicts
         request = GradingRequest((VerificationRequest(0, 0, None, None),))
-        for lane in (Lane("math", rewards=("mine",)), None):
-            async with played.registry(ENVIRONMENT).lease(1.0, timeout_s=9.0) as own:
-                own.lane = lane
+        for terms in (EvaluationTerms("math", rewards=("mine",)), None):
+            async with played.registry(ENVIRONMENT).lease(1.0, timeout_s=9.0, terms=terms) as own:
                 await played.house.controller.ask(
                     played.run, VERIFIER, "verify", request, cost=1.0, owner=own.lease_id
                 )
