@@ -8,13 +8,15 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
                      run/main_rank.begin ─▶ controller/controller.publish ─▶
                      controller/registry.publish
                      ─▶ rollout/generation_worker.load_weights of every worker
-    may be used    controller/controller.published ─▶ batching/batcher.published
+    may be used    controller/controller.published ─▶ controller/served_run.published ─▶
+                   batching/batcher.published
                      ─▶ batching/admission.start: the staleness window moves
-    a question     ─▶ batching/batcher._run_slot, one a question ─▶ batching/records.draw;
+    a question     ─▶ batching/slots.start, one a question ─▶ batching/records.draw;
                    a share of the slots has given pairs instead, which nobody samples or grades:
                    batching/records.given ─▶ batching/pipeline.finish
     its episodes   ─▶ batching/pipeline.run ─▶ batching/pipeline.play; each worker is asked by
-                   batching/pipeline._leased ─▶ controller/registry.lease ─▶ controller/leases.call
+                   batching/leased_work.answer ─▶ controller/registry.lease ─▶
+                   controller/leases.call
       one turn       ─▶ rollout/generation_worker.generate, then verification/pool.verify
       or more        ─▶ environments/environment_worker.play, which asks for each turn and for
                      the verdicts by ask_controller ─▶ controller/controller.ask
@@ -41,11 +43,11 @@ Rank 0 and the other ranks, the controller and each worker are processes of thei
 
 Every loop of it, what it waits for, and what unblocks it:
 
-    batching/batcher._run_slot      a worker of each role      a lease that is returned; new weights
+    batching/slots._run             a worker of each role      a lease that is returned; new weights
     batching/evaluations._run       its worker, verifiers      a lease, a verdict; nobody waits for
                                                                it but run/loop.train at its end
     batching/batcher._send_rounds   every rank to ask          training/stream.__next__
-      then                          enough finished samples    batching/batcher._run_slot;
+      then                          enough finished samples    batching/slots._run;
                                                                controller/controller.hungry
     controller/registry.lease       a worker that is free and  a returned lease, a registration,
                                     serves such weights        controller/updates.publish

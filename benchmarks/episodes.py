@@ -28,11 +28,11 @@ import numpy as np
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, role_of
 from async_grpo.config.train_config import TrainConfig
 from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.controller.served_run import ServedRun
 from async_grpo.data.order import QuestionStream
 from async_grpo.environments.base import Environment, Policy, Services
 from async_grpo.environments.play import GroupPlay
@@ -222,7 +222,7 @@ class Trainer:
 
     def __init__(self, size: Size) -> None:
         self._cluster = Cluster(size)
-        self._batcher = ExperienceBatcher(make_plan(size), self._cluster.registries.__getitem__)
+        self._served = ServedRun(make_plan(size), self._cluster.registries.__getitem__)
         self._num_batches = size.num_batches
         self.samples: list[tuple[int, Sample]] = []  # with their batch
         self.ends: list[EndOfStep] = []
@@ -234,10 +234,10 @@ class Trainer:
             await registry.register(info, Local(self._cluster))  # type: ignore[arg-type]
         await self._publish(0)
         for index in itertools.count():
-            asked = asyncio.ensure_future(self._batcher.next_items(0, index))
+            asked = asyncio.ensure_future(self._served.batcher.next_items(0, index))
             await asyncio.sleep(0)
             if not asked.done():
-                await self._batcher.hungry(index)
+                await self._served.batcher.hungry(index)
             for item in await asked:
                 await self._take(item)
             if len(self.ends) == self._num_batches:
@@ -256,7 +256,7 @@ class Trainer:
         version = FIRST._replace(batches=batches)
         snapshot = WeightsSnapshot(version, ())
         await self._cluster.registries[GENERATION].publish(snapshot, timeout_s=60.0)
-        await self._batcher.published(version)
+        await self._served.published(version)
 
 
 def by_admission(size: Size) -> Outcome:

@@ -5,18 +5,12 @@ A request is kept until the batch has ended after which it holds.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from async_grpo.config.live import LIVE, Settings, with_settings
 from async_grpo.config.train_config import TrainConfig
-from async_grpo.types import AT_ONCE, Control, RunStatus
+from async_grpo.types import AT_ONCE, Control
 from async_grpo.util.errors import ConfigError
-
-if TYPE_CHECKING:
-    from async_grpo.batching.batcher import ExperienceBatcher
-    from async_grpo.controller.registry import WorkerRegistry
 
 NUM_KEPT = 100  # of what was asked, for people
 
@@ -93,31 +87,3 @@ class Controls:
         for control in self._pending:
             settings |= control.settings
         return settings
-
-
-def check_folder(folder: str, own: str | None) -> None:
-    """Raise `ConfigError` unless `own`, the folder of the run that trains here, is meant."""
-    if own is None:
-        raise ConfigError(
-            f"the run in {folder} must be training, this controller serves none: it has ended, or "
-            "not begun to train"
-        )
-    if os.path.realpath(folder) != os.path.realpath(own):
-        raise ConfigError(
-            f"the run must be the one that trains here, in {own}, got {folder}: it has ended, or "
-            "is one of another Ray cluster or namespace"
-        )
-
-
-def run_status(batcher: ExperienceBatcher, registries: Collection[WorkerRegistry]) -> RunStatus:
-    """What may be asked of a run, and of whom."""
-    controls = batcher.controls
-    draining = {name for registry in registries for name in registry.draining}
-    members = [member.info for registry in registries for member in registry.members]
-    return RunStatus(
-        batcher.status().batch,
-        controls.num_batches,
-        controls.options,
-        controls.waiting,
-        {info.worker_id: (info.role, info.worker_id in draining) for info in members},
-    )

@@ -25,6 +25,7 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from async_grpo.config.roles import ENVIRONMENT
 from async_grpo.environments.base import FailureClass
@@ -157,7 +158,7 @@ class Outages:
             self._open[outage.dataset_type] -= 1
             self._ended.set()
 
-    async def last(self, outage: OutageRequest) -> None:
+    async def last(self, outage: OutageRequest) -> NoReturn:
         """Until this is cancelled; raises `DeadlineError` when it has lasted for too long."""
         clock = asyncio.get_running_loop().time
         ends = clock() + self._timeout_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -113,14 +113,17 @@ class LeasedWorkers:
         registry_of: Callable[[str], WorkerRegistry],
         *,
         timeout_s: float,
-        quarantine: Quarantine,
+        quarantined: Iterable[int] = (),
     ) -> None:
-        """`timeout_s`: without any progress, after which a lease is waited for no longer."""
+        """`timeout_s`: without any progress, after which a lease is waited for no longer.
+
+        `quarantined`: questions that are in quarantine from the start, by their index.
+        """
+        self.quarantine = Quarantine(quarantined)
         self.progress = WorkProgress()
         self.outages = Outages(timeout_s=timeout_s, progress=self.progress)
         self._registry_of = registry_of
         self._timeout_s = timeout_s
-        self._quarantine = quarantine
         self._probation = asyncio.Lock()  # held for each try of a suspect: one at a time
 
     async def answer(self, work: LeasedWork[T]) -> T:
@@ -130,13 +133,13 @@ class LeasedWorkers:
         `NoWorkerError` when nothing moves.
         """
         final: tuple[type[AsyncGrpoError], ...] = (NoWorkerError, *work.gives_up)
-        quarantine = None if work.slot is None else self._quarantine
+        quarantine = None if work.slot is None else self.quarantine
         attempts = Attempts(work.stage, work.slot, quarantine)
         try:
             while True:
                 await self.outages.over(work.dataset_type)
                 asked = ""  # the worker, once there is one
-                suspect = self._quarantine.is_on_probation(work.slot)
+                suspect = self.quarantine.is_on_probation(work.slot)
                 turn = self._probation if suspect else nullcontext()
                 try:
                     async with turn, self._lease(work) as lease:
@@ -158,7 +161,7 @@ class LeasedWorkers:
                 await asyncio.sleep(pause_s)
         finally:
             if work.slot is not None:
-                self._quarantine.forget(work.slot)
+                self.quarantine.forget(work.slot)
 
     def _lease(self, work: LeasedWork[T]) -> AbstractAsyncContextManager[Lease]:
         return self._registry_of(work.role).lease(

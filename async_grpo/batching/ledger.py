@@ -78,7 +78,6 @@ class Ledger:
         self.admitted_samples = 0
         self.fates = Fates()
         self.output_tokens = 0  # received from engines, whatever became of them
-        self.teacher_tokens = 0  # scored by teachers, of finished groups
 
     @property
     def in_flight(self) -> int:
@@ -241,7 +240,6 @@ class Ledger:
             "admitted_samples": self.admitted_samples,
             **_plain(self.fates),
             "output_tokens": self.output_tokens,
-            "teacher_tokens": self.teacher_tokens,
         }
 
     @classmethod
@@ -262,7 +260,6 @@ class Ledger:
         known = (before | dict(state)).get
         ledger.fates = Fates(*(Counter(known(each.name, {})) for each in fields(Fates)))
         ledger.output_tokens = state["output_tokens"]
-        ledger.teacher_tokens = state.get("teacher_tokens", 0)  # a checkpoint of before has none
         ledger.check()
         return ledger
 

@@ -9,15 +9,16 @@ unblocked by: free workers of each role
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from async_grpo.batching.failures import Quarantine, SlotFailed
+from async_grpo.batching.failures import SlotFailed, WorkProgress
 from async_grpo.batching.grading import Grading, Requests, require_graded
 from async_grpo.batching.leased_work import (
     AFTER_LOSS_S,
@@ -28,8 +29,10 @@ from async_grpo.batching.leased_work import (
     check_episodes,
 )
 from async_grpo.batching.ledger import SlotBooks
+from async_grpo.batching.records import BatcherPlan
 from async_grpo.batching.scoring import Scoring
 from async_grpo.batching.statistics import StageClock
+from async_grpo.batching.teachers import PayloadBuffer, Teachers
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER
 from async_grpo.environments.base import EpisodeFailed, FailureClass
 from async_grpo.environments.causes import Cause, Next, decide
@@ -39,6 +42,8 @@ from async_grpo.types import (
     GenerationRequest,
     GradingRequest,
     Group,
+    JudgeAnswer,
+    JudgeRequest,
     OutageRequest,
     PlayedGroup,
     Question,
@@ -52,7 +57,6 @@ from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import GroupRules
-    from async_grpo.batching.teachers import Teachers
     from async_grpo.config.train_config import TrainConfig
     from async_grpo.controller.registry import WorkerRegistry
 
@@ -71,35 +75,68 @@ class SlotPipeline:
         *,
         config: TrainConfig,
         rules: GroupRules,
-        quarantine: Quarantine,
         episodes_request: MakeRequest = lambda question, request, oldest, of_set: None,
-        teachers: Teachers | None = None,
+        quarantined: Iterable[int] = (),
+        vocab_size: int = sys.maxsize,
+        payloads: PayloadBuffer | None = None,
     ) -> None:
         """`episodes_request`: what environment workers are asked; None: this plays the question.
 
-        `teachers`: needed by rules that need a teacher.
+        `vocab_size`: of the student. `payloads`: the room for what teachers say; None: none.
         """
         self._episodes_request = episodes_request
         self._registry_of = registry_of
         self._config = config
         self._rules = rules
-        self.judged = Counter[str]()  # what judges have said since it was taken
+        self._judged = Counter[str]()  # what judges have said since it was taken
         self._sampled = Counter[str]()  # groups, and those that were sampled again
         limit_s = config.places.stall_timeout_s
-        self.workers = LeasedWorkers(registry_of, timeout_s=limit_s, quarantine=quarantine)
+        self.workers = LeasedWorkers(registry_of, timeout_s=limit_s, quarantined=quarantined)
         self.grading = Grading(self._verify, timeout_s=limit_s, progress=self.workers.progress)
         self.stages = StageClock(time.monotonic())
         self.scoring = Scoring(
-            self.workers, self._in_stage, config=config, needs=rules.needs, teachers=teachers
+            self.workers,
+            self._in_stage,
+            max_staleness=config.sampling.max_staleness,
+            needs=rules.needs,
+            teachers=Teachers(registry_of, config=config, needs=rules.needs, vocab_size=vocab_size),
+            payloads=payloads
+            or PayloadBuffer(0, questions_per_step=config.batching.questions_per_step),
+        )
+
+    @classmethod
+    def of(cls, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry]) -> Self:
+        """That of a run."""
+        config, first = plan.config, plan.first_step
+        payloads = PayloadBuffer(
+            int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
+            questions_per_step=config.batching.questions_per_step,
+            step=first.batch * config.batching.steps_per_batch + first.step_in_batch,
+            is_whole_step=config.batching.deterministic or plan.rules.waits_for_step,
+        )
+        return cls(
+            registry_of,
+            config=config,
+            rules=plan.rules,
+            episodes_request=plan.episodes_request,
+            quarantined=plan.resume.quarantined if plan.resume else (),
+            vocab_size=plan.vocab_size,
+            payloads=payloads,
         )
 
     def take_clock(self) -> dict[str, float]:
         """Seconds by stage since the last call, and what was done again in that time."""
-        judged, self.judged = self.judged, Counter()
+        judged, self._judged = self._judged, Counter()
         sampled, self._sampled = self._sampled, Counter()
         lost = self._registry_of(GENERATION).take_lost()
         return (
             self.stages.take(time.monotonic()) | self.scoring.take_clock() | judged | lost | sampled
+        )
+
+    def judged(self, request: JudgeRequest, answer: JudgeAnswer) -> None:
+        """An environment has asked a judge."""
+        self._judged.update(
+            judge_answers=1, judge_tokens=answer.num_tokens, judge_asked_again=request.is_again
         )
 
     def sampled(self, books: SlotBooks) -> None:
@@ -207,23 +244,8 @@ class SlotPipeline:
             books.played(played)
             check_episodes(request, played.episodes)
 
-        def again(failed: EpisodeFailed, *, stage: str, reason: str, has_sampled: bool) -> None:
-            num_tries[has_sampled] += 1  # what failed before a token uses up no replay
-            follows = decide(
-                failed.cause, has_sampled=has_sampled, num_tries=num_tries[has_sampled]
-            )
-            if follows not in (Next.GROUP, Next.MEMBER):
-                sentence = f"{failed}: the groups of such episodes are dropped, and counted"
-                self.workers.progress.failed(f"{stage} {kind} {failed.place}", sentence)
-                raise SlotFailed(stage, str(failed)) from failed
-            books.sampled_again(reason)
-
-        def worker_lost(reason: str) -> None:
-            why = EpisodeFailed(
-                FailureClass.ENVIRONMENT, self.workers.progress.reason, cause=Cause.STATE
-            )
-            again(why, stage=ENVIRONMENT, reason=reason, has_sampled=books.has_sampled)
-
+        kind, outages = request.question.dataset_type, self.workers.outages
+        replays = _Replays(kind, books, self.workers.progress)
         work: LeasedWork[PlayedGroup] = LeasedWork(
             role=ENVIRONMENT,
             method="play",
@@ -231,32 +253,27 @@ class SlotPipeline:
             cost=request.num_samples,
             slot=slot,
             terms=terms,
+            dataset_type=kind,
             gives_up=(EpisodeFailed, ConfigError),  # no worker can make the environment
             check=check,
-            on_retry=worker_lost,
+            on_retry=replays.worker_lost,
             received=books.received,
         )
-        kind, num_tries = request.question.dataset_type, Counter[bool]()
-        with self._in_stage("generating", request.num_samples), ExitStack() as outages:
-            gate: str | None = kind
+        with self._in_stage("generating", request.num_samples), ExitStack() as opened:
             while True:
                 try:
-                    played = await self.workers.answer(replace(work, dataset_type=gate))
+                    played = await self.workers.answer(work)
                     break
                 except EpisodeFailed as error:
-                    books.played_again(error.again)
-                    stage = f"{ENVIRONMENT}: {error.failure}"
-                    again(error, stage=stage, reason=stage, has_sampled=True)
-                    if error.cause is Cause.SERVER and gate is not None:
+                    replays.failed(error)
+                    if error.cause is Cause.SERVER and work.dataset_type is not None:
                         # Played through the gate that it closes, lest two such wait for each other.
-                        outages.enter_context(
-                            self.workers.outages.opened(OutageRequest(kind, str(error)))
-                        )
-                        gate = None
+                        opened.enter_context(outages.opened(OutageRequest(kind, str(error))))
+                        work = replace(work, dataset_type=None)
                 await asyncio.sleep(AFTER_LOSS_S)
-        await self.workers.outages.over(kind)
+        await outages.over(kind)
         if played.num_judged:
-            self.judged.update(
+            self._judged.update(
                 judge_comparisons=played.num_judged, judge_disagreements=played.num_disagreed
             )
         return played.episodes, played.verdicts
@@ -315,3 +332,35 @@ class SlotPipeline:
             yield
         finally:
             self.stages.add(stage, -num_samples, now_s=time.monotonic())
+
+
+class _Replays:
+    """Of one group of episodes: how often it is played again, and when that is too often."""
+
+    def __init__(self, dataset_type: str, books: SlotBooks, progress: WorkProgress) -> None:
+        self._dataset_type = dataset_type
+        self._books = books
+        self._progress = progress
+        self._num_tries = Counter[bool]()  # what failed before a token uses up no replay
+
+    def failed(self, error: EpisodeFailed) -> None:
+        """Its worker says so; raises `SlotFailed` where it is not played again."""
+        self._books.played_again(error.again)
+        stage = f"{ENVIRONMENT}: {error.failure}"
+        self._again(error, stage=stage, reason=stage, has_sampled=True)
+
+    def worker_lost(self, reason: str) -> None:
+        """As `failed`, of a worker that says nothing any more."""
+        why = EpisodeFailed(FailureClass.ENVIRONMENT, self._progress.reason, cause=Cause.STATE)
+        has_sampled = self._books.has_sampled
+        self._again(why, stage=ENVIRONMENT, reason=reason, has_sampled=has_sampled)
+
+    def _again(self, failed: EpisodeFailed, *, stage: str, reason: str, has_sampled: bool) -> None:
+        self._num_tries[has_sampled] += 1
+        num_tries = self._num_tries[has_sampled]
+        follows = decide(failed.cause, has_sampled=has_sampled, num_tries=num_tries)
+        if follows not in (Next.GROUP, Next.MEMBER):
+            sentence = f"{failed}: the groups of such episodes are dropped, and counted"
+            self._progress.failed(f"{stage} {self._dataset_type} {failed.place}", sentence)
+            raise SlotFailed(stage, str(failed)) from failed
+        self._books.sampled_again(reason)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from async_grpo.batching.admission import AdmissionWindow, StepKey
+from async_grpo.batching.admission import FIRST_STEP, AdmissionWindow, StepKey
 from async_grpo.batching.packing import DEFAULT_ATTENTION_RATIO
 from async_grpo.config.evaluation_sets import UNNAMED, EvaluationSet
 from async_grpo.config.train_config import TrainConfig
@@ -98,15 +98,20 @@ class BatcherPlan:
             if len(questions)
         )
 
-    def window(self, first: StepKey) -> AdmissionWindow:
-        """Which slots may start, of a run that begins at the step `first`."""
+    @property
+    def first_step(self) -> StepKey:
+        """With which the run begins, or goes on."""
+        return StepKey(self.resume.batch, self.resume.step_in_batch) if self.resume else FIRST_STEP
+
+    def window(self, *, max_staleness: int) -> AdmissionWindow:
+        """Which slots may start."""
         return AdmissionWindow(
             self.config.batching.batch_size,
             questions_per_step=self.config.batching.questions_per_step,
-            max_staleness=self.config.sampling.max_staleness,
+            max_staleness=max_staleness,
             num_batches=self.config.batching.num_training_batches,
             incarnation=self.incarnation,
-            first=first,
+            first=self.first_step,
         )
 
     def index(self, ordinal: int, *, attempt: int) -> int:

@@ -9,7 +9,9 @@ unblocked by: a published batch, payloads that ranks have fetched, free workers
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,12 +25,11 @@ from async_grpo.batching.leased_work import (
     Scores,
     check_scores,
 )
+from async_grpo.batching.teachers import PayloadBuffer, Teachers
 from async_grpo.config.roles import REFERENCE, TEACHER
-from async_grpo.config.train_config import TrainConfig
 from async_grpo.types import (
     Group,
     LogprobRequest,
-    Payload,
     RowKey,
     Sample,
     Ticket,
@@ -37,8 +38,8 @@ from async_grpo.types import (
 
 if TYPE_CHECKING:
     from async_grpo.algorithms.base import ScoreNeed
-    from async_grpo.batching.teachers import Teachers
 
+logger = logging.getLogger(__name__)
 Samples = tuple[Sample, ...]
 InStage = Callable[[str, int], AbstractContextManager[None]]
 
@@ -51,25 +52,32 @@ class Scoring:
         workers: LeasedWorkers,
         in_stage: InStage,
         *,
-        config: TrainConfig,
+        max_staleness: int,
         needs: Sequence[ScoreNeed],
-        teachers: Teachers | None,
+        teachers: Teachers,
+        payloads: PayloadBuffer,
     ) -> None:
-        """`teachers`: where one of the `needs` is a teacher's."""
+        self.teachers = teachers
+        self.payloads = payloads
         self._workers = workers
         self._in_stage = in_stage
-        self._config = config
+        self._max_staleness = max_staleness
         self._needs = needs
-        self._teachers = teachers
         self._batches_published = 0
         self._has_published = asyncio.Condition()
         self._num_scored_again = 0  # samples
+        self._num_lost = 0  # of which the payload was lost with a node
 
     def take_clock(self) -> dict[str, float]:
         """What was done again since the last call, and what scoring waited for."""
         again, self._num_scored_again = self._num_scored_again, 0
-        of_teachers = self._teachers.take_clock() if self._teachers else {}
-        return {"reference_retries": again, **of_teachers}
+        num_lost, self._num_lost = self._num_lost, 0
+        seconds = self.payloads.take_seconds_waiting()
+        return {
+            "reference_retries": again,
+            "teacher_buffer_seconds": seconds,
+            "lost_payloads": num_lost,
+        }
 
     async def published(self, version: WeightsVersion) -> None:
         """The trainer has completed another batch, and whatever was due with it is served."""
@@ -95,67 +103,64 @@ class Scoring:
                 group = replace(group, samples=samples)
         return group
 
-    async def _scored(
-        self, need: ScoreNeed, samples: Samples, temperature: float, version: WeightsVersion
-    ) -> Samples:
-        """The samples with what the workers of `need.role` say of their tokens."""
-        if need.role == TEACHER:
-            return await self._taught(samples, need, temperature=temperature)
-        own = version if need.role == REFERENCE else None  # a teacher's weights never change
-        request = _request(samples, temperature, version=own)
-        with self._in_stage("in_reference", len(samples)):
-            if need.role == REFERENCE:
-                await self._until_reference_is_due(version)
-            scores = await self._score(samples, need.role, request)
-        return tuple(_with_scores(samples, need.role, scores))
-
     async def taught_again(self, samples: Samples, temperature: float) -> Samples:
         """Samples whose payloads are lost, with new ones; room for them is held already."""
+        number = len(samples)
+        self._num_lost += number
+        logger.warning("what teachers said of %d samples is lost: they are asked again", number)
         need = next(need for need in self._needs if need.role == TEACHER)
-        return await self._taught(samples, need, temperature=temperature, is_again=True)
+        return await self._scored(need, samples, temperature, is_again=True)
 
-    async def _taught(
-        self, samples: Samples, need: ScoreNeed, *, temperature: float, is_again: bool = False
+    async def _scored(
+        self,
+        need: ScoreNeed,
+        samples: Samples,
+        temperature: float,
+        version: WeightsVersion | None = None,
+        *,
+        is_again: bool = False,
     ) -> Samples:
-        """The samples with what the teacher of each says of its tokens."""
-        assert self._teachers is not None, "rules that need a teacher come with teachers"
-        if not is_again and self._teachers.have_express(samples):
+        """The samples with what workers say of their tokens; `version` is the reference's."""
+        if need.role == TEACHER and not is_again and self.teachers.answer_directly(samples):
             return samples  # the ranks get all of it themselves, unless they say that they cannot
-        asked = []
-        for role, members in self._teachers.by_role(samples).items():
-            request = _request(members, temperature, payload=need.payload)
-            request = replace(request, vocab_size=self._teachers.vocab_size)
-            sizes = self._teachers.sizes(role, request)
-            asked.append((role, members, request, sizes))
+        own = version if need.role == REFERENCE else None  # a teacher's weights never change
+        asked = [*self._requests(need, samples, temperature, own)]
         # Given pairs may have several teachers. Room for all of a group is held at once: with half
         # of it held, it would wait for the other half, and nothing of it could be trained.
         num_bytes = 0 if is_again else sum(sum(sizes) for *_, sizes in asked)
         found: dict[RowKey, Sample] = {}
         with self._in_stage("in_reference", len(samples)):
-            async with self._teachers.room_for(num_bytes, ordinal=samples[0].ordinal):
+            if own:
+                await self._until_reference_is_due(own)
+            async with self.payloads.room_for(num_bytes, ordinal=samples[0].ordinal):
                 for role, members, request, sizes in asked:
-                    answered = await self._with_tickets(members, role, request, sizes)
-                    found |= {sample.key: sample for sample in answered}
+                    answer = await self._asked(role, members, request, num_objects=len(sizes))
+                    scores, references = answer if sizes else (answer, ())
+                    tickets = map(Ticket, zip(references), itertools.repeat(role), sizes)
+                    scored = _with_scores(members, need.role, scores, tickets)
+                    found |= {sample.key: sample for sample in scored}
         return tuple(found[sample.key] for sample in samples)
 
-    async def _with_tickets(
-        self, samples: Samples, role: str, request: LogprobRequest, sizes: Sequence[int]
-    ) -> Samples:
-        """As `_taught`, of one teacher; of such sizes are the payloads, each with a ticket."""
-        if not sizes:
-            return tuple(_with_scores(samples, TEACHER, await self._score(samples, role, request)))
-        scores, references = await self._score(samples, role, request, num_objects=len(sizes))
-        tickets = (
-            Ticket((reference,), role, size)
-            for reference, size in zip(references, sizes, strict=True)
-        )
-        return tuple(
-            replace(sample, tickets=tuple(next(tickets) for _ in sample.episode.rows))
-            for sample in _with_scores(samples, TEACHER, scores)
-        )
+    def _requests(
+        self, need: ScoreNeed, samples: Samples, temperature: float, version: WeightsVersion | None
+    ) -> Iterator[tuple[str, Samples, LogprobRequest, Sequence[int]]]:
+        """(role, those of the samples that it scores, how, bytes of each payload)."""
+        is_taught = need.role == TEACHER
+        by_role = self.teachers.by_role(samples) if is_taught else {need.role: samples}
+        for role, members in by_role.items():
+            rows = [row for sample in members for row in sample.episode.rows]
+            request = LogprobRequest(
+                tuple(row.prompt_token_ids for row in rows),
+                tuple(row.token_ids for row in rows),
+                temperature,
+                version,
+                payload=need.payload,
+                vocab_size=self.teachers.vocab_size if is_taught else 0,
+            )
+            yield role, members, request, self.teachers.sizes(role, request)
 
-    async def _score(
-        self, samples: Samples, role: str, request: LogprobRequest, *, num_objects: int = 0
+    async def _asked(
+        self, role: str, samples: Samples, request: LogprobRequest, *, num_objects: int
     ) -> Any:
         """What workers of `role` say of the rows, with `num_objects` references of what more."""
 
@@ -181,32 +186,21 @@ class Scoring:
         What it waits for is the trainer, which may compute for as long as it likes; one that is
         silent ends the run, and this with it.
         """
-        due = version.batches + self._config.sampling.max_staleness if version.batches else 0
+        due = version.batches + self._max_staleness if version.batches else 0
         async with self._has_published:
             await self._has_published.wait_for(lambda: self._batches_published >= due)
 
 
-def _request(
-    samples: Samples,
-    temperature: float,
-    *,
-    version: WeightsVersion | None = None,
-    payload: Payload | None = None,
-) -> LogprobRequest:
-    rows = [row for sample in samples for row in sample.episode.rows]
-    return LogprobRequest(
-        tuple(row.prompt_token_ids for row in rows),
-        tuple(row.token_ids for row in rows),
-        temperature,
-        version,
-        payload=payload,
-    )
-
-
-def _with_scores(samples: Samples, role: str, scores: Sequence[Scores]) -> Iterator[Sample]:
-    """Each sample with the scores of its own rows, laid end to end."""
-    rest = iter(scores)
+def _with_scores(
+    samples: Samples, name: str, scores: Sequence[Scores], tickets: Iterable[Ticket]
+) -> Iterator[Sample]:
+    """Each sample with the scores of its own rows, laid end to end, and their tickets, if any."""
+    scores_of_rows, tickets_of_rows = iter(scores), iter(tickets)
     for sample in samples:
-        own = [next(rest) for _ in sample.episode.rows]
-        laid_out = own[0] if len(own) == 1 else np.concatenate(own)
-        yield replace(sample, scores={**sample.scores, role: laid_out})
+        num_rows = len(sample.episode.rows)
+        own = [*itertools.islice(scores_of_rows, num_rows)]
+        yield replace(
+            sample,
+            scores={**sample.scores, name: own[0] if num_rows == 1 else np.concatenate(own)},
+            tickets=tuple(itertools.islice(tickets_of_rows, num_rows)),
+        )

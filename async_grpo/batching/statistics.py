@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from async_grpo.batching.admission import StepKey
-from async_grpo.config.roles import TEACHER
 from async_grpo.types import Episode, Group, Sample
 
 Sums = dict[str, float]
@@ -42,18 +41,18 @@ class SampleSums:
         self,
         *,
         staleness_of: Callable[[int], int],
-        express_bytes: Callable[[], int] = lambda: 0,
+        of_scoring: Callable[[Sequence[Sample]], Sums] = lambda samples: {},
         types: Collection[str] = (),
     ) -> None:
         """`staleness_of` a batch: the largest lag that its samples may have.
 
-        `express_bytes`: of a token whose teacher scores it where it is trained; 0: none does.
+        `of_scoring`: what those who score its samples add to a group that is trained.
 
         `types`: those of the questions whose sums are wanted alone too, as `reward_sum/TYPE`.
         """
         self._staleness_of = staleness_of
         self._types = types
-        self._express_bytes = express_bytes
+        self._of_scoring = of_scoring
         self._steps: dict[StepKey, _Step] = {}
 
     def add(self, step: StepKey, group: Group, *, batch: int) -> None:
@@ -63,7 +62,7 @@ class SampleSums:
         """
         opened = self._steps.setdefault(step, _Step())
         if group.is_given:
-            sums = given_sums(group.samples) | teacher_sums(group.samples, self._express_bytes())
+            sums = given_sums(group.samples) | self._of_scoring(group.samples)
             opened.sums[group.ordinal, group.attempt] = sums
             return
         most = self._staleness_of(batch)
@@ -77,9 +76,9 @@ class SampleSums:
             opened.sums[group.ordinal, group.attempt] = replaced
             return
         lag_sums = _lag_sums(lags, most)
-        taught = teacher_sums(group.samples, self._express_bytes())
         sums = self._with_own(group_sums(group.samples), kind)
-        opened.sums[group.ordinal, group.attempt] = sums | taught | lag_sums
+        scored = self._of_scoring(group.samples)
+        opened.sums[group.ordinal, group.attempt] = sums | scored | lag_sums
         opened.lag_max = max(opened.lag_max, *map(_oldest, lags))
 
     def add_failed(
@@ -151,27 +150,6 @@ def given_sums(samples: Sequence[Sample]) -> Sums:
     number = len(samples)
     zeros = dict.fromkeys(("num_samples", "num_groups", "failed_samples"), 0)
     return {"given_samples": number, "finished_samples": number, **zeros}
-
-
-def num_taught(samples: Sequence[Sample], by_express: bool) -> int:
-    """Output tokens that teachers have scored, or score where they are trained."""
-    return sum(
-        len(row.token_ids)
-        for sample in samples
-        if TEACHER in sample.scores
-        or (by_express and sample.contributes and sample.num_trained_tokens)
-        for row in sample.episode.rows
-    )
-
-
-def teacher_sums(samples: Sequence[Sample], express_bytes: int) -> Sums:
-    """What teachers say of a group; empty where it has none."""
-    if not (num_tokens := num_taught(samples, express_bytes > 0)):
-        return {}
-    num_bytes = sum(ticket.num_bytes for sample in samples for ticket in sample.tickets)
-    sent = (s.num_trained_tokens for s in samples if s.contributes and TEACHER not in s.scores)
-    num_bytes += express_bytes * sum(sent)
-    return {"teacher_tokens": num_tokens, "teacher_bytes": num_bytes}
 
 
 def replaced_sums(samples: Sequence[Sample]) -> Sums:

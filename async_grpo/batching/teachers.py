@@ -1,4 +1,4 @@
-"""The teachers of a run, as the pipeline asks them: whose sample it is, and room for the answer."""
+"""The teachers of a run as scoring asks them, and the room for payloads that ranks fetch."""
 
 from __future__ import annotations
 
@@ -7,63 +7,38 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from async_grpo.batching.admission import StepKey
-from async_grpo.batching.records import BatcherPlan
-from async_grpo.config.roles import teacher
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.roles import TEACHER, teacher
 from async_grpo.types import LogprobRequest, Sample, WorkerInfo
 from async_grpo.util.errors import WorkerError
 
 if TYPE_CHECKING:
+    from async_grpo.algorithms.base import ScoreNeed
+    from async_grpo.config.train_config import TrainConfig
     from async_grpo.controller.registry import WorkerRegistry
 
 Samples = tuple[Sample, ...]
 
 
 class Teachers:
-    """Routes samples, and bounds what waits of their payloads."""
+    """Routes samples to teachers, and knows what their answers are made of."""
 
     def __init__(
         self,
         registry_of: Callable[[str], WorkerRegistry],
-        buffer: TeacherBuffer,
         *,
         config: TrainConfig,
+        needs: Sequence[ScoreNeed],
         vocab_size: int,
     ) -> None:
         """`vocab_size` is the student's."""
         self.vocab_size = vocab_size
-        self.buffer = buffer
         self._registry_of = registry_of
         self._config = config
+        self._is_direct = any(need.is_direct for need in needs)
         self._infos: dict[str, WorkerInfo] = {}  # the latest known of each role
-        self._num_lost = 0  # samples whose payload was lost, since last taken
-
-    @classmethod
-    def of(
-        cls, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry], *, first: StepKey
-    ) -> Self:
-        """Those of a run that begins at the step `first`."""
-        config = plan.config
-        buffer = TeacherBuffer(
-            int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
-            step=first.batch * config.batching.steps_per_batch + first.step_in_batch,
-            is_whole_step=config.batching.deterministic or plan.rules.waits_for_step,
-        )
-        return cls(registry_of, buffer, config=config, vocab_size=plan.vocab_size)
-
-    def take_clock(self) -> dict[str, float]:
-        """Seconds that scoring waited for room since the last call, and samples scored again."""
-        num_lost, self._num_lost = self._num_lost, 0
-        seconds = self.buffer.take_seconds_waiting()
-        return {"teacher_buffer_seconds": seconds, "lost_payloads": num_lost}
-
-    def lost(self, num_samples: int) -> None:
-        """The payloads of so many samples were lost with a node."""
-        self._num_lost += num_samples
 
     def by_role(self, samples: Samples) -> Mapping[str, Samples]:
         """{role of a teacher: the samples that it teaches}, by ticket or `dataset_type`."""
@@ -73,27 +48,31 @@ class Teachers:
             found[role] = (*found.get(role, ()), sample)
         return found
 
-    def have_express(self, samples: Samples) -> bool:
-        """Whether what teachers say of the samples travels by express.
+    def answer_directly(self, samples: Samples) -> bool:
+        """Whether the ranks that train the samples get all that teachers say by themselves.
 
-        Nothing does of tokens that one of the models lacks: the teacher refuses them when asked.
+        Nothing goes so of tokens that one of the models lacks: the teacher refuses them when asked.
         """
-        if not self._config.teaching.express:
+        if not self._is_direct:
             return False
-        width, _ = self._express_row()
+        width, _ = self._direct_row()
         rows = [row for sample in samples for row in sample.episode.rows]
         ids = (ids for row in rows for ids in (row.prompt_token_ids, row.token_ids))
         return all(array.max(initial=0) < width for array in ids)
 
-    def express_bytes(self) -> int:
-        """What travels by express of each token that is trained; 0: nothing does."""
-        return math.prod(self._express_row()) if self._config.teaching.express else 0
-
-    def _express_row(self) -> tuple[int, int]:
-        """Logits of a token, and bytes of each; without a teacher yet, those of the policy."""
-        info = self._info(teacher(self._config.teacher_names[0]))
-        own = (self.vocab_size, 2)
-        return (min(info.vocab_size, self.vocab_size), info.item_size) if info else own
+    def sums(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """What a finished group adds to its step's sums; nothing where no teacher scores it."""
+        direct = [s for s in samples if self._is_direct and s.contributes and s.num_trained_tokens]
+        unasked = [sample for sample in direct if TEACHER not in sample.scores]
+        taught = (*unasked, *(sample for sample in samples if TEACHER in sample.scores))
+        num_tokens = sum(len(row.token_ids) for sample in taught for row in sample.episode.rows)
+        if not num_tokens:
+            return {}
+        num_bytes = sum(ticket.num_bytes for sample in samples for ticket in sample.tickets)
+        if unasked:
+            num_trained = sum(sample.num_trained_tokens for sample in unasked)
+            num_bytes += num_trained * math.prod(self._direct_row())
+        return {"teacher_tokens": num_tokens, "teacher_bytes": num_bytes}
 
     def sizes(self, role: str, request: LogprobRequest) -> list[int]:
         """Bytes of the payload of each row of a request; none where no payload is asked."""
@@ -105,23 +84,11 @@ class Teachers:
         per_token = request.payload.bytes_per_token(hidden=of_hidden, logits=of_logits)
         return [per_token * len(ids) for ids in request.output_token_ids]
 
-    @contextlib.asynccontextmanager
-    async def room_for(self, num_bytes: int, *, ordinal: int) -> AsyncIterator[None]:
-        """Hold so many bytes until they are `fetched`, or the body raises."""
-        step = self._step_of(ordinal)
-        await self.buffer.hold(num_bytes, step=step)
-        try:
-            yield
-        except BaseException:
-            await self.buffer.release(num_bytes, step=step)
-            raise
-
-    async def fetched(self, samples: Samples) -> None:
-        """Every rank has what the tickets of its samples stand for."""
-        for sample in samples:
-            if sample.tickets:
-                num_bytes = sum(ticket.num_bytes for ticket in sample.tickets)
-                await self.buffer.release(num_bytes, step=self._step_of(sample.ordinal))
+    def _direct_row(self) -> tuple[int, int]:
+        """Logits of a token, and bytes of each; without a teacher yet, those of the policy."""
+        info = self._info(teacher(self._config.teacher_names[0]))
+        own = (self.vocab_size, 2)
+        return (min(info.vocab_size, self.vocab_size), info.item_size) if info else own
 
     def _info(self, role: str) -> WorkerInfo | None:
         """Of one that serves the teacher, or has: its like comes back."""
@@ -130,9 +97,7 @@ class Teachers:
         return self._infos.get(role)
 
     def _role_of(self, sample: Sample) -> str:
-        if (
-            self._config.teaching.express
-        ):  # of one teacher; a sample on a rank no longer has its columns
+        if self._is_direct:  # of one teacher; a sample on a rank no longer has its columns
             return teacher(self._config.teacher_names[0])
         kind = sample.question.dataset_type
         name = self._config.teacher_of(kind)
@@ -140,18 +105,22 @@ class Teachers:
             raise WorkerError(f"--teacher-for names no teacher of the dataset_type {kind!r}")
         return teacher(name)
 
-    def _step_of(self, ordinal: int) -> int:
-        return ordinal // self._config.batching.questions_per_step
 
-
-class TeacherBuffer:
+class PayloadBuffer:
     """Room for payloads that wait in object stores; whoever makes more than fits waits.
 
     The step that trains and the steps after it have half of the room each, so that neither waits
     for the other: what is held of the first is fetched as its rounds go out.
     """
 
-    def __init__(self, limit_bytes: int, *, step: int = 0, is_whole_step: bool = False) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        questions_per_step: int,
+        step: int = 0,
+        is_whole_step: bool = False,
+    ) -> None:
         """`step` counts gradient steps of the run; it trains now.
 
         `is_whole_step`: its rounds go out once all of it is there, so that it always has room.
@@ -159,14 +128,38 @@ class TeacherBuffer:
         self.step = step
         self.seconds_waiting = 0.0  # of all that have waited, since last taken
         self._limit_bytes = limit_bytes
+        self._questions_per_step = questions_per_step
         self._is_whole_step = is_whole_step
         self._held: Counter[int] = Counter()  # bytes by step
+        self._sent: list[Sample] = []  # with tickets that ranks may still have to fetch
         self._changed = asyncio.Condition()
 
     @property
     def num_bytes(self) -> int:
         """Held by payloads that no rank has fetched."""
         return self._held.total()
+
+    @contextlib.asynccontextmanager
+    async def room_for(self, num_bytes: int, *, ordinal: int) -> AsyncIterator[None]:
+        """Hold so many bytes until they are `fetched`, or the body raises."""
+        step = self._step_of(ordinal)
+        await self.hold(num_bytes, step=step)
+        try:
+            yield
+        except BaseException:
+            await self.release(num_bytes, step=step)
+            raise
+
+    def sent(self, samples: Samples) -> None:
+        """These have gone to a rank."""
+        self._sent += [sample for sample in samples if sample.tickets]
+
+    async def fetched(self) -> None:
+        """Every rank has what the tickets of all samples that were sent stand for."""
+        samples, self._sent = self._sent, []
+        for sample in samples:
+            num_bytes = sum(ticket.num_bytes for ticket in sample.tickets)
+            await self.release(num_bytes, step=self._step_of(sample.ordinal))
 
     async def hold(self, num_bytes: int, *, step: int) -> None:
         """Return when there is room for so many more, which are held from then on.
@@ -197,6 +190,9 @@ class TeacherBuffer:
         """Seconds since the last call."""
         seconds, self.seconds_waiting = self.seconds_waiting, 0.0
         return seconds
+
+    def _step_of(self, ordinal: int) -> int:
+        return ordinal // self._questions_per_step
 
     def _has_room(self, num_bytes: int, step: int) -> bool:
         if step <= self.step:

@@ -12,32 +12,28 @@ import asyncio
 import gc
 import itertools
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
-from async_grpo.batching.batcher import ExperienceBatcher
-from async_grpo.batching.controls import check_folder, run_status
-from async_grpo.batching.leased_work import LAST
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.cluster import cluster
-from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, role_of
+from async_grpo.config.roles import VERIFIER, role_of
 from async_grpo.controller.heartbeat import until_gone
 from async_grpo.controller.leases import Lease
 from async_grpo.controller.registry import WorkerRegistry, registry_with
+from async_grpo.controller.served_run import ServedRun
 from async_grpo.controller.verifier_terms import VerifierTerms
 from async_grpo.types import (
     AT_ONCE,
     Arrays,
     Control,
     EvaluationResult,
-    GenerationRequest,
-    HeadRequest,
-    JudgeAnswer,
     Minibatch,
     PipelineStatus,
     PublishReport,
@@ -75,19 +71,6 @@ TAKEOVER_TICK_S = 0.1
 COLLECT_TICKS = 600
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    """The run of this moment."""
-
-    id: RunId
-    batcher: ExperienceBatcher
-    stall_timeout_s: float
-    trainer: str  # for people
-    folder: str  # its --output-dir
-    silent_ticks: int = 0
-    tasks: set[asyncio.Task[object]] = field(default_factory=set)  # calls, what hears of its end
-
-
 class Controller:
     """One a namespace, see `find.find_or_make_controller`.
 
@@ -102,7 +85,7 @@ class Controller:
         # Neither lease nor epoch is ever that of an earlier controller.
         self._lease_ids = itertools.count(time.time_ns())
         self._epochs = itertools.count(time.time_ns() // 1_000)
-        self._run: _Run | None = None
+        self._run: ServedRun | None = None
         self._teachers: dict[str, WorkerInfo] = {}  # the latest that registered, by role
         self._beginning = asyncio.Lock()
         self._endings: dict[RunId, str] = {}
@@ -204,14 +187,10 @@ class Controller:
                 self._end(self._run, f"trainer {trainer} has begun it again")
             run = RunId(plan.incarnation, next(self._epochs))
             plan = replace(plan, epoch=run.epoch)
-            batcher = ExperienceBatcher(plan, self.registry_of, recorder)
-            config = plan.config
-            self._run = _Run(
-                run, batcher, config.places.stall_timeout_s, trainer, config.recording.output_dir
-            )
+            self._run = ServedRun(plan, self.registry_of, recorder, trainer=trainer)
             gc.disable()
             watch = self._end_with(witness, self._run)
-            self._run.tasks.add(asyncio.create_task(watch, name="end-with-trainer"))
+            self._run.calls.add(asyncio.create_task(watch, name="end-with-trainer"))
             logger.info("run %s of trainer %s begins", run, trainer)
             return run.epoch
 
@@ -238,7 +217,7 @@ class Controller:
 
     async def published(self, run: RunId, version: WeightsVersion) -> None:
         """Weights are out: the staleness window moves, and slots start."""
-        await self._current(run).batcher.published(version)
+        await self._current(run).published(version)
 
     async def next_items(self, run: RunId, rank: int, index: int) -> StreamItems:
         """Answer `index` of a rank's stream; asking for it again gives it again."""
@@ -253,18 +232,8 @@ class Controller:
 
     async def teacher_head(self, run: RunId, role: str) -> tuple[Awaitable[Arrays], ...]:
         """The reference of what makes logits of a teacher's hidden states, in a container."""
-
-        async def ask() -> tuple[Awaitable[Arrays], ...]:
-            while True:
-                limit_s = self._current(run).stall_timeout_s
-                try:
-                    async with self.registry_of(role).lease(0, timeout_s=limit_s) as worker:
-                        _, references = await worker.call_for("head", HeadRequest(), num_objects=1)
-                        return tuple(references)
-                except LeaseLost as error:
-                    logger.warning("another %s worker is asked for its head: %s", role, error)
-
-        return await self._while_it_lasts(run, ask)
+        served = self._current(run)
+        return await self._while_it_lasts(run, partial(served.teacher_head, role))
 
     async def hungry(self, run: RunId, index: int) -> None:
         """The ranks have nothing left to compute while they wait for answer `index`."""
@@ -272,35 +241,44 @@ class Controller:
 
     async def evaluated(self, run: RunId) -> tuple[EvaluationResult, ...]:
         """What no end of a step has told, once all evaluations that have begun have ended."""
-        return await self._while_it_lasts(run, self._current(run).batcher.evaluations.finished)
+        return await self._while_it_lasts(run, self._current(run).evaluations.finished)
 
     async def control(self, folder: str, control: Control) -> None:
         """Take what somebody asks of the run whose output folder this is.
 
         Raises `ConfigError` when no such run trains here, or it cannot do that.
         """
-        batcher = self._run_in(folder).batcher
+        served = self._run_in(folder)
         if control.action in AT_ONCE:
             registry = registry_with(control.worker, self._registries.values())
             registry.drain(control.worker, draining=control.action == "drain")
-        batcher.control(control)
+        served.control(control)
 
     async def running(self, folder: str) -> RunStatus:
         """What may be asked of the run whose output folder this is; errors as above."""
-        return run_status(self._run_in(folder).batcher, self._registries.values())
+        return self._run_in(folder).running(self._registries.values())
 
-    def _run_in(self, folder: str) -> _Run:
-        check_folder(folder, self._run.folder if self._run else None)
-        assert self._run, "as checked"
+    def _run_in(self, folder: str) -> ServedRun:
+        if self._run is None:
+            raise ConfigError(
+                f"the run in {folder} must be training, this controller serves none: it has ended, "
+                "or not begun to train"
+            )
+        own = self._run.folder
+        if os.path.realpath(folder) != os.path.realpath(own):
+            raise ConfigError(
+                f"the run must be the one that trains here, in {own}, got {folder}: it has ended, "
+                "or is one of another Ray cluster or namespace"
+            )
         return self._run
 
     async def status(self, run: RunId) -> PipelineStatus:
         """What every stage is doing right now."""
-        return self._current(run).batcher.status()
+        return self._current(run).status()
 
     async def abort(self, run: RunId, reason: str) -> None:
         """End all work; every rank that waits for an item gets `reason` as its error."""
-        self._current(run).batcher.close(WorkerError(reason))
+        self._current(run).close(WorkerError(reason))
 
     async def ask(
         self,
@@ -319,34 +297,20 @@ class Controller:
         `prefer`: a worker's id, a hint. `owner`: the lease under which the asker works itself; the
         work ends with it. Raises `LeaseLost` when the worker was lost, or the asker's own lease.
         """
-
         owning = None if owner is None else self._lease(owner)
-        terms = owning.terms if owning else None
-
-        async def answer() -> Any:
-            if role == VERIFIER:  # as for any sample: a connection that fails is asked again
-                return await self._current(run).batcher.verdicts(request.outputs, terms)
-            if role == ENVIRONMENT:  # an episode waits for a server of its own
-                return await self._current(run).batcher.outage(request, terms)
-            is_turn = role == GENERATION and terms is not None
-            asked = replace(request, priority=LAST) if is_turn else request
-            lease = self.registry_of(role).lease(
-                cost,
-                version=version,
-                prefer=prefer,
-                timeout_s=self._current(run).stall_timeout_s,
-                terms=terms,
-            )
-            async with lease as worker:
-                answered = await worker.call(method, asked)
-            if isinstance(answered, JudgeAnswer):
-                self._current(run).batcher.judged(request, answered)
-            if isinstance(request, GenerationRequest) and owning and owning.is_valid:
-                owning.received(answered)
-            return answered
-
-        work = answer if owner is None else partial(_under, owning, answer)
-        return await self._while_it_lasts(run, work)
+        work = partial(
+            self._current(run).ask,
+            role,
+            method,
+            request,
+            cost=cost,
+            version=version,
+            prefer=prefer,
+            owner=owning,
+        )
+        return await self._while_it_lasts(
+            run, work if owner is None else partial(_under, owning, work)
+        )
 
     def registry_of(self, role: str) -> WorkerRegistry:
         """The registry of a role; raises `ConfigError` when there is no such role."""
@@ -375,7 +339,7 @@ class Controller:
         found = (registry.find_lease(lease_id) for registry in self._registries.values())
         return next(filter(None, found), None)
 
-    def _current(self, run: RunId) -> _Run:
+    def _current(self, run: RunId) -> ServedRun:
         if self._run is None or self._run.id != run:
             why = self._endings.get(run, "it is not known here, for this controller is a new one")
             raise RunLost(f"the controller does not serve run {run}: {why}")
@@ -383,7 +347,7 @@ class Controller:
 
     async def _while_it_lasts(self, run: RunId, work: Work[T]) -> T:
         """What `work` returns; `RunLost` when the run ends first, which ends the work."""
-        tasks = self._current(run).tasks
+        tasks = self._current(run).calls
         task = asyncio.ensure_future(work())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
@@ -393,7 +357,7 @@ class Controller:
             self._current(run)
             raise
 
-    def _end(self, run: _Run, why: str) -> None:
+    def _end(self, run: ServedRun, why: str) -> None:
         """The one end of a run, whoever brings it about."""
         if self._run is not run:
             return
@@ -401,13 +365,13 @@ class Controller:
         self._run = None
         gc.enable()
         self._endings[run.id] = why
-        run.batcher.close(RunLost(f"the controller does not serve run {run.id}: {why}"))
-        for task in run.tasks - {asyncio.current_task()}:
+        run.close(RunLost(f"the controller does not serve run {run.id}: {why}"))
+        for task in run.calls - {asyncio.current_task()}:
             task.cancel()
         for registry in self._registries.values():
             registry.end_run()
 
-    async def _end_with(self, witness: WitnessHandle, run: _Run) -> None:
+    async def _end_with(self, witness: WitnessHandle, run: ServedRun) -> None:
         """End it once the witness is gone and the trainer silent; a killed witness comes again."""
         reason = ""
         while not reason or run.silent_ticks < UNWITNESSED_TICKS:

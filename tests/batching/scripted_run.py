@@ -12,10 +12,10 @@ from scripted import Handle, Registry, make_completion, make_question, make_verd
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.roles import ENVIRONMENT, GENERATION, REFERENCE, VERIFIER
 from async_grpo.config.train_config import TrainConfig
+from async_grpo.controller.served_run import ServedRun
 from async_grpo.run.companions import RunRecorder
 from async_grpo.types import (
     EndOfStep,
@@ -152,12 +152,14 @@ class Run:
         )
         dump = Path(self.config.recording.output_dir) / self.config.recording.dump_samples_filename
         self.recorder = Handle(RunRecorder(str(dump)))
-        self.batcher = self.make_batcher()
+        self.serve()
         self.num_published = 0
 
-    def make_batcher(self, resume=None):
+    def serve(self, resume=None):
+        """As a controller at which the run begins, or goes on."""
         plan = replace(self.plan, resume=resume)
-        return ExperienceBatcher(plan, self.registries().__getitem__, self.recorder)
+        self.served = ServedRun(plan, self.registries().__getitem__, self.recorder)
+        self.batcher = self.served.batcher
 
     def registries(self):
         return {
@@ -175,7 +177,7 @@ class Run:
         await asyncio.sleep(self.script.seconds("publish", batches) / 10)
         self.cluster.version = WeightsVersion(INCARNATION, batches)
         self.num_published = batches
-        await self.batcher.published(self.cluster.version)
+        await self.served.published(self.cluster.version)
 
     async def train(self):
         """The items of every rank, to the end of the last batch."""

@@ -10,7 +10,7 @@ from scripted_run import make_config
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.admission import StepKey
-from async_grpo.batching.failures import Quarantine, SlotFailed
+from async_grpo.batching.failures import SlotFailed
 from async_grpo.batching.ledger import Ledger, SlotBooks
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.config import roles
@@ -91,7 +91,6 @@ class Stage:
             registries.__getitem__,
             config=config,
             rules=LocalRules(find_algorithm(config)),
-            quarantine=Quarantine(),
         )
 
     def run(self):

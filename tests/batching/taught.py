@@ -10,10 +10,9 @@ from scripted_run import make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.failures import Quarantine
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.supervised import given_group
-from async_grpo.batching.teachers import TeacherBuffer, Teachers
+from async_grpo.batching.teachers import PayloadBuffer
 from async_grpo.config.roles import GENERATION, teacher
 from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerInfo
 
@@ -73,20 +72,14 @@ class School:
             role: TeacherRegistry(*workers, role=role) for role, workers in self.workers.items()
         } | {GENERATION: Registry(role=GENERATION)}
         self.config = make_config(**(LEARNS | options))
-        self.buffer = TeacherBuffer(limit)
-        self.teachers = Teachers(
-            self.registries.__getitem__,
-            self.buffer,
-            config=self.config,
-            vocab_size=STUDENT_VOCAB,
-        )
+        self.buffer = PayloadBuffer(limit, questions_per_step=self.config.batching.questions_per_step)
         self.rules = LocalRules(find_algorithm(self.config))
         self.pipeline = SlotPipeline(
             self.registries.__getitem__,
             config=self.config,
             rules=self.rules,
-            quarantine=Quarantine(),
-            teachers=self.teachers,
+            vocab_size=STUDENT_VOCAB,
+            payloads=self.buffer,
         )
 
     async def finish(self, group):

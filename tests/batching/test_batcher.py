@@ -27,7 +27,7 @@ async def train(script):
     """(items of every rank, the batcher's status at the end, the run)."""
     running = Run(script)
     items = await running.train()
-    return items, running.batcher.status(), running
+    return items, running.served.status(), running
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -203,7 +203,7 @@ def test_a_run_that_is_ended_tells_every_rank_why_and_asks_no_worker_any_more():
         await running.publish(0)
         await asyncio.sleep(0)
         assert running.generation.open
-        running.batcher.close(WorkerError("no generation worker could load new weights"))
+        running.served.close(WorkerError("no generation worker could load new weights"))
         told = await asyncio.gather(*ranks, return_exceptions=True)
         assert not running.generation.open
         return told
@@ -248,11 +248,11 @@ def test_the_status_follows_samples_through_the_stages():
     running = Run(Script(config=config))
 
     async def scenario():
-        seen = [running.batcher.status()]
+        seen = [running.served.status()]
         training = asyncio.ensure_future(running.train())
         while not training.done():
             await asyncio.sleep(0.05)
-            seen.append(running.batcher.status())
+            seen.append(running.served.status())
         return seen
 
     seen = run(scenario())
@@ -313,7 +313,7 @@ def test_the_status_says_why_episodes_fail_once_a_kind():
 
     running.cluster.play = fails
     run(running.train())
-    told = [*running.batcher.status().failures.values()]
+    told = [*running.served.status().failures.values()]
     assert sorted(sentence.partition(":Mine ")[2].partition(":")[0] for sentence in told) == [
         "raised KeyError(2) at mine.py", "raised KeyError(3) at mine.py",
     ]  # fmt: skip

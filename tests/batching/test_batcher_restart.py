@@ -94,8 +94,8 @@ class Trainer:
         """As recovery.py does it."""
         self.kills.pop()
         self.num_restarts += 1
-        dead, self.running.batcher = self.running.batcher, Dead()
-        tasks = list(dead._tasks)
+        self.running.batcher = self.running.served.batcher = Dead()
+        tasks = list(self.running.served._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,8 +105,8 @@ class Trainer:
             await self.announced
         self.unfinished = []
         resume = self.steps[-1][1].resume if self.steps else None
-        self.running.batcher = self.running.make_batcher(resume)
-        await self.running.batcher.published(self.running.cluster.version)
+        self.running.serve(resume)
+        await self.running.served.published(self.running.cluster.version)
 
 
 def trained(script, kills=()):
@@ -188,8 +188,9 @@ def test_a_death_before_the_first_step_has_ended_starts_the_run_again():
 def test_the_questions_in_quarantine_are_known_to_the_next_batcher():
     script = Script(config=make_config())
     running = Run(script)
-    running.batcher._quarantine.exclude(4)
+    running.served.pipeline.workers.quarantine.exclude(4)
     running.batcher._rounds.current_step = StepKey(0, 0)
     resume = running.batcher._resume_point()
     assert resume.quarantined == (4,)
-    assert running.make_batcher(resume)._quarantine.questions == (4,)
+    running.serve(resume)
+    assert running.served.pipeline.workers.quarantine.questions == (4,)

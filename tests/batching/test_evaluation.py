@@ -22,7 +22,7 @@ def evaluate(script, *, num_questions):
 
     async def scenario():
         await running.publish(0)
-        return await running.batcher.evaluations.finished()
+        return await running.served.evaluations.finished()
 
     (result,) = run(scenario())
     return result, running
@@ -34,7 +34,7 @@ def evaluate_set(running, *, version=0, num_together=64, **changes):
     plan = replace(running.plan.sets[0], **changes)
     evaluation = SetEvaluation(
         plan,
-        running.batcher._pipeline,
+        running.served.pipeline,
         EvaluationTerms(),
         version=version,
         num_together=lambda: num_together,
@@ -68,7 +68,8 @@ def test_questions_are_played_in_the_environment_of_their_type():
     running = Run(make_script(seed=4), held_out=tuple(held_out))
     environments = {"rows": ROWS, "plain": None}
     running.plan = replace(running.plan, environment=ROWS, environments=environments)
-    running.batcher, play = running.make_batcher(), running.cluster.play
+    running.serve()
+    play = running.cluster.play
     played = []
 
     async def watched(request):
@@ -104,7 +105,7 @@ def test_a_first_evaluation_in_which_nothing_could_be_graded_ends_the_run():
     async def scenario():
         await running.publish(0)
         with pytest.raises(WorkerError, match=told):
-            await running.batcher.evaluations.finished()
+            await running.served.evaluations.finished()
         with pytest.raises(WorkerError, match="could be: reward scr"):
             await running.batcher.next_items(0, 0)
 
@@ -138,7 +139,7 @@ def test_a_held_out_question_that_kills_workers_fails_alone_and_excludes_no_othe
     result, running = evaluate(make_script(deadly=frozenset({5})), num_questions=7)
     assert (result.num_samples, result.num_failed) == (24, 4)
     assert result.failures == {"quarantine": 4}
-    assert running.batcher._quarantine.questions == ()
+    assert running.served.pipeline.workers.quarantine.questions == ()
 
 
 def test_a_held_out_question_that_no_worker_takes_in_time_is_counted():
@@ -189,7 +190,7 @@ def test_an_evaluation_that_loses_its_own_worker_takes_less_of_the_others_room()
 
     running.cluster.generate = watched
     running.cluster.version = version = WeightsVersion(INCARNATION, 0)
-    plan, pipeline = running.plan.sets[0], running.batcher._pipeline
+    plan, pipeline = running.plan.sets[0], running.served.pipeline
     evaluation = SetEvaluation(
         plan, pipeline, EvaluationTerms(), version=version, num_together=lambda: room[0]
     )
@@ -209,7 +210,7 @@ class SlowRun(Run):
             return await generate(request)
 
         self.cluster.generate = generate_slowly
-        self.batcher = self.make_batcher()
+        self.serve()
 
     def all_results(self):
         """Of the whole run: its steps, then what is waited for at its end."""
@@ -219,7 +220,7 @@ class SlowRun(Run):
             trained_s = asyncio.get_running_loop().time()
             told = [each for _, end in split_steps(streams[0]) for each in end.evaluations]
             assert all(not end.evaluations for _, end in split_steps(streams[-1]))
-            return [*told, *await self.batcher.evaluations.finished()], trained_s
+            return [*told, *await self.served.evaluations.finished()], trained_s
 
         return run(scenario(), limit_s=1e9)
 
@@ -252,7 +253,7 @@ def test_every_set_is_due_by_its_own_interval():
     )
     running = SlowRun(Script(config=config, num_ranks=2), seconds=0.0, num_questions=0)
     running.plan = replace(running.plan, named_sets={"a": questions(2), "b": questions(3)})
-    running.batcher = running.make_batcher()
+    running.serve()
     results, _ = running.all_results()
     due = {(each.name, each.version.batches) for each in results}
     assert due == {("a", 0), ("b", 0), ("a", 2), ("a", 4), ("b", 4)}
@@ -268,10 +269,10 @@ def test_what_somebody_asks_for_is_evaluated_at_the_end_of_the_batch():
     async def publish_and_ask(batches):
         await publish(batches)
         if batches == 1:
-            running.batcher.control(Control("a", "evaluate", "me", "now"))
+            running.served.control(Control("a", "evaluate", "me", "now"))
 
     running.publish = publish_and_ask
-    running.batcher.controls._config = make_config(eval_data_path="h")
+    running.served.controls._config = make_config(eval_data_path="h")
     results, _ = running.all_results()
     batches = sorted(each.version.batches for each in results)
     assert len(batches) == 3 and batches[0] == 0 and 1 < batches[1] < 4 and batches[2] == 4
@@ -303,11 +304,11 @@ def test_a_set_has_its_own_sampling_and_rewards_and_yields_to_training():
         return await verify(request)
 
     running.cluster.generate, running.cluster.verify = watched, grading
-    running.batcher = running.make_batcher()
+    running.serve()
 
     async def scenario():
         await running.publish(0)
-        return await running.batcher.evaluations.finished()
+        return await running.served.evaluations.finished()
 
     (result,) = run(scenario())
     assert (result.name, result.num_samples) == ("hard", 6)
@@ -322,13 +323,13 @@ def test_the_worker_of_an_evaluation_is_held_and_after_the_last_batch_all_work()
     running = Run(Script(config=config), held_out=questions(2))
     workers = Registry(running.cluster, running.cluster)
     running.generation = workers
-    running.batcher = running.make_batcher()
+    running.serve()
     running.cluster.registry = workers
 
     async def scenario():
         streams = await running.train()
         told = [each for _, end in split_steps(streams[0]) for each in end.evaluations]
-        return [*told, *await running.batcher.evaluations.finished()]
+        return [*told, *await running.served.evaluations.finished()]
 
     results = run(scenario())
     held = [hold.worker_id for hold in workers.holds if hold]

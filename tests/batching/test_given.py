@@ -93,7 +93,7 @@ class Mixed(Run):
         )
         rules = LocalRules(algorithm(self.config))
         self.plan = replace(self.plan, pairs=PAIRS, pairs_of=self.order.pairs_of, rules=rules)
-        self.batcher = self.make_batcher()
+        self.serve()
 
     def registries(self):
         of_teacher = Registry(self.teacher, role=MATH) if hasattr(self, "teacher") else None
@@ -190,7 +190,7 @@ def test_a_batch_of_given_samples_alone_is_trained_and_has_no_reward():
     for name in ("avg_reward", "avg_output_tokens", "avg_lag", "max_lag", "perc_with_0_advantage"):
         assert row[name] is None
     assert row["perc_failed_samples"] == 0.0
-    assert running.batcher.status().output_tokens == 0
+    assert running.served.status().output_tokens == 0
 
 
 def test_a_resume_in_the_middle_of_a_batch_goes_on_with_the_same_pairs():
@@ -198,7 +198,7 @@ def test_a_resume_in_the_middle_of_a_batch_goes_on_with_the_same_pairs():
     [items] = run(Mixed(script, share=0.5).train())
     first, *steps = split_steps(items)
     again = Mixed(script, share=0.5)
-    again.batcher = again.make_batcher(first[1].resume)
+    again.serve(first[1].resume)
     assert Ledger.restore(first[1].resume.ledger).open_slots
     [resumed] = map(split_steps, run(again.train()))
     assert len(resumed) == len(steps) == 5

@@ -101,7 +101,7 @@ def watched(script):
     running = Watched(script)
 
     async def scenario():
-        return await running.train(), running.batcher.status()
+        return await running.train(), running.served.status()
 
     # The pump looks twice a second instead of fifty times: most of a history's cost.
     with patch.object(batcher, "POLL_INTERVAL_S", 0.5):

@@ -30,13 +30,13 @@ class Desk:
 
     def __init__(self, *workers):
         self.registry = Registry(*workers)
-        self.reasons, self.quarantine = [], Quarantine()
+        self.reasons = []
         self.pipeline = SlotPipeline(
             {GENERATION: self.registry}.__getitem__,
             config=make_config(stall_timeout_s=TIMEOUT_S),
             rules=LocalRules(find_algorithm(make_config())),
-            quarantine=self.quarantine,
         )
+        self.quarantine = self.pipeline.workers.quarantine
 
     async def do(self, slot=0):
         work = LeasedWork(

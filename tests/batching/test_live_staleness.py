@@ -22,13 +22,13 @@ def test_a_larger_staleness_starts_more_questions_at_once():
         await running.publish(0)
         await asyncio.sleep(100)  # nobody trains
         before = sorted(running.cluster.started)
-        running.batcher.control(control("a", max_staleness=3))
+        running.served.control(control("a", max_staleness=3))
         await asyncio.sleep(100)
         return before
 
     assert run(scenario()) == list(range(8))
     assert sorted(running.cluster.started) == list(range(16))
-    assert [each.id for each in running.batcher.status().controls] == ["a"]
+    assert [each.id for each in running.served.status().controls] == ["a"]
 
 
 def test_every_rank_hears_of_a_request_with_the_end_of_the_same_batch():
@@ -40,7 +40,7 @@ def test_every_rank_hears_of_a_request_with_the_end_of_the_same_batch():
     async def publish_and_ask(batches):
         await publish(batches)
         if batches == 2:
-            running.batcher.control(control("a", max_staleness=1, learning_rate=1e-5))
+            running.served.control(control("a", max_staleness=1, learning_rate=1e-5))
 
     running.publish = publish_and_ask
     items = run(running.train())
@@ -72,7 +72,7 @@ def test_a_request_that_breaks_a_rule_changes_nothing():
     async def scenario():
         await running.publish(0)
         with pytest.raises(ConfigError, match="must keep the ratio's denominator"):
-            running.batcher.control(control("a", max_staleness=0))
-        return running.batcher.status()
+            running.served.control(control("a", max_staleness=0))
+        return running.served.status()
 
     assert run(scenario()).controls == ()

@@ -76,7 +76,7 @@ class LongRun(Run):
         self.workers = [make(self.cluster) for make in workers]
         self.registry = WorkerRegistry(role_of("generation"), kill=lambda handle: None)
         self.generation = self.registry
-        self.batcher = self.make_batcher()
+        self.serve()
 
     async def publish(self, batches):
         if not batches:
@@ -94,7 +94,7 @@ class LongRun(Run):
         """`train`, with the status looked at as a rank does that waits, from time to time."""
         training, moves = asyncio.ensure_future(self.train()), []
         while not training.done():
-            moves.append(self.batcher.status().moves)
+            moves.append(self.served.status().moves)
             await asyncio.wait({training}, timeout=seconds)
         return await training, moves
 

@@ -78,7 +78,7 @@ class MovingRun(Run):
             self.announced[due.version.batches] = batches
             report = await self.registry.publish(due, timeout_s=60.0)
             assert len(report.acks) == 1
-        await self.batcher.published(snapshot.version)
+        await self.served.published(snapshot.version)
 
     async def train(self):
         info = WorkerInfo("reference", REFERENCE, "", 0, "", 8, 10_000.0, 0.0, 8)

@@ -27,10 +27,10 @@ def trained_with_an_outage(dataset_type="", *, stays=False):
 
     async def scenario():
         why = OutageRequest(dataset_type, "tool look: ConnectionRefusedError()")
-        outage = asyncio.create_task(running.batcher.outage(why, None))
+        outage = asyncio.create_task(running.served.outage(why))
         training = asyncio.create_task(running.train())
         await asyncio.sleep(AWAY_S / 2)
-        shown.append(running.batcher.status())
+        shown.append(running.served.status())
         came.append((asyncio.get_running_loop().time(), len(began)))
         if not stays:
             await asyncio.sleep(AWAY_S / 2)
@@ -73,9 +73,9 @@ def test_what_has_been_played_meanwhile_is_trained_when_the_server_is_back():
     async def watched(request):
         if request.ordinal == 0:  # it calls, and waits in the middle of its episodes
             why = OutageRequest("", "away")
-            outage = asyncio.create_task(running.batcher.outage(why, None))
+            outage = asyncio.create_task(running.served.outage(why))
             await asyncio.sleep(AWAY_S)
-            delivered.append(running.batcher.status().ready)
+            delivered.append(running.served.status().ready)
             outage.cancel()
         return await play(request)
 

@@ -82,14 +82,13 @@ class Fleet:
 
 async def outcomes(num_slots, **options):
     """(what became of each slot, the fleet, the quarantine, the retries of each slot)."""
-    fleet, quarantine = Fleet(**options), Quarantine()
+    fleet = Fleet(**options)
     for _ in range(fleet.num_workers):
         await fleet.join()
     pipeline = SlotPipeline(
         {GENERATION: fleet.registry}.__getitem__,
         config=make_config(stall_timeout_s=900.0),
         rules=LocalRules(find_algorithm(make_config())),
-        quarantine=quarantine,
     )
     retries = {slot: [] for slot in range(num_slots)}
 
@@ -106,7 +105,7 @@ async def outcomes(num_slots, **options):
         return await pipeline.workers.answer(work)
 
     found = await asyncio.gather(*map(slot_of, range(num_slots)), return_exceptions=True)
-    return found, fleet, quarantine, retries
+    return found, fleet, pipeline.workers.quarantine, retries
 
 
 worlds = st.fixed_dictionaries(

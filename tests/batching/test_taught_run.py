@@ -32,14 +32,14 @@ class TaughtRun(Run):
         self.taught = TeacherRegistry(*self.teachers, role=MATH)
         return super().registries() | {MATH: self.taught}
 
-    def make_batcher(self, resume=None):
+    def serve(self, resume=None):
         questions = [replace(q, dataset_type="sums") for q in self.plan.questions]
         self.plan = replace(self.plan, questions=tuple(questions))
-        return super().make_batcher(resume)
+        super().serve(resume)
 
     @property
     def buffer(self):
-        return self.batcher._teachers.buffer
+        return self.served.pipeline.scoring.payloads
 
 
 def taught_config(**options):
@@ -78,7 +78,6 @@ def test_however_little_room_there_is_all_is_trained_and_none_is_held_at_the_end
     assert sum(end.sums["teacher_bytes"] for end in ends) == sum(
         s.tickets[0].num_bytes for s in samples
     )
-    assert ends[-1].resume.ledger["teacher_tokens"] == tokens
     assert sum(end.clock["lost_payloads"] for end in ends) == 0
     assert school.buffer.num_bytes == 0
 
@@ -152,7 +151,8 @@ def test_what_was_lost_is_counted_in_its_step():
     assert [end.fates["trained"] for _, end in split_steps(items)] == [12] * 3
     # Scored again, they are no further tokens, and hold no further room.
     tokens = sum(end.sums["teacher_tokens"] for _, end in split_steps(items))
-    assert split_steps(items)[-1][1].resume.ledger["teacher_tokens"] == tokens
+    samples = [s for minibatches, _ in split_steps(items) for m in minibatches for s in m.samples]
+    assert tokens == sum(s.num_tokens - len(s.question.input_token_ids) for s in samples)
     assert school.buffer.num_bytes == 0
 
 
@@ -166,7 +166,6 @@ def test_what_goes_by_express_is_counted_and_takes_no_room():
     tokens = sum(s.num_tokens - len(s.question.input_token_ids) for s in samples)
     ends = [end for _, end in split_steps(items)]
     assert sum(end.sums["teacher_tokens"] for end in ends) == tokens > 0
-    assert ends[-1].resume.ledger["teacher_tokens"] == tokens
     trained, (_, item_size, _) = sum(s.num_trained_tokens for s in samples), SIZES[MATH]
     sent = sum(end.sums["teacher_bytes"] for end in ends)
     width = min(SIZES[MATH][2], school.plan.vocab_size)
@@ -195,9 +194,8 @@ def test_a_run_that_goes_on_counts_from_its_cut():
     (items,) = run(school.train())
     end = split_steps(items)[2][1]
     assert (end.batch, end.step_in_batch) == (1, 0)
-    batcher = run(made_on(partial(school.make_batcher, end.resume)))
-    assert batcher._ledger.teacher_tokens == end.resume.ledger["teacher_tokens"] > 0
-    assert batcher._teachers.buffer.step == 3
+    run(made_on(partial(school.serve, end.resume)))
+    assert school.buffer.step == 3
 
 
 async def made_on(make):

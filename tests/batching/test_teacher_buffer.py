@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scripted import run
 
 from async_grpo.batching import teachers
-from async_grpo.batching.teachers import TeacherBuffer
+from async_grpo.batching.teachers import PayloadBuffer
 
 NUM_STEPS, FIRST = 4, 3
 PAYLOADS = st.lists(
@@ -61,7 +61,7 @@ def of_half(held, step, *, now):
 @settings(max_examples=histories(100), deadline=None)
 @given(PAYLOADS, st.integers(0, 150))
 def test_each_half_holds_its_share_or_one_payload_and_every_step_comes_to_its_end(payloads, limit):
-    buffer = TeacherBuffer(limit, step=FIRST)
+    buffer = PayloadBuffer(limit, questions_per_step=1, step=FIRST)
 
     def is_due(num_bytes, step, held):
         others = of_half(held, step, now=buffer.step)
@@ -73,7 +73,7 @@ def test_each_half_holds_its_share_or_one_payload_and_every_step_comes_to_its_en
 @settings(max_examples=histories(100), deadline=None)
 @given(PAYLOADS, st.integers(0, 150))
 def test_a_step_that_goes_out_whole_has_room_for_all_of_it(payloads, limit):
-    buffer = TeacherBuffer(limit, step=FIRST, is_whole_step=True)
+    buffer = PayloadBuffer(limit, questions_per_step=1, step=FIRST, is_whole_step=True)
 
     async def scenario():
         own = [buffer.hold(num_bytes, step=FIRST) for step, num_bytes, *_ in payloads if not step]
@@ -91,7 +91,7 @@ def test_a_step_that_goes_out_whole_has_room_for_all_of_it(payloads, limit):
 
 def test_whoever_waits_for_room_has_it_once_something_is_released_or_its_step_trains():
     async def scenario():
-        buffer = TeacherBuffer(20, step=0)
+        buffer = PayloadBuffer(20, questions_per_step=1)
         await buffer.hold(10, step=1)
         waiting = [asyncio.ensure_future(buffer.hold(4, step=step)) for step in (1, 2)]
         await asyncio.sleep(1.0)
@@ -111,7 +111,7 @@ def test_what_needs_no_room_never_waits_for_any():
     """Payloads that are made again have theirs: the rank that waits for them would free it."""
 
     async def scenario():
-        buffer = TeacherBuffer(10, step=0)
+        buffer = PayloadBuffer(10, questions_per_step=1)
         await buffer.hold(99, step=0)  # more than there is, alone
         await asyncio.wait_for(buffer.hold(0, step=0), 1.0)
         await asyncio.wait_for(buffer.hold(0, step=1), 1.0)
@@ -122,7 +122,7 @@ def test_what_needs_no_room_never_waits_for_any():
 
 def test_a_wait_that_is_given_up_holds_nothing():
     async def scenario():
-        buffer = TeacherBuffer(10, step=0)
+        buffer = PayloadBuffer(10, questions_per_step=1)
         await buffer.hold(5, step=0)
         waiting = asyncio.ensure_future(buffer.hold(5, step=0))
         await asyncio.sleep(1.0)
@@ -139,7 +139,7 @@ def test_the_seconds_of_all_that_wait_are_told_once(monkeypatch):
     async def scenario():
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(teachers, "time", SimpleNamespace(monotonic=loop.time))
-        buffer = TeacherBuffer(10, step=0)
+        buffer = PayloadBuffer(10, questions_per_step=1)
         await buffer.hold(5, step=0)
         waiting = [asyncio.ensure_future(buffer.hold(n, step=0)) for n in (2, 3)]
         await asyncio.sleep(7.0)

@@ -34,7 +34,7 @@ def typed_run(*, held_out=(), batches=3, **script):
         replacement=questions.replacement,
         sampling=SamplingContract(1.0, (1,), 12),
     )
-    running.batcher = running.make_batcher()
+    running.serve()
     return running
 
 
@@ -115,7 +115,7 @@ def test_an_evaluation_counts_each_type_of_its_own():
 
     async def scenario():
         await running.publish(0)
-        return await running.batcher.evaluations.finished()
+        return await running.served.evaluations.finished()
 
     (result,) = run(scenario())
     assert {*result.by_type} == {"sums", "odes"}

@@ -93,8 +93,8 @@ def test_outputs_of_an_evaluation_s_episode_are_graded_by_its_rewards():
             graded.append(rewards)
             return ()
 
-        batcher = played.house.controller._current(played.run).batcher
-        batcher._pipeline.grading.verdicts = verdicts
+        served = played.house.controller._current(played.run)
+        served.pipeline.grading.verdicts = verdicts
         request = GradingRequest((VerificationRequest(0, 0, None, None),))
         for terms in (EvaluationTerms("math", rewards=("mine",)), None):
             async with played.registry(ENVIRONMENT).lease(1.0, timeout_s=9.0, terms=terms) as own:

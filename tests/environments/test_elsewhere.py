@@ -12,7 +12,7 @@ from staged import OLDEST, QUESTION, REFERENCE, REQUEST, make_books
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching import leased_work
-from async_grpo.batching.leased_work import Quarantine, SlotFailed
+from async_grpo.batching.leased_work import SlotFailed
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.roles import ENVIRONMENT
@@ -78,7 +78,6 @@ def run_slot(engine, environment=f"{HERE}/two_turns.py:TwoTurns", books=None, di
         {ENVIRONMENT: registry}.__getitem__,
         config=CONFIG,
         rules=plan.rules,
-        quarantine=Quarantine(),
         episodes_request=plan.episodes_request,
     )
     books = books or make_books(REQUEST)

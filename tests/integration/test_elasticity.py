@@ -8,10 +8,10 @@ from scripted_run import INCARNATION, Run, Script, make_config
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
-from async_grpo.batching.batcher import ExperienceBatcher
 from async_grpo.batching.records import BatcherPlan
 from async_grpo.config.roles import GENERATION, VERIFIER, role_of
 from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.controller.served_run import ServedRun
 from async_grpo.types import (
     Pulse,
     SamplingContract,
@@ -86,7 +86,8 @@ class Elastic(Run):
             incarnation=INCARNATION,
         )
         registries = {GENERATION: self.registry, VERIFIER: Registry(self.first, role=VERIFIER)}
-        self.batcher = ExperienceBatcher(plan, registries.__getitem__, None)
+        self.served = ServedRun(plan, registries.__getitem__)
+        self.batcher = self.served.batcher
 
     async def join(self, name, worker):
         info = WorkerInfo(name, GENERATION, "node", 0, "model", 64, capacity=CAPACITY,
@@ -96,7 +97,7 @@ class Elastic(Run):
     async def publish(self, batches):
         snapshot = WeightsSnapshot(WeightsVersion(INCARNATION, batches), ())
         await self.registry.publish(snapshot, timeout_s=10.0)
-        await self.batcher.published(snapshot.version)
+        await self.served.published(snapshot.version)
 
     async def finished_in(self, seconds):
         """Samples that were answered in the next `seconds`, by worker."""

@@ -1,0 +1,181 @@
+"""The slots of a run: admitted as the staleness window moves, each worked on until it is settled.
+
+consumes:     questions and given pairs by ordinal, the news that a batch was published
+produces:     a finished group of each slot, or the failure that it is counted with
+waits for:    leases, generation, verdicts, scores (see pipeline.py); the staleness window
+unblocked by: free workers, a published batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Protocol
+
+from async_grpo.batching.admission import AdmissionWindow, StepKey
+from async_grpo.batching.failures import QUARANTINE, Hopeless, SlotFailed
+from async_grpo.batching.ledger import Ledger, SlotBooks
+from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.batching.rounds import StepGroups
+from async_grpo.batching.sample_log import SampleLog
+from async_grpo.batching.statistics import SampleSums
+from async_grpo.batching.supervised import given_group
+from async_grpo.types import GivenPair, Group, Question, WeightsVersion
+
+logger = logging.getLogger(__name__)
+NUM_SHOWN = 80  # characters of a question's beginning
+
+
+class Begin(Protocol):
+    """Makes a task whose failure ends the run."""
+
+    def __call__(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
+
+
+class Slots:
+    """Starts slots and counts what becomes of them; the batcher sends their groups to the ranks."""
+
+    def __init__(
+        self,
+        plan: BatcherPlan,
+        pipeline: SlotPipeline,
+        *,
+        window: AdmissionWindow,
+        ledger: Ledger,
+        sums: SampleSums,
+        log: SampleLog,
+        begin: Begin,
+        finished: Callable[[Group, StepKey], None],
+        settled: Callable[[StepKey, bool], None],
+    ) -> None:
+        """`finished` gets the group of each slot that has one. `settled`: a slot of that step is
+        settled, and whether it was the last one.
+        """
+        first = plan.first_step
+        self._plan = plan
+        self._pipeline = pipeline
+        self._window = window
+        self._ledger = ledger
+        self._sums = sums
+        self._log = log
+        self._begin = begin
+        self._finished = finished
+        self._settled = settled
+        self._step_groups = StepGroups(
+            plan.rules, num_slots=plan.config.batching.questions_per_step
+        )
+        self._unsettled: dict[StepKey, int] = {}  # slots of a step that are not finished
+        self._hopeless = Hopeless(graded=first.batch if first.step_in_batch else None)
+
+    def start(self) -> None:
+        """Begin all that the window allows."""
+        for ordinal in self._window.start():
+            step = self._window.step_of(ordinal)
+            self._unsettled.setdefault(step, self._plan.config.batching.questions_per_step)
+            if ordinal not in self._ledger.open_slots:  # a resumed ledger has admitted it already
+                num_samples = self._plan.config.sampling.samples_per_question
+                self._ledger.admit(ordinal, num_samples=num_samples, step=step)
+            self._begin(self._run(ordinal, step), name=f"slot-{ordinal}")
+
+    async def _run(self, ordinal: int, step: StepKey) -> None:
+        try:
+            if pairs := self._plan.given(ordinal):
+                group = await self._finished_group_of(pairs, ordinal, step)
+            else:
+                group = await self._first_group_to_keep(ordinal, step)
+        except SlotFailed as failure:
+            if pairs:
+                question = pairs[0].question
+                self._log.failed(question, failure, batch=step.batch, slot=(ordinal, 0))
+            await self._step_groups.leave(step, ordinal)
+            self._fail(ordinal, step, failure)
+        else:
+            self._finished(group, step)
+        self._unsettled[step] -= 1
+        is_last = not self._unsettled[step]
+        if is_last:
+            del self._unsettled[step]
+            self._step_groups.close(step)
+            if all(other.batch != step.batch for other in self._unsettled):
+                self._hopeless.settled(step.batch)
+        self._settled(step, is_last)
+
+    async def _first_group_to_keep(self, ordinal: int, step: StepKey) -> Group:
+        """The group that the slot trains; those that it replaces are counted on the way."""
+        oldest = self._window.oldest_weights(ordinal)
+        quarantine = self._pipeline.workers.quarantine
+        for attempt in itertools.count():
+            index = self._plan.index(ordinal, attempt=attempt)
+            question, request = self._plan.draw(ordinal, attempt=attempt)
+            books = SlotBooks(self._ledger, ordinal)
+            try:
+                if index in quarantine:
+                    raise SlotFailed(QUARANTINE, f"its question, number {index}, is in quarantine")
+                group = await self._pipeline.run(
+                    question,
+                    request,
+                    oldest=oldest,
+                    reference=self._reference_of(step),
+                    books=books,
+                    join_step=partial(self._step_groups.join, step),
+                )
+            except SlotFailed as failure:
+                if failure.stage == QUARANTINE:
+                    self._exclude(index, question, failure)
+                self._log.failed(question, failure, batch=step.batch, slot=(ordinal, attempt))
+                raise
+            finally:
+                self._pipeline.sampled(books)
+            kind = group.samples[0].question.dataset_type
+            self._hopeless.sampled(step.batch, dataset_type=kind)
+            self._sums.add(step, group, batch=step.batch)
+            if not group.is_replaced:
+                return group
+            self._ledger.reissue(group.ordinal, fate="replaced")
+            self._log.write(group, batch=step.batch, fates=("replaced",) * len(group.samples))
+        raise AssertionError("attempts are counted without end")
+
+    async def _finished_group_of(
+        self, pairs: Sequence[GivenPair], ordinal: int, step: StepKey
+    ) -> Group:
+        await self._step_groups.leave(step, ordinal)  # it has no advantage to wait for
+        group = await self._pipeline.finish(
+            given_group(ordinal, pairs),
+            temperature=self._plan.sampling.temperature,
+            reference=self._reference_of(step),
+            join_step=partial(self._step_groups.join, step),
+        )
+        self._hopeless.given()
+        self._sums.add(step, group, batch=step.batch)
+        return group
+
+    def _reference_of(self, step: StepKey) -> WeightsVersion:
+        batches = self._plan.config.sampling.reference_of(step.batch)
+        return WeightsVersion(self._plan.incarnation, batches)
+
+    def _exclude(self, index: int, question: Question, failure: SlotFailed) -> None:
+        """The question kills workers: it is not asked any more in this run."""
+        if index in self._pipeline.workers.quarantine:
+            return
+        self._pipeline.workers.quarantine.exclude(index)
+        shown = question.input[:NUM_SHOWN]
+        logger.error(
+            "question %d is not asked any more in this run: %s; it begins with %r",
+            index, failure, shown,
+        )  # fmt: skip
+
+    def _fail(self, ordinal: int, step: StepKey, failure: SlotFailed) -> None:
+        """The group is dropped whole and counted; a run in which nothing works is ended."""
+        logger.warning("question %d is dropped: %s", ordinal, failure)
+        self._ledger.settle(ordinal, fate="failed", reason=failure.stage)
+        num_samples, kind = (
+            self._plan.config.sampling.samples_per_question,
+            self._plan.type_of(ordinal),
+        )
+        self._sums.add_failed(step, ordinal, num_samples=num_samples, dataset_type=kind)
+        is_given = bool(self._plan.pairs_of(ordinal))
+        self._hopeless.failed(step.batch, failure, is_given=is_given, dataset_type=kind)

@@ -1,0 +1,192 @@
+"""A run while the controller serves it: its batcher, and what is asked of it beside the batcher.
+
+consumes:     what the trainer, workers under leases and `async-grpo control` ask
+produces:     items for ranks, results of evaluations, answers of workers, what is shown of the run
+waits for:    workers; ranks that ask
+unblocked by: answers; published weights
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from async_grpo.batching.batcher import ExperienceBatcher
+from async_grpo.batching.controls import Controls
+from async_grpo.batching.evaluations import Evaluations
+from async_grpo.batching.leased_work import LAST
+from async_grpo.batching.pipeline import SlotPipeline
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.roles import ENVIRONMENT, GENERATION, VERIFIER, judge, named
+from async_grpo.controller.leases import Lease
+from async_grpo.controller.registry import WorkerRegistry
+from async_grpo.types import (
+    Arrays,
+    Control,
+    GenerationRequest,
+    HeadRequest,
+    JudgeAnswer,
+    OutageRequest,
+    PipelineStatus,
+    RunId,
+    RunStatus,
+    WeightsVersion,
+)
+from async_grpo.util.errors import DeadlineError, LeaseLost, ProcessLostError, WorkerError
+
+if TYPE_CHECKING:
+    from async_grpo.cluster.handles import RecorderHandle
+
+logger = logging.getLogger(__name__)
+
+
+class ServedRun:
+    """The batcher, evaluations and controls of one run, over one pipeline."""
+
+    def __init__(
+        self,
+        plan: BatcherPlan,
+        registry_of: Callable[[str], WorkerRegistry],
+        recorder: RecorderHandle | None = None,
+        *,
+        trainer: str = "",
+    ) -> None:
+        """`registry_of`: of a role, by its name. `recorder`: None dumps no samples. `trainer`: as
+        people know it.
+        """
+        config = plan.config
+        self.id = RunId(plan.incarnation, plan.epoch)
+        self.trainer = trainer
+        self.folder = config.recording.output_dir
+        self.silent_ticks = 0  # of the controller, since the trainer was heard
+        self.calls: set[asyncio.Task[object]] = set()  # that end with the run
+        self.pipeline = SlotPipeline.of(plan, registry_of)
+        self.controls = Controls(config, settings=plan.settings, pending=plan.pending)
+        self.evaluations = Evaluations(plan, self.pipeline, registry_of, begin=self._begin)
+        self.batcher = ExperienceBatcher(
+            plan,
+            self.pipeline,
+            controls=self.controls,
+            evaluations=self.evaluations,
+            begin=self._begin,
+            recorder=recorder,
+        )
+        self._registry_of = registry_of
+        self._stall_timeout_s = config.places.stall_timeout_s
+        scorers = named((need.role for need in plan.rules.needs), config.teacher_names)
+        self._roles = (GENERATION, *scorers, *map(judge, config.data.judge_names))
+        self._tasks: set[asyncio.Task[None]] = set()  # slots, evaluations, what sends rounds
+
+    async def published(self, version: WeightsVersion) -> None:
+        """Weights are out: slots start, and the evaluations that are due with them."""
+        await self.batcher.published(version)
+        self.evaluations.published(version)
+
+    def control(self, control: Control) -> None:
+        """Take a request, for the end of the batch; a larger staleness opens the window now.
+
+        Raises `ConfigError` for one that cannot be.
+        """
+        self.controls.ask(control)
+        self.batcher.control_asked()
+
+    def close(self, error: Exception) -> None:
+        """End all work; every rank that asks for an item gets `error`."""
+        self.batcher.fail(error)
+        for task in self._tasks:
+            task.cancel()
+
+    def status(self) -> PipelineStatus:
+        """What every stage is doing right now."""
+        registries = {role: self._registry_of(role) for role in self._roles}
+        workers = self.pipeline.workers
+        return replace(
+            self.batcher.status(),
+            workers={role: len(each.members) for role, each in registries.items()},
+            worker_tokens=sum(each.num_tokens for each in registries.values()),
+            problem=workers.progress.problem,
+            warnings=(*self.pipeline.grading.warnings, *workers.outages.told.values()),
+            failures=workers.progress.failures,
+            controls=self.controls.asked,
+        )
+
+    def running(self, registries: Collection[WorkerRegistry]) -> RunStatus:
+        """What may be asked of the run, and of whom."""
+        draining = {name for registry in registries for name in registry.draining}
+        members = [member.info for registry in registries for member in registry.members]
+        return RunStatus(
+            self.batcher.status().batch,
+            self.controls.num_batches,
+            self.controls.options,
+            self.controls.waiting,
+            {info.worker_id: (info.role, info.worker_id in draining) for info in members},
+        )
+
+    async def teacher_head(self, role: str) -> tuple[Awaitable[Arrays], ...]:
+        """The reference of what makes logits of a teacher's hidden states, in a container."""
+        while True:
+            lease = self._registry_of(role).lease(0, timeout_s=self._stall_timeout_s)
+            try:
+                async with lease as worker:
+                    _, references = await worker.call_for("head", HeadRequest(), num_objects=1)
+                    return tuple(references)
+            except LeaseLost as error:
+                logger.warning("another %s worker is asked for its head: %s", role, error)
+
+    async def ask(
+        self,
+        role: str,
+        method: str,
+        request: Any,
+        *,
+        cost: float,
+        version: WeightsVersion | None,
+        prefer: str | None,
+        owner: Lease | None,
+    ) -> object:
+        """As `Controller.ask`; `owner` is the lease under which the asker works, if any."""
+        terms = owner.terms if owner else None
+        if role == VERIFIER:  # as for any sample: a connection that fails is asked again
+            rewards = terms.rewards if terms else ()
+            return await self.pipeline.grading.verdicts(request.outputs, rewards=rewards)
+        if role == ENVIRONMENT:  # an episode waits for a server of its own
+            await self.outage(request, ends_run=terms is None)
+        is_last = role == GENERATION and terms is not None
+        lease = self._registry_of(role).lease(
+            cost, version=version, prefer=prefer, timeout_s=self._stall_timeout_s, terms=terms
+        )
+        async with lease as worker:
+            asked = replace(request, priority=LAST) if is_last else request
+            answer = await worker.call(method, asked)
+        if isinstance(answer, JudgeAnswer):
+            self.pipeline.judged(request, answer)
+        if isinstance(request, GenerationRequest) and owner and owner.is_valid:
+            owner.received(answer)
+        return answer
+
+    async def outage(self, request: OutageRequest, *, ends_run: bool = True) -> NoReturn:
+        """An episode waits for a server, until this is cancelled; too long a wait ends the run."""
+        try:
+            await self.pipeline.workers.outages.last(request)
+        except DeadlineError as error:
+            if ends_run:
+                self.batcher.fail(WorkerError(str(error)))
+            raise
+
+    def _begin(self, work: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._has_ended)
+        return task
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        """The first failure is what every rank hears of, instead of waiting for a round."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, ProcessLostError):  # to a rank, it would mean this process
+            error = WorkerError(str(error))
+        if error is not None:
+            self.batcher.fail(error)
