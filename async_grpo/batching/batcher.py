@@ -248,7 +248,8 @@ class ExperienceBatcher:
         await self._log.flush()  # what a checkpoint of this step counts is in the dump
         await self._payloads.step_ended()
         end = self._end_of_step(step)
-        await self._log.end_step(end, self._plan.config)
+        config = self._plan.config
+        await self._log.end_step(end, config.batching, ratio_mode=config.mode)
         return [end] + [replace(end, resume=None, evaluations=())] * (self._plan.num_ranks - 1)
 
     def _end_of_step(self, step: StepKey) -> EndOfStep:

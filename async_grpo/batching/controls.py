@@ -5,10 +5,8 @@ A request is kept until the batch has ended after which it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from async_grpo.config.live import LIVE, Settings, with_settings
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.batching.records import BatcherPlan
+from async_grpo.config.live import LIVE, with_settings
 from async_grpo.types import AT_ONCE, Control
 from async_grpo.util.errors import ConfigError
 
@@ -18,15 +16,12 @@ NUM_KEPT = 100  # of what was asked, for people
 class Controls:
     """Takes requests at any time, and hands them out at the ends of batches."""
 
-    def __init__(
-        self, config: TrainConfig, *, settings: Settings, pending: Sequence[Control] = ()
-    ) -> None:
-        """`config`: what the run began with; `settings`: what holds now of what was set since."""
-        self._config = config
-        self.settings: dict[str, object] = dict(settings)
+    def __init__(self, plan: BatcherPlan) -> None:
+        self._config = plan.config  # what the run began with
+        self.settings: dict[str, object] = dict(plan.settings)
         self._pending: list[Control] = []
         self._asked: dict[str, Control] = {}
-        for control in pending:
+        for control in plan.pending:
             self.ask(control)
 
     @property

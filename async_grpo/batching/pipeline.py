@@ -9,14 +9,13 @@ unblocked by: free workers of each role
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from async_grpo.batching.failures import SlotFailed, WorkProgress
 from async_grpo.batching.grading import Grading, Requests, require_graded
@@ -56,12 +55,9 @@ from async_grpo.types import (
 from async_grpo.util.errors import ConfigError, DeadlineError, NoWorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.base import GroupRules
-    from async_grpo.config.train_config import TrainConfig
     from async_grpo.controller.registry import WorkerRegistry
 
 TIMED_OUT = "generation timeout"  # the stage that loses an output longer than the user wants
-MakeRequest = Callable[..., EpisodesRequest | None]  # see `BatcherPlan.episodes_request`
 Played = tuple[tuple[Episode, ...], tuple[Verdict, ...]]
 JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the whole step decides
 
@@ -69,59 +65,30 @@ JoinStep = Callable[[Group], Awaitable[Group]]  # waits for advantages that the 
 class SlotPipeline:
     """Runs slots; holds nothing between them but counts and the suspects of the quarantine."""
 
-    def __init__(
-        self,
-        registry_of: Callable[[str], WorkerRegistry],
-        *,
-        config: TrainConfig,
-        rules: GroupRules,
-        episodes_request: MakeRequest = lambda question, request, oldest, of_set: None,
-        quarantined: Iterable[int] = (),
-        vocab_size: int = sys.maxsize,
-        payloads: PayloadBuffer | None = None,
-    ) -> None:
-        """`episodes_request`: what environment workers are asked; None: this plays the question.
-
-        `vocab_size`: of the student. `payloads`: the room for what teachers say; None: none.
-        """
-        self._episodes_request = episodes_request
+    def __init__(self, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry]) -> None:
+        """`registry_of`: of a role, by its name."""
+        config, limit_s = plan.config, plan.config.places.stall_timeout_s
+        self._plan = plan
         self._registry_of = registry_of
-        self._config = config
-        self._rules = rules
         self._judged = Counter[str]()  # what judges have said since it was taken
         self._sampled = Counter[str]()  # groups, and those that were sampled again
-        limit_s = config.places.stall_timeout_s
-        self.workers = LeasedWorkers(registry_of, timeout_s=limit_s, quarantined=quarantined)
+        excluded = plan.resume.quarantined if plan.resume else ()
+        self.workers = LeasedWorkers(registry_of, timeout_s=limit_s, quarantined=excluded)
         self.grading = Grading(self._verify, timeout_s=limit_s, progress=self.workers.progress)
         self.stages = StageClock(time.monotonic())
+        batching, first = config.batching, plan.first_step
         self.scoring = Scoring(
             self.workers,
             self._in_stage,
             max_staleness=config.sampling.max_staleness,
-            needs=rules.needs,
-            teachers=Teachers(registry_of, config=config, needs=rules.needs, vocab_size=vocab_size),
-            payloads=payloads
-            or PayloadBuffer(0, questions_per_step=config.batching.questions_per_step),
-        )
-
-    @classmethod
-    def of(cls, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry]) -> Self:
-        """That of a run."""
-        config, first = plan.config, plan.first_step
-        payloads = PayloadBuffer(
-            int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
-            questions_per_step=config.batching.questions_per_step,
-            step=first.batch * config.batching.steps_per_batch + first.step_in_batch,
-            is_whole_step=config.batching.deterministic or plan.rules.waits_for_step,
-        )
-        return cls(
-            registry_of,
-            config=config,
-            rules=plan.rules,
-            episodes_request=plan.episodes_request,
-            quarantined=plan.resume.quarantined if plan.resume else (),
-            vocab_size=plan.vocab_size,
-            payloads=payloads,
+            needs=plan.rules.needs,
+            teachers=Teachers(plan, registry_of),
+            payloads=PayloadBuffer(
+                int(config.teaching.teacher_buffer_gib * 2**30) or plan.object_store_bytes // 4,
+                questions_per_step=batching.questions_per_step,
+                step=first.batch * batching.steps_per_batch + first.step_in_batch,
+                is_whole_step=batching.deterministic or plan.rules.waits_for_step,
+            ),
         )
 
     def take_clock(self) -> dict[str, float]:
@@ -192,10 +159,10 @@ class SlotPipeline:
         """
         scored = partial(self.scoring.with_scores, temperature=temperature, version=reference)
         group = await scored(group, before_advantages=True)
-        group = await self._rules.finish_group(group)
+        group = await self._plan.rules.finish_group(group)
         if group.is_replaced:
             return group
-        if self._rules.waits_for_step and not group.is_given:
+        if self._plan.rules.waits_for_step and not group.is_given:
             group = await join_step(group)
         return await scored(group, before_advantages=False)
 
@@ -215,7 +182,7 @@ class SlotPipeline:
         `terms`.
         """
         of_set, rewards = (terms.name, terms.rewards) if terms else ("", ())
-        if asked := self._episodes_request(question, request, oldest, of_set):
+        if asked := self._plan.episodes_request(question, request, oldest, of_set):
             episodes, verdicts = await self._play_elsewhere(asked, slot, books, terms)
         else:
             turns = await self._generate(
@@ -299,7 +266,7 @@ class SlotPipeline:
             request=request,
             cost=request.num_samples,
             version=oldest,
-            timeout_s=self._config.sampling.generation_timeout_s or None,
+            timeout_s=self._plan.config.sampling.generation_timeout_s or None,
             slot=slot,
             terms=terms,
             gives_up=(DeadlineError,),  # the user wants no longer output
@@ -315,13 +282,13 @@ class SlotPipeline:
                 raise SlotFailed(TIMED_OUT, f"{error} (--generation-timeout-s)") from error
 
     async def _verify(self, requests: Requests, rewards: tuple[str, ...]) -> tuple[Verdict, ...]:
-        rewards = rewards or self._config.data.rewards_of(requests[0].question.dataset_type)
+        rewards = rewards or self._plan.config.data.rewards_of(requests[0].question.dataset_type)
         work: LeasedWork[tuple[Verdict, ...]] = LeasedWork(
             role=VERIFIER,
             method="verify",
             request=GradingRequest(requests, rewards=rewards),
             cost=len(requests),
-            timeout_s=self._config.places.stall_timeout_s,
+            timeout_s=self._plan.config.places.stall_timeout_s,
         )
         return await self.workers.answer(work)
 

@@ -33,7 +33,7 @@ from async_grpo.util.errors import AsyncGrpoError, ProcessLostError
 if TYPE_CHECKING:
     from async_grpo.batching.failures import SlotFailed
     from async_grpo.cluster.handles import RecorderHandle
-    from async_grpo.config.train_config import TrainConfig
+    from async_grpo.config.sampling_options import BatchingOptions
 
 MAX_QUEUED_BYTES = 64 * 2**20
 
@@ -102,22 +102,19 @@ class SampleLog:
         if self._recorder is not None:
             self._rounds.append([[part.key for part in each.samples] for each in minibatches])
 
-    async def end_step(self, end: EndOfStep, config: TrainConfig) -> None:
+    async def end_step(self, end: EndOfStep, batching: BatchingOptions, *, ratio_mode: str) -> None:
         """Tell what the step was made of, and wait for that a moment."""
         if self._recorder is None:
             return
-        first = (
-            end.batch * config.batching.batch_size
-            + end.step_in_batch * config.batching.questions_per_step
-        )
+        first = end.batch * batching.batch_size + end.step_in_batch * batching.questions_per_step
         line = {
             "batch": end.batch,
             "ordinal": first,
             "step_in_batch": end.step_in_batch,
-            "step": end.batch * config.batching.steps_per_batch + end.step_in_batch + 1,
+            "step": end.batch * batching.steps_per_batch + end.step_in_batch + 1,
             "num_samples": end.num_samples,
             "num_tokens": end.num_tokens,
-            "ratio_mode": config.mode,
+            "ratio_mode": ratio_mode,
             "rounds": self._rounds,
         }
         self._rounds = []

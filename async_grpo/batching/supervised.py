@@ -16,7 +16,7 @@ from async_grpo.batching.packing import (
     estimate_cost,
     pack_rounds,
 )
-from async_grpo.config.train_config import TrainConfig
+from async_grpo.config.sampling_options import BatchingOptions
 from async_grpo.types import (
     EndOfStep,
     Episode,
@@ -39,7 +39,7 @@ PairRound = list[tuple[Sample, ...]]  # a minibatch for each rank
 def supervised_stream(
     pairs: Sequence[TrainingPair],
     *,
-    config: TrainConfig,
+    batching: BatchingOptions,
     stream_index: Callable[[int], int],
     num_ranks: int,
     rank: int,
@@ -50,22 +50,22 @@ def supervised_stream(
 
     `stream_index(ordinal)` is the index into `pairs` of a slot of the run.
     """
-    num_slots = config.batching.questions_per_step
-    for batch in range(first_batch, config.batching.num_training_batches):
-        for step_in_batch in range(config.batching.steps_per_batch):
-            first = batch * config.batching.batch_size + step_in_batch * num_slots
+    num_slots = batching.questions_per_step
+    for batch in range(first_batch, batching.num_training_batches):
+        for step_in_batch in range(batching.steps_per_batch):
+            first = batch * batching.batch_size + step_in_batch * num_slots
             rounds = pack_pairs(
                 {
                     ordinal: pairs[stream_index(ordinal)]
                     for ordinal in range(first, first + num_slots)
                 },
                 num_ranks=num_ranks,
-                max_tokens=config.batching.max_tokens_per_gpu,
+                max_tokens=batching.max_tokens_per_gpu,
                 attention_ratio=attention_ratio,
             )
             for index, parts in enumerate(rounds):
                 yield Minibatch(index, parts[rank])
-            is_last = step_in_batch + 1 == config.batching.steps_per_batch
+            is_last = step_in_batch + 1 == batching.steps_per_batch
             yield _end_of_step(StepKey(batch, step_in_batch), rounds, is_last=is_last)
 
 

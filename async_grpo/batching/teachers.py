@@ -15,8 +15,7 @@ from async_grpo.types import LogprobRequest, Sample, WorkerInfo
 from async_grpo.util.errors import WorkerError
 
 if TYPE_CHECKING:
-    from async_grpo.algorithms.base import ScoreNeed
-    from async_grpo.config.train_config import TrainConfig
+    from async_grpo.batching.records import BatcherPlan
     from async_grpo.controller.registry import WorkerRegistry
 
 Samples = tuple[Sample, ...]
@@ -25,19 +24,12 @@ Samples = tuple[Sample, ...]
 class Teachers:
     """Routes samples to teachers, and knows what their answers are made of."""
 
-    def __init__(
-        self,
-        registry_of: Callable[[str], WorkerRegistry],
-        *,
-        config: TrainConfig,
-        needs: Sequence[ScoreNeed],
-        vocab_size: int,
-    ) -> None:
-        """`vocab_size` is the student's."""
-        self.vocab_size = vocab_size
+    def __init__(self, plan: BatcherPlan, registry_of: Callable[[str], WorkerRegistry]) -> None:
+        self.vocab_size = plan.vocab_size  # of the student
         self._registry_of = registry_of
-        self._config = config
-        self._is_direct = any(need.is_direct for need in needs)
+        self._roles = [teacher(name) for name in plan.config.teacher_names]
+        self._name_of = plan.config.teacher_of
+        self._is_direct = any(need.is_direct for need in plan.rules.needs)
         self._infos: dict[str, WorkerInfo] = {}  # the latest known of each role
 
     def by_role(self, samples: Samples) -> Mapping[str, Samples]:
@@ -86,7 +78,7 @@ class Teachers:
 
     def _direct_row(self) -> tuple[int, int]:
         """Logits of a token, and bytes of each; without a teacher yet, those of the policy."""
-        info = self._info(teacher(self._config.teacher_names[0]))
+        info = self._info(self._roles[0])
         own = (self.vocab_size, 2)
         return (min(info.vocab_size, self.vocab_size), info.item_size) if info else own
 
@@ -98,9 +90,9 @@ class Teachers:
 
     def _role_of(self, sample: Sample) -> str:
         if self._is_direct:  # of one teacher; a sample on a rank no longer has its columns
-            return teacher(self._config.teacher_names[0])
+            return self._roles[0]
         kind = sample.question.dataset_type
-        name = self._config.teacher_of(kind)
+        name = self._name_of(kind)
         if name is None:  # the trainer has looked at every line before
             raise WorkerError(f"--teacher-for names no teacher of the dataset_type {kind!r}")
         return teacher(name)

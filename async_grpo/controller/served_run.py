@@ -63,8 +63,8 @@ class ServedRun:
         self.folder = config.recording.output_dir
         self.silent_ticks = 0  # of the controller, since the trainer was heard
         self.calls: set[asyncio.Task[object]] = set()  # that end with the run
-        self.pipeline = SlotPipeline.of(plan, registry_of)
-        self.controls = Controls(config, settings=plan.settings, pending=plan.pending)
+        self.pipeline = SlotPipeline(plan, registry_of)
+        self.controls = Controls(plan)
         self.evaluations = Evaluations(plan, self.pipeline, registry_of, begin=self._begin)
         self.batcher = ExperienceBatcher(
             plan,

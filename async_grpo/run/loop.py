@@ -237,7 +237,7 @@ class Demonstrations:
         order = QuestionStream(len(self._pairs), seed=config.data.infinite_sampler_seed)
         items = supervised_stream(
             self._pairs,
-            config=config,
+            batching=config.batching,
             stream_index=order.index,
             num_ranks=self._ranks.world_size,
             rank=self._ranks.rank,

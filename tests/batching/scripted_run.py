@@ -136,17 +136,11 @@ class Run:
         self.generation = self.cluster.registry = Registry(self.cluster, self.cluster)
         if script.loses_a_lease:  # one: with a flaky worker a slot has still a third try
             self.generation.revoked = {2}
-        self.plan = BatcherPlan(
-            config=script.config,
-            rules=LocalRules(find_algorithm(script.config)),
-            questions=QUESTIONS,
+        self.plan = make_plan(
+            script.config,
             held_out=held_out,
-            order=lambda ordinal: ordinal % NUM_QUESTIONS,
             replacement=script.replacement,
-            seed_of=None,
-            sampling=SamplingContract(1.0, (1,), script.config.sampling.max_generation_tokens),
             num_ranks=script.num_ranks,
-            incarnation=INCARNATION,
             attention_ratio=ATTENTION_RATIO,
             environment=ROWS if script.max_rows > 1 else None,
         )
@@ -222,6 +216,22 @@ def split_steps(items):
             minibatches = []
     assert not minibatches
     return steps
+
+
+def make_plan(config, **changes):
+    """Of a run whose slots ask the questions in order."""
+    options = {
+        "rules": LocalRules(find_algorithm(config)),
+        "questions": QUESTIONS,
+        "held_out": (),
+        "order": lambda ordinal: ordinal % NUM_QUESTIONS,
+        "replacement": lambda slot, *, attempt: 0,
+        "seed_of": None,
+        "sampling": SamplingContract(1.0, (1,), config.sampling.max_generation_tokens),
+        "num_ranks": 1,
+        "incarnation": INCARNATION,
+    }
+    return BatcherPlan(config=config, **options | changes)
 
 
 def make_config(**changes):

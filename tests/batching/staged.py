@@ -5,10 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 from scripted import Registry, make_completion, make_question, make_verdict, run
-from scripted_run import make_config
+from scripted_run import make_config, make_plan
 
-from async_grpo.algorithms.base import LocalRules
-from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.admission import StepKey
 from async_grpo.batching.failures import SlotFailed
 from async_grpo.batching.ledger import Ledger, SlotBooks
@@ -87,11 +85,7 @@ class Stage:
             **objective,
         )
         self.books = make_books(REQUEST)
-        self.pipeline = SlotPipeline(
-            registries.__getitem__,
-            config=config,
-            rules=LocalRules(find_algorithm(config)),
-        )
+        self.pipeline = SlotPipeline(make_plan(config), registries.__getitem__)
 
     def run(self):
         """The group; afterwards no sample may be left in a stage and no lease may be open."""

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 from scripted import Registry, make_sample, run
-from scripted_run import make_config
+from scripted_run import make_config, make_plan
 
 from async_grpo.algorithms.base import LocalRules
 from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.pipeline import SlotPipeline
 from async_grpo.batching.supervised import given_group
-from async_grpo.batching.teachers import PayloadBuffer
 from async_grpo.config.roles import GENERATION, teacher
 from async_grpo.types import GivenPair, Group, Question, WeightsVersion, WorkerInfo
 
@@ -72,15 +71,15 @@ class School:
             role: TeacherRegistry(*workers, role=role) for role, workers in self.workers.items()
         } | {GENERATION: Registry(role=GENERATION)}
         self.config = make_config(**(LEARNS | options))
-        self.buffer = PayloadBuffer(limit, questions_per_step=self.config.batching.questions_per_step)
         self.rules = LocalRules(find_algorithm(self.config))
-        self.pipeline = SlotPipeline(
-            self.registries.__getitem__,
-            config=self.config,
+        plan = make_plan(
+            self.config,
             rules=self.rules,
             vocab_size=STUDENT_VOCAB,
-            payloads=self.buffer,
+            object_store_bytes=4 * limit,  # a quarter is for payloads
         )
+        self.pipeline = SlotPipeline(plan, self.registries.__getitem__)
+        self.buffer = self.pipeline.scoring.payloads
 
     async def finish(self, group):
         """The group with scores; no lease is left open, and nothing in a stage."""

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_run import make_plan
 
 from async_grpo.batching.admission import AdmissionWindow
 from async_grpo.batching.controls import Controls
@@ -20,7 +21,7 @@ def control(name, action="set", **settings):
 
 
 def make(**options):
-    return Controls(CONFIG, **{"settings": {}, **options})
+    return Controls(make_plan(CONFIG, **options))
 
 
 def test_what_was_asked_holds_from_the_next_batch_on_in_the_order_of_asking():

@@ -4,10 +4,8 @@ import asyncio
 
 import pytest
 from scripted import Registry, run
-from scripted_run import make_config
+from scripted_run import make_config, make_plan
 
-from async_grpo.algorithms.base import LocalRules
-from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.failures import QUARANTINE, Quarantine, SlotFailed
 from async_grpo.batching.leased_work import AFTER_LOSS_S, Attempts, LeasedWork
 from async_grpo.batching.pipeline import SlotPipeline
@@ -31,11 +29,8 @@ class Desk:
     def __init__(self, *workers):
         self.registry = Registry(*workers)
         self.reasons = []
-        self.pipeline = SlotPipeline(
-            {GENERATION: self.registry}.__getitem__,
-            config=make_config(stall_timeout_s=TIMEOUT_S),
-            rules=LocalRules(find_algorithm(make_config())),
-        )
+        plan = make_plan(make_config(stall_timeout_s=TIMEOUT_S))
+        self.pipeline = SlotPipeline(plan, {GENERATION: self.registry}.__getitem__)
         self.quarantine = self.pipeline.workers.quarantine
 
     async def do(self, slot=0):

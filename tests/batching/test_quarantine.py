@@ -12,10 +12,8 @@ from effort import histories
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import Handle, run
-from scripted_run import make_config
+from scripted_run import make_config, make_plan
 
-from async_grpo.algorithms.base import LocalRules
-from async_grpo.algorithms.find import find_algorithm
 from async_grpo.batching.failures import QUARANTINE, QUARANTINE_DEATHS, Quarantine, SlotFailed
 from async_grpo.batching.leased_work import LeasedWork
 from async_grpo.batching.pipeline import SlotPipeline
@@ -85,11 +83,8 @@ async def outcomes(num_slots, **options):
     fleet = Fleet(**options)
     for _ in range(fleet.num_workers):
         await fleet.join()
-    pipeline = SlotPipeline(
-        {GENERATION: fleet.registry}.__getitem__,
-        config=make_config(stall_timeout_s=900.0),
-        rules=LocalRules(find_algorithm(make_config())),
-    )
+    plan = make_plan(make_config(stall_timeout_s=900.0))
+    pipeline = SlotPipeline(plan, {GENERATION: fleet.registry}.__getitem__)
     retries = {slot: [] for slot in range(num_slots)}
 
     async def slot_of(slot):

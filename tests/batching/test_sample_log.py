@@ -270,7 +270,7 @@ def test_a_step_says_which_rank_was_sent_what_in_which_round(tmp_path):
             log.sent([Minibatch(0, (first,)), Minibatch(0, (second,))])
             log.sent([Minibatch(1, ()), Minibatch(1, (part(2 * step + 1, 0),))])
             end = EndOfStep(*divmod(step, 2), step % 2 == 1, num_samples=3, num_tokens=9)
-            await log.end_step(end, config)
+            await log.end_step(end, config.batching, ratio_mode=config.mode)
 
     config = make_config(batch_size=4, train_minibatch_size=2)
     run(scene(next_ordinal=0, num_steps=3))

@@ -22,7 +22,7 @@ def streams(pairs, *, ranks=2, attention_ratio=DEFAULT_ATTENTION_RATIO, **change
         list(
             supervised_stream(
                 pairs,
-                config=config,
+                batching=config.batching,
                 stream_index=lambda ordinal: ordinal % len(pairs),
                 num_ranks=ranks,
                 rank=rank,

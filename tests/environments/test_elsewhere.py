@@ -74,12 +74,7 @@ def run_slot(engine, environment=f"{HERE}/two_turns.py:TwoTurns", books=None, di
 
     worker = EnvironmentWorker(ask, worker_id="e0", capacity=4)
     registry = Registry(worker, role=ENVIRONMENT)
-    pipeline = SlotPipeline(
-        {ENVIRONMENT: registry}.__getitem__,
-        config=CONFIG,
-        rules=plan.rules,
-        episodes_request=plan.episodes_request,
-    )
+    pipeline = SlotPipeline(plan, {ENVIRONMENT: registry}.__getitem__)
     books = books or make_books(REQUEST)
     playing = pipeline.run(
         QUESTION, REQUEST, oldest=OLDEST, reference=REFERENCE, join_step=None, books=books

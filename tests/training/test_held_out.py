@@ -3,8 +3,6 @@
 `test_fsdp.py` has several ranks.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from fsdp_scenarios import CONFIG, equip, make_pairs
@@ -57,14 +55,17 @@ def test_the_gradient_of_plain_text_is_of_all_tokens_after_its_first():
     lines = [{"completion_token_ids": ids} for ids in texts]
     lines.append({"input_token_ids": [4, 3], "completion_token_ids": [9, 1]})
     model = tiny_model(tied=True)
-    config = replace(
-        CONFIG, algorithm="sft", batch_size=4, train_minibatch_size=0, num_training_batches=1,
+    config = CONFIG.but(
+        algorithm="sft", batch_size=4, train_minibatch_size=0, num_training_batches=1,
         max_tokens_per_gpu=8,
     )  # fmt: skip
     step, _, gradients = equip(PolicyModel(model), config)
     reader = LineReader(tokenizer=None, vocab_size=64, max_tokens=8)
     pairs = [reader.pair(line) for line in lines]
-    for item in supervised_stream(pairs, config=config, stream_index=int, num_ranks=1, rank=0):
+    stream = supervised_stream(
+        pairs, batching=config.batching, stream_index=int, num_ranks=1, rank=0
+    )
+    for item in stream:
         if isinstance(item, EndOfStep):
             step.finish(item.num_tokens, num_samples=item.num_samples)
         else:

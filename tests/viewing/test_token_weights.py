@@ -110,7 +110,8 @@ def trained_run(folder, *, again=False, **options):
             log.write(Group(sample.ordinal, 0, (sample,)), batch=0, fates=("trained",))
         for minibatch in rounds:
             log.sent([Minibatch(0, ())] * 3 + [minibatch])
-        await log.end_step(end, learner.config)
+        config = learner.config
+        await log.end_step(end, config.batching, ratio_mode=config.mode)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("async_grpo.run.companions.find_tokenizer", lambda model: Numbers)
